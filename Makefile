@@ -1,0 +1,45 @@
+# Each target is all the set-up a fresh machine with Python, make and git needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := fastac tests examples benchmarks
+
+.PHONY: train test check format benchmark clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/installed-train
+	$(BIN)/python examples/train_wan.py $(ARGS)
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+benchmark: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/held_bytes.py --check
+	$(BIN)/python benchmarks/host_time.py --check
+
+# What was trained or measured stays: only what make itself can make again goes.
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("diffusers 0.42 needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of extras: pip runs once, and again when what it was told to install changes.
+$(VENV)/installed-train: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]'
+	touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(VENV)/installed-train $@

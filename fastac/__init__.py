@@ -1,0 +1,28 @@
+"""Selective activation checkpointing that knows attention backends.
+
+fastac.enable(transformer, policy="attn_only")
+"""
+
+from fastac import backends as backends  # registers the rows
+from fastac.checkpointing import checkpoint
+from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
+from fastac.hook import disable, enable
+from fastac.policy import Policy
+from fastac.registry import AttentionOp, register
+from fastac.reporting import Report, report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionOp",
+    "FastacError",
+    "Policy",
+    "PolicyNotAppliedError",
+    "Report",
+    "UnsupportedBackendError",
+    "checkpoint",
+    "disable",
+    "enable",
+    "register",
+    "report",
+]

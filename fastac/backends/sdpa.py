@@ -1,0 +1,27 @@
+"""torch.nn.functional.scaled_dot_product_attention: the aten ops it can end in (torch 2.13).
+
+`scaled_dot_product_attention` itself is composite and never reaches the dispatcher. The math fallback is composite
+too; `_safe_softmax` runs only in it, so a call of that op tells that an attention was decomposed. Kernels draw random
+numbers only with dropout_p > 0; the CPU kernel refuses dropout. `_flash_attention_forward_no_dropout_inplace` has no
+row: it writes its argument.
+"""
+
+from functools import partial
+
+from fastac.registry import AttentionOp, DecompositionOp
+
+_row = partial(AttentionOp, backend="sdpa", namespace="aten", dropout="dropout_p")
+
+ROWS = (
+    _row(name="_scaled_dot_product_flash_attention", layout="bhsd"),
+    _row(name="_scaled_dot_product_efficient_attention", layout="bhsd"),
+    _row(name="_scaled_dot_product_cudnn_attention", layout="bhsd"),
+    _row(name="_scaled_dot_product_fused_attention_overrideable", layout="bhsd"),
+    _row(name="_scaled_dot_product_flash_attention_for_cpu", layout="bhsd"),
+    _row(name="_scaled_dot_product_attention_math_for_mps", layout="bhsd"),
+    # What the three above end in, and what libraries such as xformers call directly.
+    _row(name="_flash_attention_forward", layout="bshd", max_kv="max_k"),
+    _row(name="_efficient_attention_forward", layout="bshd", max_kv="max_seqlen_k"),
+    _row(name="_cudnn_attention_forward", layout="bhsd", max_kv="max_k"),
+    DecompositionOp(attention="scaled_dot_product_attention", namespace="aten", name="_safe_softmax"),
+)

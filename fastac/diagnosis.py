@@ -1,0 +1,216 @@
+"""A second look at a region that did not record what it should: which attention call it was, where, and why.
+
+Runs the checkpointed function once more, eagerly and watched, and throws the result away. This happens only on the
+way to an error, for compiled regions (which can not be watched while they run) once per block class, and where a
+block makes other calls than its class did before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from fastac import census, registry
+from fastac.policy import Policy
+from fastac.registry import ResolvedOp, Verdict
+from fastac.tape import Decomposed, Scope, Tape, run_kernel, thread
+
+
+@dataclasses.dataclass
+class Attention:
+    """One attention call that was seen. cause: why it ran as small ops, "" when it ran as `op`."""
+
+    module: str
+    op: str
+    keys: int
+    cause: str = ""
+
+
+class _Witness(Scope):
+    """Sees the attention calls of one eager run, without recording."""
+
+    def __init__(self) -> None:
+        super().__init__(Tape())
+        self.seen: list[Attention] = []
+        self.ops: list[ResolvedOp] = []
+        self.modules: list[torch.nn.Module] = []
+        self.cause = ""
+        self.names: dict[int, str] = {}
+
+    @property
+    def where(self) -> str:
+        return next((name for module in reversed(self.modules) if (name := self.names.get(id(module)))), "")
+
+    def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self.ops.append(resolved)
+        self.seen.append(Attention(self.where, resolved.name, resolved.keys(args, kwargs)))
+        return run_kernel(resolved, keyset, args, kwargs)
+
+    def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        found = Decomposed.from_call(resolved, args, kwargs)
+        self.seen.append(Attention(self.where, found.attention, found.keys, self.cause or "no fused kernel took it"))
+
+
+class _SdpaCalls(TorchFunctionMode):
+    """Tells the witness why the scaled_dot_product_attention call that comes next may be decomposed."""
+
+    def __init__(self, witness: _Witness) -> None:
+        super().__init__()
+        self.witness = witness
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.witness.cause = why_decomposed(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def why_decomposed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str:
+    """What about a scaled_dot_product_attention call keeps torch from its fused kernels; "" when nothing is known."""
+    cuda = torch.backends.cuda
+    switches = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled)
+    if not any(enabled() for enabled in switches):
+        return 'the math kernel is forced (sdpa_kernel(SDPBackend.MATH), backend "_native_math", or torch.backends)'
+    if attn_mask is not None and attn_mask.requires_grad:
+        return "its mask requires grad: detach it, or keep it out of training"
+    if dropout_p > 0 and query.device.type == "cpu":
+        return f"it drops out (dropout_p={dropout_p}), which no fused CPU kernel does: train with dropout_p=0"
+    if value.shape[-1] != query.shape[-1]:
+        return f"its value has head dim {value.shape[-1]} where query has {query.shape[-1]}"
+    if query.dim() != 4:
+        return (
+            f"its query has {query.dim()} dimensions: pass (batch, heads, sequence, head dim), with batch 1 if need be"
+        )
+    if attn_mask is not None and attn_mask.dim() not in (2, 4):
+        return f"its mask has {attn_mask.dim()} dimensions: pass 2 or 4"
+    if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+        return "query, key or value is not contiguous in its last dimension"
+    return ""
+
+
+@dataclasses.dataclass
+class Look:
+    """What a second look saw. missed: attention that the policy saves and no row can."""
+
+    ops: tuple[ResolvedOp, ...]
+    missed: list[Attention]
+    unknown: list[census.UnknownOp]
+    elsewhere: list[str]
+
+
+class _EagerObserver(census.Observer):
+    """Under a mode that does not ignore compiled code, dynamo runs it eagerly."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return False
+
+
+def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> Look:
+    """Run a region's function eagerly and watched. Generator state and buffers are as before afterwards."""
+    block = getattr(function, "__self__", function)
+    witness = _Witness()
+    if isinstance(block, torch.nn.Module):
+        witness.names = {id(module): name or type(block).__name__ for name, module in block.named_modules()}
+    observer = _EagerObserver(function, args, policy)
+    outer, thread.scope = thread.scope, None
+    try:
+        with _as_found(block, args), _module_stack(witness), witness, _SdpaCalls(witness), observer:
+            function(*args, **kwargs)
+    finally:
+        thread.scope = outer
+    missed = [attention for attention in witness.seen if attention.cause and policy.saves(attention.keys)]
+    missed += [
+        Attention("", found.attention, found.keys, "it was not written as one op") for found in observer.decomposed
+    ]
+    return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere)
+
+
+@contextlib.contextmanager
+def _as_found(block: Any, args: tuple[Any, ...]) -> Iterator[None]:
+    buffers = [(b, b.detach().clone()) for b in block.buffers()] if isinstance(block, torch.nn.Module) else []
+    devices = {value.device for value in args if isinstance(value, torch.Tensor)} - {torch.device("cpu")}
+    device_type = next((device.type for device in devices), "cuda")
+    with torch.random.fork_rng(devices=[device.index for device in devices], device_type=device_type):
+        yield
+    for buffer, before in buffers:
+        if not torch.equal(buffer, before):
+            buffer.detach().copy_(before)
+
+
+@contextlib.contextmanager
+def _module_stack(witness: _Witness) -> Iterator[None]:
+    me = threading.get_ident()
+
+    def enter(module: torch.nn.Module, _: Any) -> None:
+        if threading.get_ident() == me:
+            witness.modules.append(module)
+
+    def leave(module: torch.nn.Module, _: Any, __: Any) -> None:
+        if threading.get_ident() == me and witness.modules:
+            witness.modules.pop()
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def explain(function: Any, policy: Policy, look: Look, made: int, expected: int) -> str:
+    """The message of a PolicyNotAppliedError for a region that recorded `made` attention calls."""
+    where = census.describe(function)
+    lines = [f"{policy}: not every attention call at {where} was saved ({made} of {expected} reached a registered op)."]
+    for attention in look.missed:
+        place = f"{where}.{attention.module}" if attention.module else where
+        lines.append(
+            f"- {attention.op} in {place} over {attention.keys} keys ran as small ops, which leave no attention output "
+            f"to save: {attention.cause}."
+        )
+    for namespace, name in sorted(set(look.unknown)):
+        lines.append(
+            f"- {namespace}::{name} looks like an attention forward and has no row. If it is one, say so: "
+            f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{namespace}", name="{name}")).'
+            if namespace
+            else f"- {name} is a higher-order op: fastac can not save its output yet."
+        )
+    for name in sorted(set(look.elsewhere)):
+        lines.append(
+            f"- {name} was called in another thread, where no region is open. Call it in the block's own thread."
+        )
+    for use in registry.backend_uses(function) if isinstance(function, torch.nn.Module) else ():
+        if use.verdict is not Verdict.SAVABLE:
+            lines.append(
+                f"- {where}.{use.module} is set to backend {use.backend!r} ({use.verdict.value}): {use.reason}."
+            )
+    if len(lines) == 1:
+        if made < len(look.ops):
+            lines.append(
+                "- Run eagerly the block makes every call. Compiled code called a kernel past the dispatcher "
+                "(inductor's cpp_wrapper does), or the block takes another path from call to call."
+            )
+        else:
+            lines.append(
+                "- This block made more attention calls on equal inputs before. Its attention was replaced by a kernel "
+                "that fastac can not see, or it takes another path from call to call."
+            )
+    ran = ", ".join(dict.fromkeys(op.name for op in look.ops)) or "none"
+    lines.append(f'Registered ops that did run: {ran}. Mend the cause, or use policy="full" for this block.')
+    return "\n".join(lines)

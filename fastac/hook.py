@@ -1,0 +1,186 @@
+"""enable and disable: fastac as a diffusers model's gradient checkpointing function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastac import census, interception, models, registry
+from fastac.checkpointing import ENGINES, checkpoint, refuse_wrapped
+from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
+from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks
+from fastac.registry import BackendUse, Verdict
+from fastac.torch_internals import runs_eagerly
+
+logger = logging.getLogger("fastac")
+
+_ABSENT = object()
+
+
+@dataclasses.dataclass
+class _Before:
+    """A module's gradient checkpointing attributes as they were before fastac."""
+
+    flag: Any
+    function: Any
+
+
+_before: weakref.WeakKeyDictionary[torch.nn.Module, _Before] = weakref.WeakKeyDictionary()
+
+
+def enable(
+    model: torch.nn.Module,
+    policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
+    *,
+    engine: str = "tape",
+) -> None:
+    """Checkpoint a diffusers model's blocks so that what the policy names is saved and the rest recomputed.
+
+    Takes the place of `model.enable_gradient_checkpointing()`. policy: "attn_only", "long_attn_only", "full", a
+    fastac.Policy, or a mapping of block-name patterns to these (the first that matches counts).
+    Raises UnsupportedBackendError when an attention module's backend can not be honoured, FastacError for a model
+    without gradient checkpointing, an unknown policy or engine, or blocks that are checkpointed already. The model
+    is as it was then.
+    """
+    _check_model(model)
+    if engine not in ENGINES:
+        raise FastacError(f"enable(engine={engine!r}): there are {', '.join(ENGINES)}")
+    containers = models.containers(model, models.row_of(model))
+    if not containers:
+        raise FastacError(
+            f"enable: found no transformer blocks in {type(model).__name__}: no module list whose members hold attention. "
+            f"Call fastac.checkpoint(block, *args) where the model calls its blocks."
+        )
+    blocks = {name: block for container in containers for name, block in container.blocks.items()}
+    selected: Policy | BlockPolicies
+    selected = resolve_blocks(policy, blocks) if isinstance(policy, Mapping) else resolve(policy)
+    refuse_wrapped(model)
+    interception.install()
+    check_backends(model, selected)
+
+    before = {module: _Before(module.gradient_checkpointing, _function_of(module)) for module in _switches(model)}
+    function = functools.partial(checkpoint, policy=selected, engine=engine)
+    model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
+    for module, state in before.items():
+        if not is_ours(state.function):
+            _before[module] = state
+    for name, block in blocks.items():
+        record = census.block_record(block)
+        if record is not None:
+            record.name = f"{type(model).__name__}.{name}"
+    if _check_before_forward not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_check_before_forward)
+    logger.info("%s: policy %s, engine %s, %d blocks", type(model).__name__, selected, engine, len(blocks))
+
+
+def disable(model: torch.nn.Module) -> None:
+    """Undo `enable`: the model's gradient checkpointing is again what it was before the first `enable`.
+
+    Does nothing to a model that fastac is not enabled on. A copy of an enabled model is left without checkpointing.
+    """
+    for module in _switches(model):
+        if not is_ours(_function_of(module)):
+            continue
+        state = _before.pop(module, _Before(False, None))
+        module.gradient_checkpointing = state.flag
+        if state.function is _ABSENT:
+            del module._gradient_checkpointing_func
+        else:
+            module._gradient_checkpointing_func = state.function
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _check_before_forward]:
+            del module._forward_pre_hooks[key]
+
+
+def is_ours(function: object) -> bool:
+    """Whether a gradient checkpointing function is the one that `enable` sets."""
+    return isinstance(function, functools.partial) and function.func is checkpoint
+
+
+def enabled_function(model: torch.nn.Module) -> functools.partial[Any] | None:
+    """The function `enable` set on a model, with its policy and engine as keywords; None where it is gone."""
+    for module in _switches(model):
+        function = _function_of(module)
+        if module.gradient_checkpointing and is_ours(function):
+            return function  # type: ignore[no-any-return]
+    return None
+
+
+def was_replaced(model: torch.nn.Module) -> bool:
+    """Whether gradient checkpointing is on, on a model that fastac was enabled on, with another function."""
+    if not any(_check_before_forward in module._forward_pre_hooks.values() for module in model.modules()):
+        return False
+    return any(module.gradient_checkpointing and not is_ours(_function_of(module)) for module in _switches(model))
+
+
+def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> None:
+    """Raise UnsupportedBackendError when attention modules use a backend that the policy can not be honoured on."""
+    saves = not policy.saves_nothing if isinstance(policy, Policy) else True
+    for use in registry.backend_uses(model):
+        if isinstance(policy, BlockPolicies):
+            saves = not _block_policy(model, policy, use.module).saves_nothing
+        if use.verdict is Verdict.NOT_TRAINABLE or (saves and use.verdict is not Verdict.SAVABLE):
+            raise UnsupportedBackendError(_refusal(model, policy, use, use.reason))
+        if saves and (missing := registry.unavailable(use.family)) is not None:
+            raise UnsupportedBackendError(_refusal(model, policy, use, missing))
+
+
+def _block_policy(model: torch.nn.Module, policies: BlockPolicies, module_name: str) -> Policy:
+    names = {block: name for name, block in model.named_modules() if block in policies}
+    for block, name in names.items():
+        if module_name == name or module_name.startswith(name + "."):
+            return policies[block]
+    return Policy("full")  # outside the checkpointed blocks nothing is saved
+
+
+def _refusal(model: torch.nn.Module, policy: Policy | BlockPolicies, use: BackendUse, reason: str) -> str:
+    where = f"{type(model).__name__}.{use.module}" if use.module else type(model).__name__
+    way_out = "" if use.verdict is Verdict.NOT_TRAINABLE else ', or policy="full"'
+    return (
+        f"{policy}: backend {use.backend!r} at {where} is {use.verdict.value.replace('_', ' ')}: {reason}. "
+        f'Use transformer.set_attention_backend("native"){way_out}; `fastac backends` lists what can be saved here.'
+    )
+
+
+def _check_model(model: object) -> None:
+    name = type(model).__name__
+    if not isinstance(model, torch.nn.Module):
+        raise FastacError(
+            f"enable: expected a model, got {name}. With a pipeline, pass its transformer: enable(pipe.transformer)."
+        )
+    if not hasattr(model, "enable_gradient_checkpointing"):
+        raise FastacError(
+            f"enable: {name} has no enable_gradient_checkpointing, so it is no diffusers model. "
+            f"Call fastac.checkpoint(block, *args) where the model calls its blocks."
+        )
+    if not getattr(model, "_supports_gradient_checkpointing", False):
+        raise FastacError(
+            f"enable: {name} does not support gradient checkpointing, so there is nothing to make selective"
+        )
+
+
+def _switches(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+
+
+def _function_of(module: torch.nn.Module) -> Any:
+    return getattr(module, "_gradient_checkpointing_func", _ABSENT)
+
+
+@runs_eagerly
+def _check_before_forward(model: torch.nn.Module, args: Any) -> None:
+    """Raise PolicyNotAppliedError when somebody replaced fastac's function: its blocks would be fully recomputed."""
+    if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+        return
+    if was_replaced(model):
+        raise PolicyNotAppliedError(
+            f"{type(model).__name__}: gradient checkpointing was enabled again without fastac, so nothing would be saved. "
+            f"Call fastac.enable(model) after enable_gradient_checkpointing(), or fastac.disable(model) to train "
+            f"without fastac."
+        )

@@ -1,0 +1,96 @@
+"""Lets registered ops pass by the open scope, at the BackendSelect dispatch key.
+
+BackendSelect is in the keyset of every call through the dispatcher, below autograd, autocast and dispatch modes, and
+above every device's kernel; attention ops leave it empty. A Python function there sees the attention call on any
+device without replacing a kernel, and passes it on with the GIL released. It is never taken off again: that crashes
+other threads that are inside a call. With no region open it costs a few microseconds per attention call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from fastac import registry, torch_internals
+from fastac.errors import FastacError
+from fastac.registry import AttentionOp, ResolvedOp
+from fastac.tape import generation, run_kernel, thread
+from fastac.torch_internals import runs_eagerly
+
+logger = logging.getLogger("fastac")
+
+Watcher = Callable[[ResolvedOp, tuple[Any, ...]], None]
+
+watchers: list[Watcher] = []
+"""Told of attention calls in threads without an open region; a census that is open in another thread listens."""
+
+_libraries: dict[str, torch.library.Library] = {}
+_installing = threading.Lock()
+_known_op_names = 0
+
+
+def intercepted() -> Collection[str]:
+    """Qualified names of the ops that pass by the open scope."""
+    return _libraries.keys()
+
+
+def install() -> None:
+    """Intercept every registered op that the process has, once. Cheap when no library was loaded since.
+
+    Raises FastacError when somebody else stands at BackendSelect of such an op: the later would shadow the earlier.
+    """
+    global _known_op_names
+    with _installing:
+        count = len(torch_internals.op_names()) + len(registry.rows())
+        if count == _known_op_names:
+            return
+        for resolved in registry.present_ops():
+            if resolved.qualified_name not in _libraries:
+                _intercept(resolved)
+        _known_op_names = count
+
+
+def _intercept(resolved: ResolvedOp) -> None:
+    name = resolved.qualified_name
+    if torch_internals.has_kernel(name, "BackendSelect"):
+        raise FastacError(
+            f"{name} can not be saved: another package has registered a function at its BackendSelect dispatch key, "
+            f'where fastac must stand. Load fastac without that package, or use policy="full".'
+        )
+    namespace, _, rest = name.partition("::")
+    library = torch.library.Library(namespace, "IMPL")
+    function = _attention if isinstance(resolved.row, AttentionOp) else _decomposition
+    # Counted only now: a region that is open meanwhile has begun without this op and goes on without it.
+    resolved.generation = generation.current + 1
+    library.impl(rest, function(resolved), "BackendSelect", with_keyset=True)
+    _libraries[name] = library
+    generation.current += 1
+    logger.debug("intercepting %s", name)
+
+
+def _attention(resolved: ResolvedOp) -> Callable[..., Any]:
+    @runs_eagerly
+    def attention_called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = thread.scope
+        if scope is not None:
+            return scope.call(resolved, keyset, args, kwargs)
+        for watcher in watchers:
+            watcher(resolved, args)
+        return run_kernel(resolved, keyset, args, kwargs)
+
+    return attention_called
+
+
+def _decomposition(resolved: ResolvedOp) -> Callable[..., Any]:
+    @runs_eagerly
+    def attention_decomposed(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = thread.scope
+        if scope is not None:
+            scope.decomposed(resolved, args, kwargs)
+        return torch_internals.redispatch(resolved.op, keyset, args, kwargs)
+
+    return attention_decomposed

@@ -1,0 +1,55 @@
+"""Reads which modules of a model are its transformer blocks: from its catalogue row, or from its structure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """One model class of diffusers.
+
+    containers: dotted names of the module lists whose members the model checkpoints one by one.
+    config: keyword arguments of a tiny model of this class, with random weights, for `fastac check` and tests.
+    inputs: makes its keyword arguments for one call, from the standard normal distribution.
+    """
+
+    class_name: str
+    containers: tuple[str, ...]
+    config: Mapping[str, Any]
+    inputs: Callable[[], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockContainer:
+    """A list of blocks inside a model. blocks: qualified name -> module."""
+
+    name: str
+    blocks: dict[str, torch.nn.Module]
+
+    @property
+    def block_class(self) -> str:
+        """Class name of the blocks; several are joined by "|"."""
+        return "|".join(dict.fromkeys(type(block).__name__ for block in self.blocks.values()))
+
+
+def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[BlockContainer]:
+    """The block containers of a model, outermost only; without a row, every module list whose members hold attention."""
+    found: list[BlockContainer] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.ModuleList) or len(module) == 0:
+            continue
+        if any(name.startswith(outer.name + ".") for outer in found):
+            continue
+        listed = row is not None and name in row.containers
+        if listed or (row is None and all(_has_attention(block) for block in module)):
+            found.append(BlockContainer(name, {f"{name}.{i}": block for i, block in enumerate(module)}))
+    return found
+
+
+def _has_attention(block: torch.nn.Module) -> bool:
+    return any(hasattr(inner, "processor") or "attention" in type(inner).__name__.lower() for inner in block.modules())

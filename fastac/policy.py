@@ -1,0 +1,111 @@
+"""Which attention calls are saved: values of one frozen type, and pure functions of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fastac.errors import FastacError
+
+logger = logging.getLogger("fastac")
+
+LONG_MIN_KV = 1024
+"""Attention over fewer keys than this is cheaper to run again than to keep (text cross-attention)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What checkpointing saves: "full" nothing, "attn_only" every attention forward over at least `min_kv` keys.
+
+    FLOPs saved per byte kept grow with the number of keys alone, so that is what `min_kv` bounds.
+    Raises FastacError for another name, or a `min_kv` that is not a whole number of keys.
+    """
+
+    name: str = "attn_only"
+    min_kv: int = 0
+
+    def __post_init__(self) -> None:
+        if self.name not in ("full", "attn_only"):
+            raise FastacError(
+                f"Policy({self.name!r}): no such policy. There are {_quoted(NAMED)}, "
+                f'and Policy("attn_only", min_kv=...).'
+            )
+        if not isinstance(self.min_kv, int) or isinstance(self.min_kv, bool) or self.min_kv < 0:
+            raise FastacError(f"Policy(min_kv={self.min_kv!r}): a number of keys, 0 or more, was expected")
+        if self.name == "full" and self.min_kv:
+            raise FastacError('Policy("full", min_kv=...): full saves nothing, so min_kv has no meaning')
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether this is plain full checkpointing."""
+        return self.name == "full"
+
+    def saves(self, keys: int) -> bool:
+        """Whether an attention call over so many keys is saved."""
+        return self.name == "attn_only" and (self.min_kv == 0 or keys >= self.min_kv)
+
+    def __str__(self) -> str:
+        for name, policy in NAMED.items():
+            if policy == self:
+                return name
+        return f"{self.name}(min_kv={self.min_kv})"
+
+
+class BlockPolicies(dict[Any, Policy]):
+    """Block -> policy, for a model that mixes them. Copied and pickled together with the model's blocks."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        return "mixed (" + ", ".join(sorted({str(policy) for policy in self.values()})) + ")"
+
+
+NAMED: dict[str, Policy] = {}
+NAMED.update(full=Policy("full"), attn_only=Policy("attn_only"), long_attn_only=Policy("attn_only", LONG_MIN_KV))
+
+DISABLED = os.environ.get("FASTAC_DISABLE", "").lower() in ("1", "true", "yes")
+if DISABLED:
+    logger.warning('FASTAC_DISABLE is set: every policy is "full", nothing is saved')
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def resolve(policy: str | Policy) -> Policy:
+    """The Policy that a name or a value stands for; "full" under FASTAC_DISABLE=1. Raises FastacError."""
+    if isinstance(policy, str):
+        if policy not in NAMED:
+            raise FastacError(
+                f"policy={policy!r}: no such policy. There are {_quoted(NAMED)}, "
+                f'Policy("attn_only", min_kv=...), and a mapping of block names to these.'
+            )
+        policy = NAMED[policy]
+    elif not isinstance(policy, Policy):
+        raise FastacError(f"policy={policy!r}: expected a name, a fastac.Policy or a mapping of block names to these")
+    return NAMED["full"] if DISABLED else policy
+
+
+def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any]) -> BlockPolicies:
+    """Policies per block from patterns over block names, the first that matches: {"blocks.0": "full", "*": "attn_only"}.
+
+    blocks: name -> module. Raises FastacError when a pattern matches no block, or a block no pattern.
+    """
+    policies = BlockPolicies()
+    unused = set(mapping)
+    for name, block in blocks.items():
+        matching = [pattern for pattern in mapping if fnmatch.fnmatchcase(name, pattern)]
+        unused.difference_update(matching)
+        if not matching:
+            raise FastacError(f'policy mapping: no pattern for block {name!r}. Add one, such as "*": "attn_only".')
+        policies[block] = resolve(mapping[matching[0]])
+    if unused:
+        raise FastacError(
+            f"policy mapping: {_quoted(sorted(unused))} match no block. "
+            f"The blocks are {_quoted(list(blocks)[:6])}{', ...' if len(blocks) > 6 else ''}."
+        )
+    return policies

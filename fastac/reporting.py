@@ -1,0 +1,118 @@
+"""What happened: the attention calls of a model's blocks in their latest forward, as values and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import Counter
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fastac import census, hook, models
+
+
+@dataclasses.dataclass(frozen=True)
+class ContainerReport:
+    """One block container. Calls and bytes are sums over the latest region of each block."""
+
+    container: str
+    block_class: str
+    blocks: int
+    blocks_seen: int
+    attention_calls: int
+    saved: int
+    recomputed: int
+    ops: tuple[str, ...]
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What fastac did on a model. active: whether its function is the one the model will call."""
+
+    model_class: str
+    policy: str
+    engine: str
+    active: bool
+    problem: str
+    rows: tuple[ContainerReport, ...]
+
+    def __str__(self) -> str:
+        state = f"policy {self.policy}, engine {self.engine}" if self.active else "fastac is not active"
+        table = Table(title=f"{self.model_class}: {state}", title_justify="left", caption=self.problem or None)
+        for heading in ("blocks", "class", "attention calls", "saved", "recomputed", "bytes saved", "ops"):
+            table.add_column(heading, justify="left" if heading in ("blocks", "class", "ops") else "right")
+        for row in self.rows:
+            seen = "" if row.blocks_seen == row.blocks else f" ({row.blocks_seen} seen)"
+            table.add_row(
+                f"{row.container} x {row.blocks}{seen}",
+                row.block_class,
+                str(row.attention_calls),
+                str(row.saved),
+                str(row.recomputed),
+                readable_bytes(row.saved_bytes),
+                "\n".join(row.ops) or "none seen",
+            )
+        return render(table)
+
+
+def report(model: torch.nn.Module) -> Report:
+    """What fastac saved and recomputed in the latest forward of each of a model's blocks. Raises nothing."""
+    rows = []
+    for container in models.containers(model, models.row_of(model)):
+        records = [census.block_record(block) for block in container.blocks.values()]
+        latest = [record.latest for record in records if record is not None and record.latest is not None]
+        calls = [call for seen in latest for call in seen.calls]
+        saved = sum(call.saved for call in calls)
+        rows.append(
+            ContainerReport(
+                container=container.name,
+                block_class=container.block_class,
+                blocks=len(container.blocks),
+                blocks_seen=len(latest),
+                attention_calls=len(calls),
+                saved=saved,
+                recomputed=len(calls) - saved,
+                ops=tuple(Counter(call.op for call in calls)),
+                saved_bytes=sum(call.saved_bytes for call in calls),
+            )
+        )
+    function = hook.enabled_function(model)
+    options = function.keywords if function is not None else {}
+    return Report(
+        model_class=type(model).__name__,
+        policy=str(options.get("policy", "none")),
+        engine=str(options.get("engine", "none")),
+        active=function is not None,
+        problem=_problem(model, function is not None, rows),
+        rows=tuple(rows),
+    )
+
+
+def _problem(model: torch.nn.Module, active: bool, rows: list[ContainerReport]) -> str:
+    if hook.was_replaced(model):
+        return "gradient checkpointing was enabled again without fastac: nothing is saved"
+    if not active:
+        return "fastac.enable(model) was not called, or was undone"
+    if not any(row.blocks_seen for row in rows):
+        return "no forward with gradients was seen yet (a model compiled as a whole decides while it compiles)"
+    return ""
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes for people, in powers of 1024."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def render(table: Table) -> str:
+    """A rich table as plain text."""
+    text = io.StringIO()
+    Console(file=text, width=140, force_terminal=False, color_system=None).print(table)
+    return text.getvalue().rstrip()

@@ -1,0 +1,310 @@
+"""The tape of one region: attention outputs recorded in forward, replayed in recompute.
+
+Reading order: `Record.call` is what happens to an attention call in the forward, `Replay.call` what happens to it in
+the recompute. Both are reached from `fastac.interception`, below autograd, with the thread's open scope. Every guard
+here was put in after a run with wrong gradients; `tests/test_tape.py` has one test for each.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fastac import torch_internals
+from fastac.errors import FastacError
+from fastac.policy import Policy
+from fastac.registry import DecompositionOp, ResolvedOp
+from fastac.torch_internals import runs_eagerly
+
+Calls = collections.Counter[str]
+
+execution_counters: list[Calls] = []
+"""Counters, by op name, of every attention kernel that is really run while they stand here (fastac.verify)."""
+
+
+class _Thread(threading.local):
+    """The open scope is per thread: backward runs in other threads."""
+
+    scope: Scope | None = None
+
+
+thread = _Thread()
+
+
+@runs_eagerly
+def run_kernel(resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run the attention kernel itself. An op that it calls is part of it: neither recorded nor replayed."""
+    if execution_counters and not torch_internals.has_stand_ins(args):
+        for counter in execution_counters:
+            counter[resolved.name] += 1
+    scope, thread.scope = thread.scope, None
+    try:
+        return torch_internals.redispatch(resolved.op, keyset, args, kwargs)
+    finally:
+        thread.scope = scope
+
+
+@dataclasses.dataclass(slots=True)
+class Entry:
+    """One attention call of a region. `kept` is None where the policy recomputes it."""
+
+    resolved: ResolvedOp
+    keys: int
+    inputs: tuple[Any, ...]
+    kept: tuple[Any, ...] | None = None
+    returned: type = tuple
+    versions: tuple[int | None, ...] = ()
+    guarded: bool = False
+    generator_state: torch.Tensor | None = None
+    device: torch.device | None = None
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of memory that the kept outputs hold."""
+        tensors = [value for value in self.kept or () if isinstance(value, torch.Tensor)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class Tape(list[Entry | None]):
+    """The entries of one region. Ops that are intercepted later than `generation` are none of its business.
+
+    Without that, a row registered between a forward and its recompute would ask the tape for a call it never saw.
+    """
+
+    __slots__ = ("generation",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generation = generation.current
+
+
+class _Generation:
+    """How many ops are intercepted so far."""
+
+    current = 0
+
+
+generation = _Generation()
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposed:
+    """An attention call that ran as many small ops, so that it has no output to save."""
+
+    attention: str
+    keys: int
+
+    @classmethod
+    def from_call(cls, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Decomposed:
+        """From the call of a DecompositionOp; a symbolic number of keys counts as many."""
+        row, keys = resolved.row, resolved.keys(args, kwargs)
+        attention = row.attention if isinstance(row, DecompositionOp) else resolved.name
+        return cls(attention, keys if isinstance(keys, int) else sys.maxsize)
+
+
+def _described(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor))
+
+
+def _versions(kept: Sequence[Any]) -> tuple[int | None, ...]:
+    return tuple(torch_internals.version(value) for value in kept if isinstance(value, torch.Tensor))
+
+
+def _generator(device: torch.device) -> Any:
+    return torch.random if device.type == "cpu" else torch.get_device_module(device)
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    module = _generator(device)
+    state: torch.Tensor = module.get_rng_state() if device.type == "cpu" else module.get_rng_state(device)
+    return state
+
+
+def _set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+    module = _generator(device)
+    module.set_rng_state(state) if device.type == "cpu" else module.set_rng_state(state, device)
+
+
+class Scope:
+    """What is open while a region runs in this thread. Scopes nest as checkpointed regions do."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.outer: Scope | None = None
+
+    @runs_eagerly
+    def __enter__(self) -> Scope:
+        self.outer = thread.scope
+        thread.scope = self
+        return self
+
+    @runs_eagerly
+    def __exit__(self, *exception: object) -> None:
+        thread.scope, self.outer = self.outer, None
+
+    @runs_eagerly
+    def run(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
+        if self.outer is not None:
+            return self.outer.call(resolved, keyset, args, kwargs)
+        return run_kernel(resolved, keyset, args, kwargs)
+
+    def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An attention op was called in this thread while the scope is open."""
+        raise NotImplementedError
+
+    @runs_eagerly
+    def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """An attention call was decomposed in this thread while the scope is open."""
+        if self.outer is not None:
+            self.outer.decomposed(resolved, args, kwargs)
+
+
+class Record(Scope):
+    """The forward of a region: runs each attention call and keeps what the policy saves.
+
+    observer: a context that watches the forward as well (the census of a region seen for the first time).
+    """
+
+    def __init__(self, tape: Tape, policy: Policy, observer: AbstractContextManager[Any] | None = None) -> None:
+        super().__init__(tape)
+        self.policy = policy
+        self.observer = observer
+        self.entered = False
+        self.calls: list[ResolvedOp] = []
+        self.missed: list[Decomposed] = []
+
+    @runs_eagerly
+    def __enter__(self) -> Record:
+        self.entered = True
+        super().__enter__()
+        if self.observer is not None:
+            self.observer.__enter__()
+        return self
+
+    @runs_eagerly
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if self.observer is not None:
+                self.observer.__exit__(*exception)  # type: ignore[arg-type]
+        finally:
+            super().__exit__(*exception)
+
+    @runs_eagerly
+    def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        # dynamo and AOT call the op with fakes, and sometimes the real kernel on stand-ins, while a region is open.
+        if torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation:
+            return run_kernel(resolved, keyset, args, kwargs)
+        keys = resolved.keys(args, kwargs)
+        entry = Entry(resolved, keys, _described(args))
+        if not self.policy.saves(keys):
+            outputs = self.run(resolved, keyset, args, kwargs)
+            self._append(entry)
+            return outputs
+        resolved.check_writes(args, kwargs)
+        state = None
+        if resolved.draws(args, kwargs):
+            entry.device = next(a.device for a in args if isinstance(a, torch.Tensor))
+            state = _generator_state(entry.device)
+        outputs = self.run(resolved, keyset, args, kwargs)
+        if state is not None and entry.device is not None:
+            after = _generator_state(entry.device)
+            entry.generator_state = None if torch.equal(state, after) else after
+        # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
+        # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
+        # grad the user may write into the output. Keep a copy there.
+        entry.guarded = torch.is_grad_enabled() and any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
+        entry.returned = type(outputs)
+        sequence = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+        keep = torch_internals.alias if entry.guarded else torch.Tensor.clone
+        entry.kept = tuple(keep(value) if isinstance(value, torch.Tensor) else value for value in sequence)
+        entry.versions = _versions(entry.kept)
+        self._append(entry)
+        return outputs
+
+    def _append(self, entry: Entry) -> None:
+        self.tape.append(entry)
+        self.calls.append(entry.resolved)
+
+    @runs_eagerly
+    def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        found = Decomposed.from_call(resolved, args, kwargs)
+        if self.policy.saves(found.keys):
+            self.missed.append(found)
+        super().decomposed(resolved, args, kwargs)
+
+
+class Replay(Scope):
+    """The recompute of a region: returns what was kept, runs what was not."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
+        self.position = 0
+
+    @runs_eagerly
+    def __enter__(self) -> Replay:
+        self.position = 0
+        super().__enter__()
+        return self
+
+    @runs_eagerly
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        # torch ends a recompute early by an exception; one that came to its end must have made the same calls.
+        if exception[0] is None and self.position != len(self.tape):
+            raise FastacError(
+                f"recompute made {self.position} attention calls where the forward made {len(self.tape)}: the "
+                f"checkpointed function took another path. Make it depend on its arguments alone."
+            )
+
+    @runs_eagerly
+    def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation:
+            return run_kernel(resolved, keyset, args, kwargs)
+        if self.position >= len(self.tape):
+            raise FastacError(
+                f"recompute called {resolved.name} after the {len(self.tape)} attention calls the forward made: the "
+                f"checkpointed function took another path. Make it depend on its arguments alone."
+            )
+        entry = self.tape[self.position]
+        if entry is None:
+            raise FastacError(
+                "this checkpointed region was backpropagated already and its saved outputs are freed. "
+                "Use retain_graph=True on the first backward to go through it again."
+            )
+        if entry.resolved.op is not resolved.op or entry.inputs != _described(args):
+            raise FastacError(
+                f"attention call {self.position} of recompute is not the one of the forward: {resolved.name} on "
+                f"{_readable(_described(args))} where {entry.resolved.name} on {_readable(entry.inputs)} was recorded. "
+                f"The checkpointed function took another path, or the attention backend changed in between."
+            )
+        keep_graph = torch_internals.keeps_graph()
+        position, self.position = self.position, self.position + 1
+        if entry.kept is None:
+            return self.run(resolved, keyset, args, kwargs)
+        if _versions(entry.kept) != entry.versions:
+            raise FastacError(
+                f"the output of {resolved.name} was changed in place after it was saved, so recompute can not use it. "
+                f'Replace the in-place operation, or use policy="full" for this block.'
+            )
+        if not keep_graph:
+            self.tape[position] = None
+        if entry.generator_state is not None and entry.device is not None:
+            _set_generator_state(entry.generator_state, entry.device)  # what runs next must draw what it drew before
+        # Kept for a second backward, an output that nobody guards must not be handed out itself.
+        give = torch.Tensor.clone if keep_graph and not entry.guarded else torch_internals.alias
+        outputs = tuple(give(value) if isinstance(value, torch.Tensor) else value for value in entry.kept)
+        if issubclass(entry.returned, torch.Tensor):
+            return outputs[0]
+        return list(outputs) if entry.returned is list else outputs
+
+
+def _readable(inputs: tuple[Any, ...]) -> str:
+    return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, _, dtype in inputs)

@@ -1,0 +1,143 @@
+"""Everything private of torch that fastac uses, in one place.
+
+Seen in torch 2.13. Each name is looked up at import; one that went away is an ImportError that names it and the
+torch version, and `tests/test_torch_internals.py` fails. Nothing else in fastac reaches into `torch._C` or `torch._*`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch._C._dynamo.eval_frame as _eval_frame
+import torch.utils.checkpoint
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
+
+SEEN_IN = ("2.13",)
+
+_REQUIRED = (
+    "_C.DispatchKey.BackendSelect",
+    "_C.DispatchKey.ADInplaceOrView",
+    "_C._SetExcludeDispatchKeyGuard",
+    "_C._TorchDispatchModeKey.PROXY",
+    "_C._autograd._get_current_graph_task_keep_graph",
+    "_C._dispatch_get_all_op_names",
+    "_C._dispatch_has_kernel_for_dispatch_key",
+    "_C._dispatch_keyset_full_after",
+    "_C._dynamo.eval_frame.get_eval_frame_callback",
+    "_C._dynamo.eval_frame._FrameAction.SKIP",
+    "_C._dynamo.eval_frame._FrameExecStrategy",
+    "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "_C._get_dispatch_mode",
+    "_C._has_storage",
+    "_guards.TracingContext.try_get",
+    "utils.checkpoint._checkpoint_debug_enabled",
+)
+
+
+def missing(names: Iterable[str] = _REQUIRED) -> list[str]:
+    """Names, relative to `torch`, that this build of torch does not have."""
+    absent = []
+    for name in names:
+        try:
+            operator.attrgetter(name)(torch)
+        except AttributeError:
+            absent.append(name)
+    return absent
+
+
+if _absent := missing():
+    raise ImportError(
+        f"fastac needs {', '.join('torch.' + name for name in _absent)}, which torch {torch.__version__} does not "
+        f"have. It was seen in torch {', '.join(SEEN_IN)}: install one of these, or a newer fastac."
+    )
+
+_BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
+_BELOW_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(_BACKEND_SELECT)
+
+_SKIP_FRAME = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def runs_eagerly(function: Function) -> Function:
+    """Mark a function whose frame dynamo must not compile when it is called from a graph break or the dispatcher.
+
+    Unlike `torch.compiler.disable` this costs nothing per call, and a traced caller may still inline the function.
+    """
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP_FRAME)
+    return function
+
+
+def in_compiled_caller() -> bool:
+    """Whether dynamo compiles the Python frames that are called from here (after a graph break)."""
+    return callable(_eval_frame.get_eval_frame_callback())
+
+
+def in_proxy_trace() -> bool:
+    """Whether this thread is recording operations into a graph: AOT, make_fx, export."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def in_compile_trace() -> bool:
+    """Whether dynamo or AOT is tracing in this thread (`torch.compiler.is_compiling()` is process-wide)."""
+    return TracingContext.try_get() is not None
+
+
+def in_other_trace() -> bool:
+    """Whether a trace that is neither dynamo nor AOT is on: `make_fx` and its like."""
+    return in_proxy_trace() and not in_compile_trace()
+
+
+def is_fake(value: object) -> bool:
+    """Whether a value is a tensor without data, as tracing and planning use them."""
+    return isinstance(value, FakeTensor)
+
+
+def has_stand_ins(args: Iterable[object]) -> bool:
+    """Whether an op is called to learn about its outputs rather than to compute them."""
+    return any(type(value) is FakeTensor for value in args) or TracingContext.try_get() is not None
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached alias that shares the version counter, so that an in-place change of either is noticed.
+
+    Below autograd the ADInplaceOrView key is excluded, and a plain `detach()` would get a counter of its own.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None for an inference tensor, which does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own (wrapper subclasses have none)."""
+    return torch._C._has_storage(tensor)
+
+
+def op_names() -> list[str]:
+    """`namespace::name.overload` of every op the dispatcher knows at this moment."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
+    """Whether an op has a kernel of its own at a dispatch key, such as "CPU" or "BackendSelect"."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key)
+
+
+def redispatch(op: torch._ops.OpOverload, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Pass a call on to the kernel below BackendSelect, with the GIL released."""
+    return op.redispatch(keyset & _BELOW_BACKEND_SELECT, *args, **kwargs)
+
+
+def checkpoint_debug_enabled() -> bool:
+    """Whether `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)` is on."""
+    return bool(torch.utils.checkpoint._checkpoint_debug_enabled)
