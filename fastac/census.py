@@ -40,7 +40,7 @@ class Call:
 class Census:
     """The attention calls of one region, in order. ops: what a later region of this kind must record."""
 
-    ops: tuple[ResolvedOp, ...]
+    ops: list[ResolvedOp]
     calls: tuple[Call, ...]
 
     @classmethod
@@ -51,7 +51,7 @@ class Census:
             for entry in record.tape
             if entry is not None
         ]
-        return cls(tuple(record.calls), tuple(calls))
+        return cls(list(record.calls), tuple(calls))
 
 
 @dataclasses.dataclass
@@ -199,7 +199,7 @@ class Observer(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, function: Any, args: tuple[Any, ...], policy: Policy) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.policy = policy
         self.unknown: list[UnknownOp] = []
         self.decomposed: list[Decomposed] = []
@@ -214,12 +214,12 @@ class Observer(TorchDispatchMode):
 
     def __enter__(self) -> Observer:
         interception.watchers.append(self._outside)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         interception.watchers.remove(self._outside)
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))

@@ -38,7 +38,7 @@ def checkpoint(
     debug: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Checkpoint a function's activations except what the policy saves; in the place of torch.utils.checkpoint.checkpoint.
+    """Checkpoint a function, except for what the policy saves; in the place of torch.utils.checkpoint.checkpoint.
 
     function: a block or any callable; called as function(*args, **kwargs), again in backward.
     engine: "tape", or "sac" for torch's own selective checkpointing.
@@ -66,8 +66,8 @@ def checkpoint(
         return torch_checkpoint(function, *args, use_reentrant=False, debug=debug, **kwargs)
     if debug or torch_internals.checkpoint_debug_enabled():
         raise FastacError(
-            f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the saving. "
-            f'Switch it off, or debug with policy="full".'
+            f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the "
+            f'saving. Switch it off, or debug with policy="full".'
         )
     region = Region(function, args, kwargs, policy, engine)
     outputs = torch_checkpoint(function, *args, use_reentrant=False, context_fn=region.contexts, **kwargs)
@@ -94,7 +94,7 @@ def _warn_of_trace() -> None:
 
 
 def contexts_while_tracing(policy: Policy) -> Contexts:
-    """The two contexts of a region that dynamo put into a graph; called by AOT, or by eager torch after a graph break."""
+    """The contexts of a region that dynamo put into a graph; called by AOT, or by eager torch after a graph break."""
     if torch_internals.in_proxy_trace():
         return traced_contexts(policy)
     tape = Tape()
@@ -136,8 +136,8 @@ class Region:
         if self.engine == "sac":
             if self._known is None and self._compiled:
                 raise FastacError(
-                    f'engine="sac" at {census.describe(self.function)}: torch\'s selective checkpointing around compiled '
-                    f"code may hand out buffers that the code reuses. Use the default engine."
+                    f'engine="sac" at {census.describe(self.function)}: torch\'s selective checkpointing around '
+                    f"compiled code may hand out buffers that the code reuses. Use the default engine."
                 )
             self.record = selective = SelectiveRecord(self.policy, self.observer)
             return selective, selective.replay
@@ -156,10 +156,8 @@ class Region:
         if record is None or not record.entered:
             return  # gradients are off, here or around a reentrant checkpoint: there is nothing to save
         known = self._known
-        if known is None or record.missed or len(known.ops) != len(record.calls):
+        if known is None or record.missed or known.ops != record.calls:
             self._settle(record)
-        elif any(mine is not theirs for mine, theirs in zip(record.calls, known.ops, strict=True)):
-            self._settle(record)  # another kernel of the same backend, or another backend that can be saved
         else:
             self._remember(known)
 
@@ -214,7 +212,7 @@ def is_compiled(function: Any) -> bool:
 
 
 def refuse_wrapped(function: Any) -> None:
-    """Raise FastacError when something inside is checkpointed already: attention would run twice and be kept as well."""
+    """Raise FastacError when something inside is checkpointed already: attention would run twice and be kept."""
     block = getattr(function, "__self__", function)
     if not isinstance(block, torch.nn.Module):
         return
@@ -224,6 +222,6 @@ def refuse_wrapped(function: Any) -> None:
         if isinstance(module, CheckpointWrapper):
             where = ".".join(filter(None, (census.describe(function), name)))
             raise FastacError(
-                f"{where} is wrapped in torch's CheckpointWrapper (accelerate's FSDP activation_checkpointing does that), "
-                f"so it would be checkpointed twice. Switch the wrapper off, or do not use fastac for this model."
+                f"{where} is wrapped in torch's CheckpointWrapper (accelerate's FSDP activation_checkpointing does "
+                f"that), so it would be checkpointed twice. Switch the wrapper off, or do not use fastac for it."
             )

@@ -85,7 +85,7 @@ def why_decomposed(
     """What about a scaled_dot_product_attention call keeps torch from its fused kernels; "" when nothing is known."""
     cuda = torch.backends.cuda
     switches = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled)
-    if not any(enabled() for enabled in switches):
+    if not any(enabled() for enabled in switches):  # type: ignore[no-untyped-call]
         return 'the math kernel is forced (sdpa_kernel(SDPBackend.MATH), backend "_native_math", or torch.backends)'
     if attn_mask is not None and attn_mask.requires_grad:
         return "its mask requires grad: detach it, or keep it out of training"
@@ -114,25 +114,17 @@ class Look:
     elsewhere: list[str]
 
 
-class _EagerObserver(census.Observer):
-    """Under a mode that does not ignore compiled code, dynamo runs it eagerly."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return False
-
-
 def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> Look:
     """Run a region's function eagerly and watched. Generator state and buffers are as before afterwards."""
     block = getattr(function, "__self__", function)
     witness = _Witness()
     if isinstance(block, torch.nn.Module):
         witness.names = {id(module): name or type(block).__name__ for name, module in block.named_modules()}
-    observer = _EagerObserver(function, args, policy)
+    observer = census.Observer(function, args, policy)
     outer, thread.scope = thread.scope, None
     try:
         with _as_found(block, args), _module_stack(witness), witness, _SdpaCalls(witness), observer:
-            function(*args, **kwargs)
+            _run_eagerly(function, args, kwargs)
     finally:
         thread.scope = outer
     missed = [attention for attention in witness.seen if attention.cause and policy.saves(attention.keys)]
@@ -140,6 +132,26 @@ def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pol
         Attention("", found.attention, found.keys, "it was not written as one op") for found in observer.decomposed
     ]
     return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere)
+
+
+def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call what torch.compile was applied to. A dispatch mode that dynamo heeds would spoil its cache for good."""
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    function = getattr(function, "_orig_mod", function)
+    block = getattr(function, "__self__", function)
+    modules = list(block.modules()) if isinstance(block, torch.nn.Module) else []
+    compiled = [(module, module._compiled_call_impl) for module in modules if module._compiled_call_impl is not None]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        torch.compiler.disable(_call)(function, args, kwargs)
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    function(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -54,8 +54,8 @@ def enable(
     containers = models.containers(model, models.row_of(model))
     if not containers:
         raise FastacError(
-            f"enable: found no transformer blocks in {type(model).__name__}: no module list whose members hold attention. "
-            f"Call fastac.checkpoint(block, *args) where the model calls its blocks."
+            f"enable: found no transformer blocks in {type(model).__name__}: no module list whose members hold "
+            f"attention. Call fastac.checkpoint(block, *args) where the model calls its blocks."
         )
     blocks = {name: block for container in containers for name, block in container.blocks.items()}
     selected: Policy | BlockPolicies
@@ -74,8 +74,9 @@ def enable(
         record = census.block_record(block)
         if record is not None:
             record.name = f"{type(model).__name__}.{name}"
-    if _check_before_forward not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_check_before_forward)
+    for module in before:
+        if _check_before_forward not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_check_before_forward)
     logger.info("%s: policy %s, engine %s, %d blocks", type(model).__name__, selected, engine, len(blocks))
 
 
@@ -93,7 +94,7 @@ def disable(model: torch.nn.Module) -> None:
             del module._gradient_checkpointing_func
         else:
             module._gradient_checkpointing_func = state.function
-    for module in model.modules():
+    for module in _switches(model):
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _check_before_forward]:
             del module._forward_pre_hooks[key]
 
@@ -114,9 +115,10 @@ def enabled_function(model: torch.nn.Module) -> functools.partial[Any] | None:
 
 def was_replaced(model: torch.nn.Module) -> bool:
     """Whether gradient checkpointing is on, on a model that fastac was enabled on, with another function."""
-    if not any(_check_before_forward in module._forward_pre_hooks.values() for module in model.modules()):
-        return False
-    return any(module.gradient_checkpointing and not is_ours(_function_of(module)) for module in _switches(model))
+    return any(
+        _check_before_forward in module._forward_pre_hooks.values() and _runs_another(module)
+        for module in _switches(model)
+    )
 
 
 def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> None:
@@ -173,14 +175,16 @@ def _function_of(module: torch.nn.Module) -> Any:
     return getattr(module, "_gradient_checkpointing_func", _ABSENT)
 
 
+def _runs_another(module: Any) -> bool:
+    return bool(module.gradient_checkpointing) and not is_ours(_function_of(module))
+
+
 @runs_eagerly
-def _check_before_forward(model: torch.nn.Module, args: Any) -> None:
+def _check_before_forward(module: torch.nn.Module, args: Any) -> None:
     """Raise PolicyNotAppliedError when somebody replaced fastac's function: its blocks would be fully recomputed."""
-    if not torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
-        return
-    if was_replaced(model):
+    if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling() and _runs_another(module):
         raise PolicyNotAppliedError(
-            f"{type(model).__name__}: gradient checkpointing was enabled again without fastac, so nothing would be saved. "
-            f"Call fastac.enable(model) after enable_gradient_checkpointing(), or fastac.disable(model) to train "
-            f"without fastac."
+            f"{type(module).__name__}: gradient checkpointing was enabled again without fastac, so nothing would be "
+            f"saved. Call fastac.enable(model) after enable_gradient_checkpointing(), or fastac.disable(model) to "
+            f"train without fastac."
         )

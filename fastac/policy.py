@@ -91,7 +91,7 @@ def resolve(policy: str | Policy) -> Policy:
 
 
 def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any]) -> BlockPolicies:
-    """Policies per block from patterns over block names, the first that matches: {"blocks.0": "full", "*": "attn_only"}.
+    """Policies per block from name patterns; the first match counts: {"blocks.0": "full", "*": "attn_only"}.
 
     blocks: name -> module. Raises FastacError when a pattern matches no block, or a block no pattern.
     """

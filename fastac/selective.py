@@ -50,7 +50,7 @@ def traced_contexts(policy: Policy) -> Contexts:
             return CheckpointPolicy.PREFER_RECOMPUTE
         return _verdict(resolved, policy, args, kwargs)
 
-    return create_selective_checkpoint_contexts(decide)
+    return create_selective_checkpoint_contexts(decide)  # type: ignore[no-any-return]
 
 
 def _is_op(op: Any) -> bool:
@@ -85,7 +85,7 @@ class SelectiveRecord:
 
     def census(self) -> Census:
         """What the region did."""
-        return Census(tuple(self.calls), tuple(self._found))
+        return Census(list(self.calls), tuple(self._found))
 
     @runs_eagerly
     def __enter__(self) -> SelectiveRecord:

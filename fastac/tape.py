@@ -51,19 +51,21 @@ def run_kernel(resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: d
         thread.scope = scope
 
 
-@dataclasses.dataclass(slots=True)
 class Entry:
     """One attention call of a region. `kept` is None where the policy recomputes it."""
 
-    resolved: ResolvedOp
-    keys: int
-    inputs: tuple[Any, ...]
-    kept: tuple[Any, ...] | None = None
-    returned: type = tuple
-    versions: tuple[int | None, ...] = ()
-    guarded: bool = False
-    generator_state: torch.Tensor | None = None
-    device: torch.device | None = None
+    __slots__ = ("device", "generator_state", "guarded", "inputs", "kept", "keys", "resolved", "returned", "versions")
+
+    def __init__(self, resolved: ResolvedOp, keys: int, inputs: tuple[Any, ...]) -> None:
+        self.resolved = resolved
+        self.keys = keys
+        self.inputs = inputs
+        self.kept: tuple[Any, ...] | None = None
+        self.returned: type = tuple
+        self.versions: list[int | None] = []
+        self.guarded = False
+        self.generator_state: torch.Tensor | None = None
+        self.device: torch.device | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -110,11 +112,11 @@ class Decomposed:
 
 
 def _described(args: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor))
+    return tuple([(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)])
 
 
-def _versions(kept: Sequence[Any]) -> tuple[int | None, ...]:
-    return tuple(torch_internals.version(value) for value in kept if isinstance(value, torch.Tensor))
+def _requires_grad(args: Sequence[Any]) -> bool:
+    return any([value.requires_grad for value in args if isinstance(value, torch.Tensor)])  # noqa: C419 a list is faster
 
 
 def _generator(device: torch.device) -> Any:
@@ -152,9 +154,9 @@ class Scope:
     @runs_eagerly
     def run(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
-        if self.outer is not None:
-            return self.outer.call(resolved, keyset, args, kwargs)
-        return run_kernel(resolved, keyset, args, kwargs)
+        if self.outer is None:
+            return run_kernel(resolved, keyset, args, kwargs)
+        return self.outer.call(resolved, keyset, args, kwargs)
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An attention op was called in this thread while the scope is open."""
@@ -220,12 +222,11 @@ class Record(Scope):
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
         # grad the user may write into the output. Keep a copy there.
-        entry.guarded = torch.is_grad_enabled() and any(a.requires_grad for a in args if isinstance(a, torch.Tensor))
+        entry.guarded = torch.is_grad_enabled() and _requires_grad(args)
         entry.returned = type(outputs)
         sequence = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        keep = torch_internals.alias if entry.guarded else torch.Tensor.clone
-        entry.kept = tuple(keep(value) if isinstance(value, torch.Tensor) else value for value in sequence)
-        entry.versions = _versions(entry.kept)
+        entry.kept = torch_internals.aliases(sequence) if entry.guarded else _clones(sequence)
+        entry.versions = torch_internals.versions(entry.kept)
         self._append(entry)
         return outputs
 
@@ -289,21 +290,25 @@ class Replay(Scope):
         position, self.position = self.position, self.position + 1
         if entry.kept is None:
             return self.run(resolved, keyset, args, kwargs)
-        if _versions(entry.kept) != entry.versions:
+        if torch_internals.versions(entry.kept) != entry.versions:
             raise FastacError(
                 f"the output of {resolved.name} was changed in place after it was saved, so recompute can not use it. "
                 f'Replace the in-place operation, or use policy="full" for this block.'
             )
-        if not keep_graph:
-            self.tape[position] = None
         if entry.generator_state is not None and entry.device is not None:
             _set_generator_state(entry.generator_state, entry.device)  # what runs next must draw what it drew before
-        # Kept for a second backward, an output that nobody guards must not be handed out itself.
-        give = torch.Tensor.clone if keep_graph and not entry.guarded else torch_internals.alias
-        outputs = tuple(give(value) if isinstance(value, torch.Tensor) else value for value in entry.kept)
+        outputs = entry.kept
+        if not keep_graph:
+            self.tape[position] = None
+        else:  # for a second backward; an output that nobody guards must not be handed out itself
+            outputs = torch_internals.aliases(outputs) if entry.guarded else _clones(outputs)
         if issubclass(entry.returned, torch.Tensor):
             return outputs[0]
         return list(outputs) if entry.returned is list else outputs
+
+
+def _clones(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple([value.clone() if isinstance(value, torch.Tensor) else value for value in values])
 
 
 def _readable(inputs: tuple[Any, ...]) -> str:

@@ -99,23 +99,23 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def has_stand_ins(args: Iterable[object]) -> bool:
-    """Whether an op is called to learn about its outputs rather than to compute them."""
-    return any(type(value) is FakeTensor for value in args) or TracingContext.try_get() is not None
+def has_stand_ins(args: Sequence[object]) -> bool:
+    """Whether an attention op is called to learn about its outputs rather than to compute them."""
+    return (bool(args) and type(args[0]) is FakeTensor) or TracingContext.try_get() is not None
 
 
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached alias that shares the version counter, so that an in-place change of either is noticed.
+def aliases(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Detached aliases that share the version counters, so that an in-place change of either is noticed.
 
     Below autograd the ADInplaceOrView key is excluded, and a plain `detach()` would get a counter of its own.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
+        return tuple([value.detach() if isinstance(value, torch.Tensor) else value for value in values])
 
 
-def version(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None for an inference tensor, which does not count."""
-    return None if tensor.is_inference() else tensor._version
+def versions(values: Sequence[Any]) -> list[int | None]:
+    """How often each tensor was changed in place; None for an inference tensor, which does not count."""
+    return [None if value.is_inference() else value._version for value in values if isinstance(value, torch.Tensor)]
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -38,7 +38,7 @@ class BlockContainer:
 
 
 def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[BlockContainer]:
-    """The block containers of a model, outermost only; without a row, every module list whose members hold attention."""
+    """The outermost block containers of a model; without a row, every module list whose members hold attention."""
     found: list[BlockContainer] = []
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.ModuleList) or len(module) == 0:
