@@ -10,6 +10,7 @@ from fastac.hook import disable, enable
 from fastac.policy import Policy
 from fastac.registry import AttentionOp, register
 from fastac.reporting import Report, report
+from fastac.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -20,9 +21,11 @@ __all__ = [
     "PolicyNotAppliedError",
     "Report",
     "UnsupportedBackendError",
+    "Verification",
     "checkpoint",
     "disable",
     "enable",
     "register",
     "report",
+    "verify",
 ]

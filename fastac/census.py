@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import threading
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,9 @@ class BlockRecord:
     latest: Census | None = None
     censuses: dict[Any, Census] = dataclasses.field(default_factory=dict)
 
+
+listeners: list[Callable[[Census], None]] = []
+"""Told of the census of every region that ends as it should, while they stand here (fastac.verify)."""
 
 _blocks: weakref.WeakKeyDictionary[Any, BlockRecord] = weakref.WeakKeyDictionary()
 _kinds: weakref.WeakKeyDictionary[Any, dict[Any, Census]] = weakref.WeakKeyDictionary()
@@ -207,12 +211,14 @@ class Observer(TorchDispatchMode):
         self.late: list[str] = []
         self._softmax_attention = SoftmaxAttention()
         self._roots = _graph_roots(function, args)
+        self._thread = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __enter__(self) -> Observer:
+        self._thread = threading.get_ident()
         interception.watchers.append(self._outside)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -240,10 +246,12 @@ class Observer(TorchDispatchMode):
         found = self._softmax_attention.follow(op, args, outputs)
         if found is not None and self.policy.saves(found.keys):
             self.decomposed.append(found)
-        elif looks_like_attention_forward(op._schema.name, args):
+        elif looks_like_attention_forward(op._schema.name, args) and not torch_internals.is_composite(op._schema.name):
             self.unknown.append(UnknownOp(*op._schema.name.split("::")))
 
     def _outside(self, resolved: ResolvedOp, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() == self._thread:
+            return  # this thread is being watched; engine "sac" opens no scope of ours
         if torch.is_grad_enabled() and _leads_to(args, self._roots):
             self.elsewhere.append(resolved.name)
 

@@ -185,6 +185,8 @@ class Region:
         self._remember(mine)
 
     def _remember(self, mine: Census) -> None:
+        for listener in census.listeners:
+            listener(mine)
         block = self.block
         if block is not None and block.latest is not mine:
             block.latest = block.censuses[self.key] = mine

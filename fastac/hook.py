@@ -89,14 +89,42 @@ def disable(model: torch.nn.Module) -> None:
         if not is_ours(_function_of(module)):
             continue
         state = _before.pop(module, _Before(False, None))
-        module.gradient_checkpointing = state.flag
-        if state.function is _ABSENT:
-            del module._gradient_checkpointing_func
-        else:
-            module._gradient_checkpointing_func = state.function
+        _set(module, state.flag, state.function)
     for module in _switches(model):
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _check_before_forward]:
             del module._forward_pre_hooks[key]
+
+
+def snapshot(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
+    """The gradient checkpointing of a model as it is, for `restore`."""
+    return {
+        module: (
+            module.gradient_checkpointing,
+            _function_of(module),
+            dict(module._forward_pre_hooks),
+            _before.get(module),
+        )
+        for module in _switches(model)
+    }
+
+
+def restore(model: torch.nn.Module, state: dict[torch.nn.Module, Any]) -> None:
+    """Put a model's gradient checkpointing back to what `snapshot` saw, fastac's own or not."""
+    disable(model)
+    for module, (flag, function, hooks, before) in state.items():
+        _set(module, flag, function)
+        if before is not None:
+            _before[module] = before
+        for key, forward_hook in hooks.items():
+            module._forward_pre_hooks.setdefault(key, forward_hook)
+
+
+def _set(module: Any, flag: Any, function: Any) -> None:
+    module.gradient_checkpointing = flag
+    if function is not _ABSENT:
+        module._gradient_checkpointing_func = function
+    elif hasattr(module, "_gradient_checkpointing_func"):
+        del module._gradient_checkpointing_func
 
 
 def is_ours(function: object) -> bool:
@@ -129,7 +157,7 @@ def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> No
             saves = not _block_policy(model, policy, use.module).saves_nothing
         if use.verdict is Verdict.NOT_TRAINABLE or (saves and use.verdict is not Verdict.SAVABLE):
             raise UnsupportedBackendError(_refusal(model, policy, use, use.reason))
-        if saves and (missing := registry.unavailable(use.family)) is not None:
+        if saves and (missing := registry.unavailable(use.family, use.op)) is not None:
             raise UnsupportedBackendError(_refusal(model, policy, use, missing))
 
 

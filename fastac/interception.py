@@ -45,6 +45,8 @@ def install() -> None:
     """
     global _known_op_names
     with _installing:
+        if install not in registry.after_registration:
+            registry.after_registration.append(install)
         count = len(torch_internals.op_names()) + len(registry.rows())
         if count == _known_op_names:
             return

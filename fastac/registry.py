@@ -155,7 +155,7 @@ class ResolvedOp:
 class BackendUse:
     """Which backend the attention of one module uses, and what fastac can do for it.
 
-    family: the `backend` of the rows that serve it, for savable backends.
+    family: the `backend` of the rows that serve it, for savable backends; op: the one op among them it ends in.
     """
 
     module: str
@@ -163,9 +163,13 @@ class BackendUse:
     verdict: Verdict
     reason: str = ""
     family: str = ""
+    op: str = ""
 
 
 BackendReader = Callable[[torch.nn.Module], Iterable[BackendUse]]
+
+after_registration: list[Callable[[], None]] = []
+"""Called when rows came in. Interception listens once it began: a row that comes later must count, too."""
 
 _rows: list[Row] = []
 _readers: list[BackendReader] = []
@@ -190,6 +194,8 @@ def register(*new_rows: Row) -> None:
             _rows.append(row)
         _decisions.clear()
         present_ops()
+        for listener in after_registration:
+            listener()
     except FastacError:
         _rows[:] = before
         _decisions.clear()
@@ -270,9 +276,10 @@ def backend_uses(module: torch.nn.Module) -> list[BackendUse]:
     return [use for reader in _readers for use in reader(module)]
 
 
-def unavailable(family: str) -> str | None:
-    """Why no attention op of a backend can run on this machine, or None when one can."""
+def unavailable(family: str, name: str = "") -> str | None:
+    """Why no attention op of a backend, or not the one of that name, can run on this machine; None when one can."""
     ops = [op for op in present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
+    ops = [op for op in ops if op.row.name == name] or ops
     if not ops:
         known = {row.backend for row in _rows if isinstance(row, AttentionOp)}
         if family not in known:

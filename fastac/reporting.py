@@ -115,4 +115,4 @@ def render(table: Table) -> str:
     """A rich table as plain text."""
     text = io.StringIO()
     Console(file=text, width=140, force_terminal=False, color_system=None).print(table)
-    return text.getvalue().rstrip()
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

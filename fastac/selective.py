@@ -35,7 +35,7 @@ def traced_contexts(policy: Policy) -> Contexts:
                 found = softmax_attention.follow(op, args, context.op_output)
             if found is not None and policy.saves(found.keys):
                 raise _not_applied(policy, found.attention, "ran as small ops, which leave no attention output to save")
-            if looks_like_attention_forward(getattr(op, "_schema", op).name if _is_op(op) else op.name(), args):
+            if looks_like_attention_forward(op._schema.name if _is_op(op) else op.name(), args):
                 raise _not_applied(policy, str(op), "looks like an attention forward and has no row (fastac.register)")
             return CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(resolved.row, DecompositionOp):

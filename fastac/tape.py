@@ -205,10 +205,12 @@ class Record(Scope):
         if torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation:
             return run_kernel(resolved, keyset, args, kwargs)
         keys = resolved.keys(args, kwargs)
+        # On the tape before it runs: a call that raises, where the block then tries another kernel, does so again.
         entry = Entry(resolved, keys, _described(args))
+        self.tape.append(entry)
         if not self.policy.saves(keys):
             outputs = self.run(resolved, keyset, args, kwargs)
-            self._append(entry)
+            self.calls.append(resolved)
             return outputs
         resolved.check_writes(args, kwargs)
         state = None
@@ -216,6 +218,7 @@ class Record(Scope):
             entry.device = next(a.device for a in args if isinstance(a, torch.Tensor))
             state = _generator_state(entry.device)
         outputs = self.run(resolved, keyset, args, kwargs)
+        self.calls.append(resolved)
         if state is not None and entry.device is not None:
             after = _generator_state(entry.device)
             entry.generator_state = None if torch.equal(state, after) else after
@@ -227,12 +230,7 @@ class Record(Scope):
         sequence = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         entry.kept = torch_internals.aliases(sequence) if entry.guarded else _clones(sequence)
         entry.versions = torch_internals.versions(entry.kept)
-        self._append(entry)
         return outputs
-
-    def _append(self, entry: Entry) -> None:
-        self.tape.append(entry)
-        self.calls.append(entry.resolved)
 
     @runs_eagerly
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -133,6 +133,11 @@ def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key)
 
 
+def is_composite(qualified_name: str) -> bool:
+    """Whether an op only calls other ops, which are dispatched in turn. Modes see it under inference mode alone."""
+    return has_kernel(qualified_name, "CompositeImplicitAutograd")
+
+
 def redispatch(op: torch._ops.OpOverload, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Pass a call on to the kernel below BackendSelect, with the GIL released."""
     return op.redispatch(keyset & _BELOW_BACKEND_SELECT, *args, **kwargs)

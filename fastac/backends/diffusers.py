@@ -16,11 +16,12 @@ from fastac.registry import BackendUse, Verdict
 
 
 class DiffusersBackend(NamedTuple):
-    """family: the backend of the rows that serve it, "" where no row can."""
+    """family: the backend of the rows that serve it, "" where no row can; op: the one op of these that it ends in."""
 
     verdict: Verdict
     family: str
     reason: str
+    op: str = ""
 
 
 _SAGE = "quantized kernels without a backward: gradients before the attention would silently be None"
@@ -30,8 +31,18 @@ _OTHER_DEVICE = "not checked: this hardware was not available"
 
 BACKENDS: dict[str, DiffusersBackend] = {
     "native": DiffusersBackend(Verdict.SAVABLE, "sdpa", "scaled_dot_product_attention"),
-    "_native_cudnn": DiffusersBackend(Verdict.SAVABLE, "sdpa", "scaled_dot_product_attention, cuDNN kernel"),
-    "_native_efficient": DiffusersBackend(Verdict.SAVABLE, "sdpa", "scaled_dot_product_attention, efficient kernel"),
+    "_native_cudnn": DiffusersBackend(
+        Verdict.SAVABLE,
+        "sdpa",
+        "scaled_dot_product_attention, cuDNN kernel",
+        op="_scaled_dot_product_cudnn_attention",
+    ),
+    "_native_efficient": DiffusersBackend(
+        Verdict.SAVABLE,
+        "sdpa",
+        "scaled_dot_product_attention, efficient kernel",
+        op="_scaled_dot_product_efficient_attention",
+    ),
     "_native_flash": DiffusersBackend(Verdict.SAVABLE, "sdpa", "scaled_dot_product_attention, flash kernel"),
     "_native_math": DiffusersBackend(
         Verdict.DECOMPOSED, "", "the math kernel is many small ops, with no output to save"
@@ -83,4 +94,4 @@ def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
         else:
             backend = "native"
         found = BACKENDS.get(backend, _UNLISTED)
-        yield BackendUse(name, backend, found.verdict, found.reason, found.family)
+        yield BackendUse(name, backend, found.verdict, found.reason, found.family, found.op)

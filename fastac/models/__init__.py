@@ -1,7 +1,7 @@
 """One file per DiT family: which modules hold its checkpointed blocks, and a tiny configuration to try it with."""
 
 from fastac.models import ltx, wan
-from fastac.models.reading import BlockContainer, ModelRow, containers
+from fastac.models.reading import BlockContainer, ModelRow, containers, tiny_model
 
 MODELS: dict[str, ModelRow] = {row.class_name: row for row in (*wan.ROWS, *ltx.ROWS)}
 """Exact class name in diffusers -> row. Never matched by prefix: WanVACETransformer3DModel is another model."""
@@ -12,4 +12,4 @@ def row_of(model: object) -> ModelRow | None:
     return MODELS.get(type(model).__name__)
 
 
-__all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of"]
+__all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of", "tiny_model"]

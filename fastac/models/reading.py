@@ -53,3 +53,30 @@ def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[Bloc
 
 def _has_attention(block: torch.nn.Module) -> bool:
     return any(hasattr(inner, "processor") or "attention" in type(inner).__name__.lower() for inner in block.modules())
+
+
+def tiny_model(
+    row: ModelRow, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A tiny model of a row with random weights, in training mode, and its keyword arguments for one call.
+
+    Parameters that begin as zeros get small values, since every gradient behind them would be zero. Floating inputs
+    require grad.
+    """
+    import diffusers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: torch.nn.Module = getattr(diffusers, row.class_name)(**row.config).train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.numel() and not parameter.any():
+                    parameter.normal_(0, 0.02)
+        inputs = row.inputs()
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            value = value.to(device)
+            inputs[name] = value.to(dtype).requires_grad_() if value.is_floating_point() else value
+    if dtype != torch.float32:
+        model = model.to(dtype)
+    return model.to(device), inputs

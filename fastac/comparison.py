@@ -1,0 +1,126 @@
+"""One training step of a model, with every output and gradient by name, and what ran; and how two of them differ."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fastac import census, hook, tape
+from fastac.census import Call, Census
+from fastac.errors import FastacError
+
+
+@dataclasses.dataclass
+class Step:
+    """One forward and backward: every output and gradient by name, and what ran."""
+
+    tensors: dict[str, torch.Tensor | None]
+    executions: tuple[int, int]
+    calls: list[Call]
+
+
+def fresh(inputs: Any) -> Any:
+    """Copies that share nothing with the originals, leaves of their own graph; other objects are deep-copied."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        return value if isinstance(value, torch.nn.Module) else copy.deepcopy(value)
+
+    return pytree.tree_map(copied, inputs)
+
+
+def run_forward(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    args, kwargs = fresh((args, kwargs))
+    with torch.enable_grad():
+        return model(*args, **kwargs)
+
+
+def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Step:
+    """One forward and backward of a fixed random projection of all floating outputs, from the same random state."""
+    model.zero_grad(set_to_none=True)
+    args, kwargs = fresh((args, kwargs))
+    counter: Counter[str] = Counter()
+    regions: list[Census] = []
+    tape.execution_counters.append(counter)
+    census.listeners.append(regions.append)
+    try:
+        with forked_generators(), torch.enable_grad():
+            outputs = [t for t in pytree.tree_leaves(_unpacked(function(*args, **kwargs))) if _is_floating(t)]
+            forward = counter.total()
+            generator = torch.Generator().manual_seed(0)
+            weights = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
+            differentiable = [(t, w) for t, w in zip(outputs, weights, strict=True) if t.requires_grad]
+            if not differentiable:
+                raise FastacError(f"verify: no output of {type(model).__name__} requires grad, so there is no gradient")
+            torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
+    finally:
+        tape.execution_counters.remove(counter)
+        census.listeners.remove(regions.append)
+    tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    tensors |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    tensors |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves)}
+    model.zero_grad(set_to_none=True)
+    return Step(tensors, (forward, counter.total() - forward), [call for region in regions for call in region.calls])
+
+
+def _unpacked(outputs: Any) -> Any:
+    return tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def differences(expected: Step, got: Step) -> dict[str, float]:
+    found = {}
+    for name, wanted in expected.tensors.items():
+        value = got.tensors.get(name)
+        if wanted is None and value is None:
+            continue
+        if wanted is None or value is None or wanted.shape != value.shape:
+            found[name] = float("inf")
+        elif not torch.equal(wanted, value):
+            difference = (wanted.double() - value.double()).abs().max().item()
+            found[name] = difference if difference == difference else float("inf")  # NaN on one side
+    return found
+
+
+@contextlib.contextmanager
+def forked_generators() -> Iterator[None]:
+    with torch.random.fork_rng(device_type=_accelerator()):
+        yield
+
+
+def _accelerator() -> str:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cuda"
+
+
+@contextlib.contextmanager
+def as_found(model: torch.nn.Module) -> Iterator[None]:
+    """Leave a model as it is now: gradients, buffers, generator states, checkpointing, its blocks' records."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    checkpointing = hook.snapshot(model)
+    latest = [(r, r.latest) for m in model.modules() if (r := census.block_record(m)) is not None]
+    try:
+        with forked_generators():
+            yield
+    finally:
+        hook.restore(model, checkpointing)
+        for record, before in latest:
+            record.latest = before
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.detach().copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

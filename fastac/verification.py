@@ -1,0 +1,243 @@
+"""Proof on the user's model: the same outputs and gradients as without checkpointing, and attention run once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from fastac import hook, interception
+from fastac.checkpointing import checkpoint
+from fastac.comparison import Step, as_found, differences, fresh, run_forward, run_step
+from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.policy import BlockPolicies, Policy, resolve
+from fastac.reporting import readable_bytes, render
+
+REFERENCES = ("none", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `verify` measured. Executions are of attention kernels, in one step; largest differences are absolute.
+
+    noise: the largest difference between two runs of the reference, above 0 where kernels are not deterministic.
+    """
+
+    subject: str
+    policy: str
+    reference: str
+    compared: int
+    different: tuple[str, ...]
+    largest_difference: float
+    noise: float
+    reference_executions: tuple[int, int]
+    policy_executions: tuple[int, int]
+    saved: int
+    recomputed: int
+    saved_bytes: int
+    allowed_again: int
+
+    def __str__(self) -> str:
+        table = Table(title=f"{self.subject}: {self.policy} against {self.reference}", title_justify="left")
+        for heading in ("promise", self.reference, self.policy, "kept"):
+            table.add_column(heading)
+        equal = f"{self.compared - len(self.different)} of {self.compared} bitwise equal"
+        forward, backward = zip(self.reference_executions, self.policy_executions, strict=True)
+        table.add_row("outputs and gradients", "", equal, "yes" if self.largest_difference <= 4 * self.noise else "no")
+        table.add_row("attention runs in forward", str(forward[0]), str(forward[1]), _yes(forward[0] == forward[1]))
+        once = self.policy_executions[1] <= self.allowed_again
+        table.add_row("attention runs in backward", str(backward[0]), str(backward[1]), _yes(once))
+        table.add_row("attention calls saved", "", f"{self.saved} of {self.saved + self.recomputed}", "")
+        table.add_row("bytes saved", "", readable_bytes(self.saved_bytes), "")
+        return render(table)
+
+
+def _yes(kept: bool) -> str:
+    return "yes" if kept else "no"
+
+
+def _allowed_again(expected: Step, step: Step, saved: int, policy: Policy | BlockPolicies, reference: str) -> int:
+    """How many attention kernels may run in backward: those the policy recomputes, and those of the model's own doing.
+
+    Regions under "full" are plain checkpointing and are not seen: what was not saved may run again.
+    """
+    own = expected.executions[1] if reference == "none" else 0
+    if isinstance(policy, BlockPolicies) or policy.saves_nothing:
+        return own + step.executions[0] - saved
+    return own + len(step.calls) - saved
+
+
+def verify(
+    model: torch.nn.Module,
+    *args: Any,
+    policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
+    engine: str = "tape",
+    reference: str = "none",
+    per_block: bool = False,
+    **kwargs: Any,
+) -> Verification:
+    """Run a model without checkpointing and with a policy; compare outputs, every gradient, and kernel executions.
+
+    args, kwargs: of one call of the model. reference: "none", or "full" for a model that does not fit otherwise.
+    per_block: run the model once under full checkpointing, then compare block by block on the inputs each had; needs
+    the memory of one block. A module without diffusers' gradient checkpointing is taken as one block.
+    Differences are allowed only where two runs of the reference differ, up to four times as much.
+    Raises PolicyNotAppliedError when attention ran again that was to be saved, FastacError when a result differs.
+    Parameters' gradients, buffers, generator states and checkpointing are as before afterwards.
+    """
+    if reference not in REFERENCES:
+        raise FastacError(f"verify(reference={reference!r}): there are {', '.join(REFERENCES)}")
+    subject = type(model).__name__
+    interception.install()
+    with as_found(model):
+        if not hasattr(model, "enable_gradient_checkpointing"):
+            result = _verify_block(model, args, kwargs, policy, engine, reference)
+        elif per_block:
+            result = _verify_blocks(model, args, kwargs, policy, engine, reference)
+        else:
+            result = _verify_model(model, args, kwargs, policy, engine, reference)
+    result = dataclasses.replace(result, subject=subject)
+    _raise_if_broken(result)
+    return result
+
+
+def _raise_if_broken(result: Verification) -> None:
+    if result.largest_difference > 4 * result.noise:
+        listed = ", ".join(result.different[:5]) + (", ..." if len(result.different) > 5 else "")
+        raise FastacError(
+            f"verify: {len(result.different)} of {result.compared} outputs and gradients of {result.subject} under "
+            f"{result.policy} differ from {result.reference} checkpointing, by up to {result.largest_difference:.3g} "
+            f"({listed}); two runs of the reference differ by {result.noise:.3g}.\n{result}"
+        )
+    again = result.policy_executions[1] - result.allowed_again
+    if again > 0 or result.policy_executions[0] != result.reference_executions[0]:
+        raise PolicyNotAppliedError(
+            f"verify: {result.subject} under {result.policy} ran {max(again, 0)} attention kernels in backward that "
+            f"were to be saved.\n{result}"
+        )
+    if result.policy == "attn_only" and result.saved == 0 and result.reference_executions[0] > 0:
+        raise PolicyNotAppliedError(
+            f"verify: {result.subject} runs {result.reference_executions[0]} attention kernels, none of them inside a "
+            f"checkpointed block, so {result.policy} saved nothing.\n{result}"
+        )
+
+
+def _verify_model(
+    model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+) -> Verification:
+    def step() -> Step:
+        return run_step(model, model, args, kwargs)
+
+    def reference_step() -> Step:
+        hook.disable(model)
+        if reference == "full":
+            model.enable_gradient_checkpointing(_full_checkpoint)  # type: ignore[operator]
+        else:
+            model.disable_gradient_checkpointing()  # type: ignore[operator]
+        return step()
+
+    def policy_step() -> Step:
+        hook.enable(model, policy, engine=engine)
+        return step()
+
+    return _compare(reference_step, policy_step, _selected(model, policy, engine), reference)
+
+
+def _selected(model: torch.nn.Module, policy: Any, engine: str) -> Policy | BlockPolicies:
+    hook.enable(model, policy, engine=engine)
+    function = hook.enabled_function(model)
+    if function is None:
+        raise FastacError(f"verify: {type(model).__name__} did not take a gradient checkpointing function")
+    selected: Policy | BlockPolicies = function.keywords["policy"]
+    return selected
+
+
+def _verify_block(
+    block: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+) -> Verification:
+    def reference_step() -> Step:
+        return run_step(block, _full_checkpoint if reference == "full" else _plain, (block, *args), kwargs)
+
+    def policy_step() -> Step:
+        function = functools.partial(checkpoint, policy=policy, engine=engine)
+        return run_step(block, function, (block, *args), kwargs)
+
+    selected = policy[block] if isinstance(policy, BlockPolicies) else resolve(policy)
+    return _compare(reference_step, policy_step, selected, reference)
+
+
+def _verify_blocks(
+    model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+) -> Verification:
+    selected = _selected(model, policy, engine)
+    regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    hook.disable(model)
+    model.enable_gradient_checkpointing(functools.partial(_captured, regions))  # type: ignore[operator]
+    run_forward(model, args, kwargs)
+    parts = [_verify_block(block, inputs, named, selected, engine, reference) for block, inputs, named in regions]
+    if not parts:
+        raise FastacError(f"verify(per_block=True): {type(model).__name__} checkpointed no block on these inputs")
+    return Verification(
+        subject=type(model).__name__,
+        policy=parts[0].policy,
+        reference=reference,
+        compared=sum(part.compared for part in parts),
+        different=tuple(f"block {i}: {name}" for i, part in enumerate(parts) for name in part.different),
+        largest_difference=max(part.largest_difference for part in parts),
+        noise=max(part.noise for part in parts),
+        reference_executions=_sums(part.reference_executions for part in parts),
+        policy_executions=_sums(part.policy_executions for part in parts),
+        saved=sum(part.saved for part in parts),
+        recomputed=sum(part.recomputed for part in parts),
+        saved_bytes=sum(part.saved_bytes for part in parts),
+        allowed_again=sum(part.allowed_again for part in parts),
+    )
+
+
+def _sums(pairs: Any) -> tuple[int, int]:
+    forward, backward = zip(*pairs, strict=True)
+    return sum(forward), sum(backward)
+
+
+def _plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _full_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def _captured(regions: list[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        regions.append((function, *fresh((args, kwargs))))
+    return _full_checkpoint(function, *args, **kwargs)
+
+
+def _compare(
+    reference_step: Callable[[], Step], policy_step: Callable[[], Step], policy: Any, reference: str
+) -> Verification:
+    """The policy runs twice: the first step, which may compile and takes the census, must be as exact as any other."""
+    expected, first, later = reference_step(), policy_step(), policy_step()
+    different = {**differences(expected, first), **differences(expected, later)}
+    noise = max(differences(expected, reference_step()).values(), default=0.0) if different else 0.0
+    saved = [call for call in later.calls if call.saved]
+    return Verification(
+        subject="",
+        policy=str(policy),
+        reference=reference,
+        compared=len(expected.tensors),
+        different=tuple(different),
+        largest_difference=max(different.values(), default=0.0),
+        noise=noise,
+        reference_executions=expected.executions,
+        policy_executions=later.executions,
+        saved=len(saved),
+        recomputed=len(later.calls) - len(saved),
+        saved_bytes=sum(call.saved_bytes for call in saved),
+        allowed_again=_allowed_again(expected, later, len(saved), policy, reference),
+    )
