@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -47,8 +47,8 @@ def checkpoint(
     what can not be honoured: reentrant checkpointing, a context_fn of the caller, debug mode.
     """
     if isinstance(policy, BlockPolicies):
-        policy = policy[function]
-    elif not isinstance(policy, Policy):
+        policy = policy.of(function) or _refuse_strange_block(function)
+    else:
         policy = resolve(policy)
     if torch.compiler.is_dynamo_compiling():
         if torch.compiler.is_exporting():
@@ -73,6 +73,14 @@ def checkpoint(
     outputs = torch_checkpoint(function, *args, use_reentrant=False, context_fn=region.contexts, **kwargs)
     region.check()
     return outputs
+
+
+def _refuse_strange_block(function: Any) -> NoReturn:
+    refuse_wrapped(function)
+    raise FastacError(
+        f"{census.describe(function)} is called under policies per block, and is no block that fastac.enable saw: "
+        f"it was exchanged since. Call fastac.enable again."
+    )
 
 
 def _refuse_options(use_reentrant: bool | None, context_fn: object, engine: str) -> None:
@@ -170,8 +178,8 @@ class Region:
                 return  # the next region is recorded, and taken as the first of its kind
             if record.missed or observer.decomposed or observer.unknown or observer.elsewhere:
                 self._raise(mine, None, observer)
-        else:
-            # Compiled, or other calls than this class made before: look again, eagerly.
+        elif self._known is None or record.missed or len(mine.ops) < len(self._known.ops):
+            # Compiled, or fewer calls than this class made before: look again, eagerly.
             look = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
             before = self.block.censuses.get(self.key) if self.block is not None else None
             expected = max(len(look.ops), len(before.ops) if before is not None else 0)

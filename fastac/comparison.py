@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from fastac import census, hook, tape
+from fastac import census, generators, hook, tape
 from fastac.census import Call, Census
 from fastac.errors import FastacError
+from fastac.torch_internals import tree_leaves, tree_map
 
 
 @dataclasses.dataclass
@@ -34,10 +34,11 @@ def fresh(inputs: Any) -> Any:
             return value.detach().clone().requires_grad_(value.requires_grad)
         return value if isinstance(value, torch.nn.Module) else copy.deepcopy(value)
 
-    return pytree.tree_map(copied, inputs)
+    return tree_map(copied, inputs)
 
 
 def run_forward(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """One forward with gradients on, on fresh inputs."""
     args, kwargs = fresh((args, kwargs))
     with torch.enable_grad():
         return model(*args, **kwargs)
@@ -52,8 +53,8 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     tape.execution_counters.append(counter)
     census.listeners.append(regions.append)
     try:
-        with forked_generators(), torch.enable_grad():
-            outputs = [t for t in pytree.tree_leaves(_unpacked(function(*args, **kwargs))) if _is_floating(t)]
+        with generators.forked(_devices(model)), torch.enable_grad():
+            outputs = [t for t in tree_leaves(_unpacked(function(*args, **kwargs))) if _is_floating(t)]
             forward = counter.total()
             generator = torch.Generator().manual_seed(0)
             weights = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
@@ -66,7 +67,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
         census.listeners.remove(regions.append)
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     tensors |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
-    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     tensors |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves)}
     model.zero_grad(set_to_none=True)
     return Step(tensors, (forward, counter.total() - forward), [call for region in regions for call in region.calls])
@@ -81,6 +82,7 @@ def _is_floating(value: object) -> bool:
 
 
 def differences(expected: Step, got: Step) -> dict[str, float]:
+    """Largest absolute difference of each output and gradient that is not bitwise equal; inf for a missing one."""
     found = {}
     for name, wanted in expected.tensors.items():
         value = got.tensors.get(name)
@@ -94,15 +96,8 @@ def differences(expected: Step, got: Step) -> dict[str, float]:
     return found
 
 
-@contextlib.contextmanager
-def forked_generators() -> Iterator[None]:
-    with torch.random.fork_rng(device_type=_accelerator()):
-        yield
-
-
-def _accelerator() -> str:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None else "cuda"
+def _devices(model: torch.nn.Module) -> set[torch.device]:
+    return {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
 
 
 @contextlib.contextmanager
@@ -113,7 +108,7 @@ def as_found(model: torch.nn.Module) -> Iterator[None]:
     checkpointing = hook.snapshot(model)
     latest = [(r, r.latest) for m in model.modules() if (r := census.block_record(m)) is not None]
     try:
-        with forked_generators():
+        with generators.forked(_devices(model)):
             yield
     finally:
         hook.restore(model, checkpointing)

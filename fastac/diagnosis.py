@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from fastac import census, registry
+from fastac import census, generators, registry
 from fastac.policy import Policy
 from fastac.registry import ResolvedOp, Verdict
 from fastac.tape import Decomposed, Scope, Tape, run_kernel, thread
@@ -157,9 +157,8 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _as_found(block: Any, args: tuple[Any, ...]) -> Iterator[None]:
     buffers = [(b, b.detach().clone()) for b in block.buffers()] if isinstance(block, torch.nn.Module) else []
-    devices = {value.device for value in args if isinstance(value, torch.Tensor)} - {torch.device("cpu")}
-    device_type = next((device.type for device in devices), "cuda")
-    with torch.random.fork_rng(devices=[device.index for device in devices], device_type=device_type):
+    devices = {value.device for value in args if isinstance(value, torch.Tensor)}
+    with generators.forked(devices):
         yield
     for buffer, before in buffers:
         if not torch.equal(buffer, before):

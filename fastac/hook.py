@@ -156,9 +156,10 @@ def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> No
         if isinstance(policy, BlockPolicies):
             saves = not _block_policy(model, policy, use.module).saves_nothing
         if use.verdict is Verdict.NOT_TRAINABLE or (saves and use.verdict is not Verdict.SAVABLE):
-            raise UnsupportedBackendError(_refusal(model, policy, use, use.reason))
+            verdict = use.verdict.value.replace("_", " ")
+            raise UnsupportedBackendError(_refusal(model, policy, use, f"is {verdict}: {use.reason}"))
         if saves and (missing := registry.unavailable(use.family, use.op)) is not None:
-            raise UnsupportedBackendError(_refusal(model, policy, use, missing))
+            raise UnsupportedBackendError(_refusal(model, policy, use, f"can not be saved here: {missing}"))
 
 
 def _block_policy(model: torch.nn.Module, policies: BlockPolicies, module_name: str) -> Policy:
@@ -173,7 +174,7 @@ def _refusal(model: torch.nn.Module, policy: Policy | BlockPolicies, use: Backen
     where = f"{type(model).__name__}.{use.module}" if use.module else type(model).__name__
     way_out = "" if use.verdict is Verdict.NOT_TRAINABLE else ', or policy="full"'
     return (
-        f"{policy}: backend {use.backend!r} at {where} is {use.verdict.value.replace('_', ' ')}: {reason}. "
+        f"{policy}: backend {use.backend!r} at {where} {reason}. "
         f'Use transformer.set_attention_backend("native"){way_out}; `fastac backends` lists what can be saved here.'
     )
 

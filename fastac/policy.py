@@ -60,6 +60,11 @@ class BlockPolicies(dict[Any, Policy]):
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
+    def of(self, function: Any) -> Policy | None:
+        """The policy of the block that is called: itself, by a bound method, or compiled. None for a strange block."""
+        block = getattr(function, "__self__", function)
+        return self.get(getattr(block, "_orig_mod", block))
+
     def __str__(self) -> str:
         return "mixed (" + ", ".join(sorted({str(policy) for policy in self.values()})) + ")"
 

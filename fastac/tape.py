@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastac import torch_internals
+from fastac import generators, torch_internals
 from fastac.errors import FastacError
 from fastac.policy import Policy
 from fastac.registry import DecompositionOp, ResolvedOp
@@ -119,21 +119,6 @@ def _requires_grad(args: Sequence[Any]) -> bool:
     return any([value.requires_grad for value in args if isinstance(value, torch.Tensor)])  # noqa: C419 a list is faster
 
 
-def _generator(device: torch.device) -> Any:
-    return torch.random if device.type == "cpu" else torch.get_device_module(device)
-
-
-def _generator_state(device: torch.device) -> torch.Tensor:
-    module = _generator(device)
-    state: torch.Tensor = module.get_rng_state() if device.type == "cpu" else module.get_rng_state(device)
-    return state
-
-
-def _set_generator_state(state: torch.Tensor, device: torch.device) -> None:
-    module = _generator(device)
-    module.set_rng_state(state) if device.type == "cpu" else module.set_rng_state(state, device)
-
-
 class Scope:
     """What is open while a region runs in this thread. Scopes nest as checkpointed regions do."""
 
@@ -216,11 +201,11 @@ class Record(Scope):
         state = None
         if resolved.draws(args, kwargs):
             entry.device = next(a.device for a in args if isinstance(a, torch.Tensor))
-            state = _generator_state(entry.device)
+            state = generators.state(entry.device)
         outputs = self.run(resolved, keyset, args, kwargs)
         self.calls.append(resolved)
         if state is not None and entry.device is not None:
-            after = _generator_state(entry.device)
+            after = generators.state(entry.device)
             entry.generator_state = None if torch.equal(state, after) else after
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
@@ -294,7 +279,7 @@ class Replay(Scope):
                 f'Replace the in-place operation, or use policy="full" for this block.'
             )
         if entry.generator_state is not None and entry.device is not None:
-            _set_generator_state(entry.generator_state, entry.device)  # what runs next must draw what it drew before
+            generators.set_state(entry.generator_state, entry.device)  # what runs next must draw what it drew before
         outputs = entry.kept
         if not keep_graph:
             self.tape[position] = None

@@ -15,6 +15,8 @@ import torch._C._dynamo.eval_frame as _eval_frame
 import torch.utils.checkpoint
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 SEEN_IN = ("2.13",)
 
@@ -28,6 +30,7 @@ _REQUIRED = (
     "_C._dispatch_has_kernel_for_dispatch_key",
     "_C._dispatch_keyset_full_after",
     "_C._dynamo.eval_frame.get_eval_frame_callback",
+    "_C._dynamo.eval_frame._FrameAction.DEFAULT",
     "_C._dynamo.eval_frame._FrameAction.SKIP",
     "_C._dynamo.eval_frame._FrameExecStrategy",
     "_C._dynamo.eval_frame.set_code_exec_strategy",

@@ -8,7 +8,7 @@ MODELS: dict[str, ModelRow] = {row.class_name: row for row in (*wan.ROWS, *ltx.R
 
 
 def row_of(model: object) -> ModelRow | None:
-    """The catalogue row of a model, or of the model it wraps, by exact class name."""
+    """The catalogue row of a model, by exact class name."""
     return MODELS.get(type(model).__name__)
 
 
