@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import interception, registry, torch_internals
 from fastac.policy import Policy
+from fastac.recognition import SoftmaxAttention, UnknownOp, looks_like_attention_forward
 from fastac.registry import ResolvedOp
 from fastac.tape import Decomposed, Record
 
@@ -43,6 +42,8 @@ class Census:
 
     ops: list[ResolvedOp]
     calls: tuple[Call, ...]
+    others: list[list[ResolvedOp]] = dataclasses.field(default_factory=list)
+    """What a function that is no block was found to record as well: one function may run several unlike layers."""
 
     @classmethod
     def of_tape(cls, record: Record) -> Census:
@@ -71,10 +72,27 @@ _blocks: weakref.WeakKeyDictionary[Any, BlockRecord] = weakref.WeakKeyDictionary
 _kinds: weakref.WeakKeyDictionary[Any, dict[Any, Census]] = weakref.WeakKeyDictionary()
 
 
+def module_of(function: Any) -> torch.nn.Module | None:
+    """The module that a function is, or is a method of."""
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def block_of(function: Any) -> torch.nn.Module | None:
+    """The block that is run by a function: a module, or its forward. Another method may run any of several layers."""
+    if isinstance(function, types.MethodType) and function.__name__ not in (
+        "__call__",
+        "_wrapped_call_impl",
+        "forward",
+    ):
+        return None
+    return module_of(function)
+
+
 def block_record(function: object) -> BlockRecord | None:
-    """What is known about a block; None for a plain function, of which nothing is kept."""
-    block = getattr(function, "__self__", function)
-    if not isinstance(block, torch.nn.Module):
+    """What is known about a block; None for any other function, of which nothing is kept."""
+    block = block_of(function)
+    if block is None:
         return None
     record = _blocks.get(block)
     if record is None:
@@ -93,12 +111,10 @@ def known(function: Any) -> dict[Any, Census]:
 
 def _kind(function: Any) -> Any:
     while True:
-        if isinstance(function, torch.nn.Module):
-            return type(getattr(function, "_orig_mod", function))
+        block = block_of(function)
+        if block is not None:
+            return type(getattr(block, "_orig_mod", block))
         if isinstance(function, types.MethodType):
-            if isinstance(function.__self__, torch.nn.Module) and function.__name__ in ("__call__", "forward"):
-                function = function.__self__
-                continue
             return function.__func__
         inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)  # partial, decorator
         if inner is None:
@@ -108,11 +124,11 @@ def _kind(function: Any) -> Any:
 
 def describe(function: Any) -> str:
     """A block's qualified name where fastac.enable saw it, else its class, for messages."""
-    block = getattr(function, "__self__", function)
-    record = _blocks.get(block) if isinstance(block, torch.nn.Module) else None
+    block = block_of(function)
+    record = _blocks.get(block) if block is not None else None
     if record is not None and record.name:
         return record.name
-    return getattr(function, "__qualname__", None) or type(block).__name__
+    return getattr(function, "__qualname__", None) or type(block if block is not None else function).__name__
 
 
 def signature(value: Any) -> Any:
@@ -128,72 +144,6 @@ def signature(value: Any) -> Any:
     return type(value)  # a number may change with every step
 
 
-_LOOKS_LIKE_ATTENTION = re.compile(r"(?<![a-z])(attn|attention|sdpa|flex_attention)(?![a-z])|attn_|attention_")
-_NOT_A_FORWARD = re.compile(r"backward|bwd|_grad|mask|bias")
-_MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
-_COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
-
-
-def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
-    """Whether an op without a row seems to be an attention forward: by its name, and three tensors of 3 or 4 dims."""
-    tensors = [value for value in args if isinstance(value, torch.Tensor)][:3]
-    name = name.rpartition("::")[2].lower()
-    return (
-        len(tensors) == 3
-        and all(tensor.is_floating_point() and tensor.dim() in (3, 4) for tensor in tensors)
-        and _LOOKS_LIKE_ATTENTION.search(name) is not None
-        and _NOT_A_FORWARD.search(name) is None
-    )
-
-
-class UnknownOp(NamedTuple):
-    """An op that seems to be an attention forward and has no row. namespace is "" for a higher-order op."""
-
-    namespace: str
-    name: str
-
-
-class SoftmaxAttention:
-    """Finds attention written out as matrix product, softmax, matrix product, by following storages.
-
-    Two activations multiplied give scores, a softmax over them gives probabilities, and their product with the values
-    is one attention call that ran as small ops. A softmax that is no attention (a gate, a router) is left alone.
-    """
-
-    def __init__(self) -> None:
-        self._kinds: dict[int, tuple[StorageWeakRef, str]] = {}
-
-    def _kind(self, tensor: torch.Tensor) -> str | None:
-        found = self._kinds.get(StorageWeakRef(tensor.untyped_storage()).cdata)
-        return found[1] if found else None
-
-    def _mark(self, tensor: torch.Tensor, kind: str) -> None:
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._kinds[reference.cdata] = (reference, kind)
-
-    def follow(self, op: torch._ops.OpOverload, args: Iterable[Any], outputs: Any) -> Decomposed | None:
-        """Look at one op; the attention call that it completes, if any."""
-        output = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-        if not isinstance(output, torch.Tensor) or not torch_internals.has_storage(output):
-            return None
-        name = op._schema.name
-        tensors = [a for a in args if isinstance(a, torch.Tensor) and torch_internals.has_storage(a)]
-        marked = [(tensor, kind) for tensor in tensors if (kind := self._kind(tensor))]
-        if name in _MATRIX_PRODUCTS:
-            for tensor, kind in marked:
-                if kind == "probabilities":
-                    return Decomposed("softmax attention written out in small ops", int(tensor.shape[-1]))
-            self._mark(output, "scores")
-        elif name == "aten::_softmax":
-            if any(kind == "scores" for _, kind in marked):
-                self._mark(output, "probabilities")
-        elif marked and (name in _COPIES or torch.Tag.pointwise in op.tags):
-            tensor, kind = max(marked, key=lambda pair: pair[0].numel())
-            if output.numel() == tensor.numel():
-                self._mark(output, kind)
-        return None
-
-
 class Observer(TorchDispatchMode):
     """Watches a region's forward for attention calls that no row covers. It changes nothing.
 
@@ -202,15 +152,20 @@ class Observer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, function: Any, args: tuple[Any, ...], policy: Policy) -> None:
+    def __init__(self, function: Any, inputs: Any, policy: Policy, where: Callable[[], str] = lambda: "") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy = policy
+        self.where = where
         self.unknown: list[UnknownOp] = []
-        self.decomposed: list[Decomposed] = []
+        self.missed: list[tuple[str, Decomposed]] = []
         self.elsewhere: list[str] = []
         self.late: list[str] = []
-        self._softmax_attention = SoftmaxAttention()
-        self._roots = _graph_roots(function, args)
+        self.ops: tuple[ResolvedOp, ...] = ()  # what the tape records is not seen twice
+        module = module_of(function)
+        parameters = list(module.parameters()) if module is not None else []
+        tensors = list(tensors_of(inputs))
+        self._softmax_attention = SoftmaxAttention(tensors)
+        self._roots = _graph_roots([*parameters, *tensors])
         self._thread = 0
 
     @classmethod
@@ -245,28 +200,32 @@ class Observer(TorchDispatchMode):
             return
         found = self._softmax_attention.follow(op, args, outputs)
         if found is not None and self.policy.saves(found.keys):
-            self.decomposed.append(found)
+            self.missed.append((self.where(), found))
         elif looks_like_attention_forward(op._schema.name, args) and not torch_internals.is_composite(op._schema.name):
             self.unknown.append(UnknownOp(*op._schema.name.split("::")))
 
-    def _outside(self, resolved: ResolvedOp, args: tuple[Any, ...]) -> None:
+    def _outside(self, resolved: ResolvedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == self._thread:
             return  # this thread is being watched; engine "sac" opens no scope of ours
-        if torch.is_grad_enabled() and _leads_to(args, self._roots):
+        if torch.is_grad_enabled() and _leads_to(args, self._roots) and self.policy.saves(resolved.keys(args, kwargs)):
             self.elsewhere.append(resolved.name)
 
 
-def _graph_roots(function: Any, args: tuple[Any, ...]) -> dict[int, object]:
-    """Where the autograd graph of this region begins, by id: its inputs and the block's parameters."""
-    block = getattr(function, "__self__", function)
-    tensors: list[torch.Tensor] = list(block.parameters()) if isinstance(block, torch.nn.Module) else []
-    tensors += [value for value in args if isinstance(value, torch.Tensor)]
+def tensors_of(value: Any) -> Iterable[torch.Tensor]:
+    """Every tensor in nested inputs."""
+    return [leaf for leaf in torch_internals.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _graph_roots(tensors: Iterable[torch.Tensor]) -> dict[int, object]:
+    """Where the autograd graph of a region begins, by id: its inputs and the block's parameters."""
     roots = [t if t.grad_fn is None else t.grad_fn for t in tensors if t.requires_grad]
     return {id(root): root for root in roots}
 
 
 def _leads_to(args: Iterable[Any], roots: dict[int, object], limit: int = 2000) -> bool:
     """Whether the autograd graph behind some tensors reaches one of the roots, within so many nodes."""
+    if any(id(value) in roots for value in args):
+        return True
     waiting: list[Any] = [a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None]
     seen: dict[int, object] = {}  # holds the nodes, or their ids would be given away again
     while waiting and len(seen) < limit:

@@ -36,13 +36,16 @@ def checkpoint(
     use_reentrant: bool | None = False,
     context_fn: object = None,
     debug: bool = False,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
     """Checkpoint a function, except for what the policy saves; in the place of torch.utils.checkpoint.checkpoint.
 
     function: a block or any callable; called as function(*args, **kwargs), again in backward.
     engine: "tape", or "sac" for torch's own selective checkpointing.
-    kwargs: `preserve_rng_state`, `determinism_check` and `early_stop` go to torch, all others to the function.
+    preserve_rng_state, determinism_check, early_stop: as in torch's function, which gets them.
     Raises PolicyNotAppliedError when an attention call that the policy saves could not be saved, FastacError for
     what can not be honoured: reentrant checkpointing, a context_fn of the caller, debug mode.
     """
@@ -50,27 +53,36 @@ def checkpoint(
         policy = policy.of(function) or _refuse_strange_block(function)
     else:
         policy = resolve(policy)
+    full = functools.partial(
+        torch_checkpoint,
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        **kwargs,
+    )
     if torch.compiler.is_dynamo_compiling():
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
         if policy.saves_nothing:
-            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-        contexts = functools.partial(contexts_while_tracing, policy)
-        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return full()
+        return full(context_fn=functools.partial(contexts_while_tracing, policy))
     if use_reentrant or context_fn is not None or engine not in ENGINES:
         _refuse_options(use_reentrant, context_fn, engine)
     if torch_internals.in_other_trace():
         _warn_of_trace()
         return function(*args, **kwargs)
     if policy.saves_nothing:
-        return torch_checkpoint(function, *args, use_reentrant=False, debug=debug, **kwargs)
+        return full(debug=debug)
     if debug or torch_internals.checkpoint_debug_enabled():
         raise FastacError(
             f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the "
             f'saving. Switch it off, or debug with policy="full".'
         )
-    region = Region(function, args, kwargs, policy, engine)
-    outputs = torch_checkpoint(function, *args, use_reentrant=False, context_fn=region.contexts, **kwargs)
+    region = Region(function, args, kwargs, policy, engine, preserve_rng_state)
+    outputs = full(context_fn=region.contexts)
     region.check()
     return outputs
 
@@ -112,16 +124,35 @@ def contexts_while_tracing(policy: Policy) -> Contexts:
 class Region:
     """One call of a block under checkpointing. It ends with the forward; the tape lives on in torch's recompute."""
 
-    __slots__ = ("_known", "args", "block", "engine", "function", "key", "kwargs", "observer", "policy", "record")
+    __slots__ = (
+        "_known",
+        "args",
+        "block",
+        "engine",
+        "function",
+        "key",
+        "kwargs",
+        "observer",
+        "policy",
+        "preserves_generators",
+        "record",
+    )
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy, engine: str
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: Policy,
+        engine: str = "tape",
+        preserves_generators: bool = True,
     ) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.policy = policy
         self.engine = engine
+        self.preserves_generators = preserves_generators
         self.record: Record | SelectiveRecord | None = None
         self.observer: Observer | None = None
         self.block = census.block_record(function)
@@ -140,7 +171,7 @@ class Region:
             interception.install()
             refuse_wrapped(self.function)
             if not self._compiled:
-                self.observer = Observer(self.function, self.args, self.policy)
+                self.observer = Observer(self.function, (self.args, self.kwargs), self.policy)
         if self.engine == "sac":
             if self._known is None and self._compiled:
                 raise FastacError(
@@ -150,7 +181,7 @@ class Region:
             self.record = selective = SelectiveRecord(self.policy, self.observer)
             return selective, selective.replay
         tape = Tape()
-        self.record = record = Record(tape, self.policy, self.observer)
+        self.record = record = Record(tape, self.policy, self.preserves_generators, self.observer)
         return record, Replay(tape)
 
     @property
@@ -160,37 +191,51 @@ class Region:
     @runs_eagerly
     def check(self) -> None:
         """Raise PolicyNotAppliedError when an attention call of the forward that the policy saves was not saved."""
-        record = self.record
+        record, known = self.record, self._known
         if record is None or not record.entered:
             return  # gradients are off, here or around a reentrant checkpoint: there is nothing to save
-        known = self._known
-        if known is None or record.missed or known.ops != record.calls:
+        if known is None or record.missed or (known.ops != record.calls and record.calls not in known.others):
             self._settle(record)
         else:
             self._remember(known)
 
     def _settle(self, record: Record | SelectiveRecord) -> None:
+        """The slow way: the first region of its kind, or one that recorded other calls than its kind did before."""
+        known = self._known
         mine = record.census() if isinstance(record, SelectiveRecord) else Census.of_tape(record)
-        observer = self.observer
-        if observer is not None:
-            if observer.late:
-                logger.info("%s: %s was loaded by this forward", census.describe(self.function), observer.late[0])
-                return  # the next region is recorded, and taken as the first of its kind
-            if record.missed or observer.decomposed or observer.unknown or observer.elsewhere:
-                self._raise(mine, None, observer)
-        elif self._known is None or record.missed or len(mine.ops) < len(self._known.ops):
-            # Compiled, or fewer calls than this class made before: look again, eagerly.
-            look = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
-            before = self.block.censuses.get(self.key) if self.block is not None else None
-            expected = max(len(look.ops), len(before.ops) if before is not None else 0)
-            if record.missed or look.missed or look.unknown or look.elsewhere or len(mine.ops) < expected:
-                self._raise(mine, look, None, expected)
+        seen: Observer | diagnosis.Look | None = self.observer
+        if seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops)):
+            # A compiled region can not be watched, and one that makes fewer calls than it should was not.
+            loaded = interception.install()
+            seen = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
+            seen.late += [op.name for op in seen.ops if op.qualified_name in loaded]
+        where = census.describe(self.function)
+        if seen is not None and seen.late:
+            interception.install()
+            logger.info("%s: the library of %s was loaded just now; saved from the next region on", where, seen.late[0])
+            return  # nothing is remembered: the next region is taken as the first of its kind
+        if seen is not None:
+            self._judge(record, mine, seen)
         if census.known(self.function).setdefault(self.key, mine) is mine:
             ops = ", ".join(dict.fromkeys(call.op for call in mine.calls)) or "none"
             saved = sum(call.saved for call in mine.calls)
-            where = census.describe(self.function)
             logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(mine.calls), saved, self.policy, ops)
+        elif self.block is None and known is not None and mine.ops not in known.others:
+            known.others.append(mine.ops)
         self._remember(mine)
+
+    def _judge(self, record: Record | SelectiveRecord, mine: Census, seen: Observer | diagnosis.Look) -> None:
+        before = self.block.censuses.get(self.key) if self.block is not None else None
+        expected = max(len(seen.ops), len(before.ops) if before is not None else 0)
+        if not (record.missed or seen.missed or seen.unknown or seen.elsewhere or len(mine.ops) < expected):
+            return
+        look = seen
+        if isinstance(look, Observer):
+            look = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
+            look.elsewhere = look.elsewhere or seen.elsewhere
+        made = len(mine.ops)
+        expected = max(expected, made + len(look.elsewhere), len(look.ops) + len(look.missed) + len(look.unknown))
+        raise PolicyNotAppliedError(diagnosis.explain(self.function, self.policy, look, made, expected))
 
     def _remember(self, mine: Census) -> None:
         for listener in census.listeners:
@@ -199,36 +244,25 @@ class Region:
         if block is not None and block.latest is not mine:
             block.latest = block.censuses[self.key] = mine
 
-    def _raise(self, mine: Census, look: diagnosis.Look | None, observer: Observer | None, expected: int = 0) -> None:
-        look = look or diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
-        if observer is not None:
-            look.elsewhere = look.elsewhere or observer.elsewhere
-        made = len(mine.ops)
-        expected = max(expected, made + len(look.elsewhere), len(look.ops) + len(look.missed) + len(look.unknown))
-        raise PolicyNotAppliedError(diagnosis.explain(self.function, self.policy, look, made, expected))
-
 
 def is_compiled(function: Any) -> bool:
     """Whether torch.compile was applied to a function, a block, or a module inside it."""
     if hasattr(function, "_torchdynamo_orig_callable"):
         return True
-    block = getattr(function, "__self__", function)
-    if not isinstance(block, torch.nn.Module):
-        return False
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-        for module in block.modules()
+    module = census.module_of(function)
+    return module is not None and any(
+        inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod") for inner in module.modules()
     )
 
 
 def refuse_wrapped(function: Any) -> None:
     """Raise FastacError when something inside is checkpointed already: attention would run twice and be kept."""
-    block = getattr(function, "__self__", function)
-    if not isinstance(block, torch.nn.Module):
+    owner = census.module_of(function)
+    if owner is None:
         return
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-    for name, module in block.named_modules():
+    for name, module in owner.named_modules():
         if isinstance(module, CheckpointWrapper):
             where = ".".join(filter(None, (census.describe(function), name)))
             raise FastacError(

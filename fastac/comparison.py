@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from fastac import census, generators, hook, tape
+from fastac import census, hook, tape
 from fastac.census import Call, Census
 from fastac.errors import FastacError
+from fastac.preservation import buffers_preserved, generators_preserved
 from fastac.torch_internals import tree_leaves, tree_map
 
 
@@ -53,7 +54,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     tape.execution_counters.append(counter)
     census.listeners.append(regions.append)
     try:
-        with generators.forked(_devices(model)), torch.enable_grad():
+        with generators_preserved(_devices(model)), torch.enable_grad():
             outputs = [t for t in tree_leaves(_unpacked(function(*args, **kwargs))) if _is_floating(t)]
             forward = counter.total()
             generator = torch.Generator().manual_seed(0)
@@ -104,18 +105,14 @@ def _devices(model: torch.nn.Module) -> set[torch.device]:
 def as_found(model: torch.nn.Module) -> Iterator[None]:
     """Leave a model as it is now: gradients, buffers, generator states, checkpointing, its blocks' records."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     checkpointing = hook.snapshot(model)
     latest = [(r, r.latest) for m in model.modules() if (r := census.block_record(m)) is not None]
     try:
-        with generators.forked(_devices(model)):
+        with generators_preserved(_devices(model)), buffers_preserved(model):
             yield
     finally:
         hook.restore(model, checkpointing)
         for record, before in latest:
             record.latest = before
-        for buffer, value in buffers:
-            if not torch.equal(buffer, value):
-                buffer.detach().copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient

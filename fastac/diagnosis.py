@@ -17,8 +17,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from fastac import census, generators, registry
+from fastac import census, registry
 from fastac.policy import Policy
+from fastac.preservation import buffers_preserved, generators_preserved
+from fastac.recognition import UnknownOp
 from fastac.registry import ResolvedOp, Verdict
 from fastac.tape import Decomposed, Scope, Tape, run_kernel, thread
 
@@ -106,63 +108,59 @@ def why_decomposed(
 
 @dataclasses.dataclass
 class Look:
-    """What a second look saw. missed: attention that the policy saves and no row can."""
+    """What a second look saw. missed: attention that the policy saves and no row can. late: ops loaded just now."""
 
     ops: tuple[ResolvedOp, ...]
     missed: list[Attention]
-    unknown: list[census.UnknownOp]
+    unknown: list[UnknownOp]
     elsewhere: list[str]
+    late: list[str]
 
 
 def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> Look:
     """Run a region's function eagerly and watched. Generator state and buffers are as before afterwards."""
-    block = getattr(function, "__self__", function)
+    module = census.module_of(function)
     witness = _Witness()
-    if isinstance(block, torch.nn.Module):
-        witness.names = {id(module): name or type(block).__name__ for name, module in block.named_modules()}
-    observer = census.Observer(function, args, policy)
+    if module is not None:
+        witness.names = {id(inner): name for name, inner in module.named_modules()}
+    observer = census.Observer(function, (args, kwargs), policy, lambda: witness.where)
+    devices = {tensor.device for tensor in census.tensors_of((args, kwargs))}
     outer, thread.scope = thread.scope, None
     try:
-        with _as_found(block, args), _module_stack(witness), witness, _SdpaCalls(witness), observer:
+        with (
+            generators_preserved(devices),
+            buffers_preserved(module),
+            _module_stack(witness),
+            witness,
+            _SdpaCalls(witness),
+            observer,
+        ):
             _run_eagerly(function, args, kwargs)
     finally:
         thread.scope = outer
     missed = [attention for attention in witness.seen if attention.cause and policy.saves(attention.keys)]
-    missed += [
-        Attention("", found.attention, found.keys, "it was not written as one op") for found in observer.decomposed
-    ]
-    return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere)
+    missed += [Attention(where, found.attention, found.keys, "it is not one op") for where, found in observer.missed]
+    return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.late)
 
 
 def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call what torch.compile was applied to. A dispatch mode that dynamo heeds would spoil its cache for good."""
     function = getattr(function, "_torchdynamo_orig_callable", function)
     function = getattr(function, "_orig_mod", function)
-    block = getattr(function, "__self__", function)
-    modules = list(block.modules()) if isinstance(block, torch.nn.Module) else []
-    compiled = [(module, module._compiled_call_impl) for module in modules if module._compiled_call_impl is not None]
-    for module, _ in compiled:
-        module._compiled_call_impl = None
+    module = census.module_of(function)
+    modules = list(module.modules()) if module is not None else []
+    compiled = [(inner, inner._compiled_call_impl) for inner in modules if inner._compiled_call_impl is not None]
+    for inner, _ in compiled:
+        inner._compiled_call_impl = None
     try:
         torch.compiler.disable(_call)(function, args, kwargs)
     finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
+        for inner, call in compiled:
+            inner._compiled_call_impl = call
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _as_found(block: Any, args: tuple[Any, ...]) -> Iterator[None]:
-    buffers = [(b, b.detach().clone()) for b in block.buffers()] if isinstance(block, torch.nn.Module) else []
-    devices = {value.device for value in args if isinstance(value, torch.Tensor)}
-    with generators.forked(devices):
-        yield
-    for buffer, before in buffers:
-        if not torch.equal(buffer, before):
-            buffer.detach().copy_(before)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from fastac import census, interception, models, registry
 from fastac.checkpointing import ENGINES, checkpoint, refuse_wrapped
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
-from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks
+from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
 from fastac.registry import BackendUse, Verdict
 from fastac.torch_internals import runs_eagerly
 
@@ -74,6 +74,7 @@ def enable(
         record = census.block_record(block)
         if record is not None:
             record.name = f"{type(model).__name__}.{name}"
+            record.latest = None  # what another policy did is no longer so
     for module in before:
         if _check_before_forward not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_check_before_forward)
@@ -151,7 +152,7 @@ def was_replaced(model: torch.nn.Module) -> bool:
 
 def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> None:
     """Raise UnsupportedBackendError when attention modules use a backend that the policy can not be honoured on."""
-    saves = not policy.saves_nothing if isinstance(policy, Policy) else True
+    saves = not saves_nothing(policy)
     for use in registry.backend_uses(model):
         if isinstance(policy, BlockPolicies):
             saves = not _block_policy(model, policy, use.module).saves_nothing

@@ -23,7 +23,7 @@ from fastac.torch_internals import runs_eagerly
 
 logger = logging.getLogger("fastac")
 
-Watcher = Callable[[ResolvedOp, tuple[Any, ...]], None]
+Watcher = Callable[[ResolvedOp, tuple[Any, ...], dict[str, Any]], None]
 
 watchers: list[Watcher] = []
 """Told of attention calls in threads without an open region; a census that is open in another thread listens."""
@@ -38,8 +38,8 @@ def intercepted() -> Collection[str]:
     return _libraries.keys()
 
 
-def install() -> None:
-    """Intercept every registered op that the process has, once. Cheap when no library was loaded since.
+def install() -> list[str]:
+    """Intercept every registered op that the process has, once; the new ones. Cheap when no library was loaded since.
 
     Raises FastacError when somebody else stands at BackendSelect of such an op: the later would shadow the earlier.
     """
@@ -49,11 +49,14 @@ def install() -> None:
             registry.after_registration.append(install)
         count = len(torch_internals.op_names()) + len(registry.rows())
         if count == _known_op_names:
-            return
+            return []
+        new = []
         for resolved in registry.present_ops():
             if resolved.qualified_name not in _libraries:
                 _intercept(resolved)
+                new.append(resolved.qualified_name)
         _known_op_names = count
+        return new
 
 
 def _intercept(resolved: ResolvedOp) -> None:
@@ -81,7 +84,7 @@ def _attention(resolved: ResolvedOp) -> Callable[..., Any]:
         if scope is not None:
             return scope.call(resolved, keyset, args, kwargs)
         for watcher in watchers:
-            watcher(resolved, args)
+            watcher(resolved, args, kwargs)
         return run_kernel(resolved, keyset, args, kwargs)
 
     return attention_called
@@ -93,6 +96,9 @@ def _decomposition(resolved: ResolvedOp) -> Callable[..., Any]:
         scope = thread.scope
         if scope is not None:
             scope.decomposed(resolved, args, kwargs)
+        else:
+            for watcher in watchers:
+                watcher(resolved, args, kwargs)
         return torch_internals.redispatch(resolved.op, keyset, args, kwargs)
 
     return attention_decomposed

@@ -69,6 +69,11 @@ class BlockPolicies(dict[Any, Policy]):
         return "mixed (" + ", ".join(sorted({str(policy) for policy in self.values()})) + ")"
 
 
+def saves_nothing(policy: Policy | BlockPolicies) -> bool:
+    """Whether a policy is full checkpointing throughout."""
+    return all(one.saves_nothing for one in (policy.values() if isinstance(policy, BlockPolicies) else [policy]))
+
+
 NAMED: dict[str, Policy] = {}
 NAMED.update(full=Policy("full"), attn_only=Policy("attn_only"), long_attn_only=Policy("attn_only", LONG_MIN_KV))
 

@@ -168,7 +168,7 @@ class BackendUse:
 
 BackendReader = Callable[[torch.nn.Module], Iterable[BackendUse]]
 
-after_registration: list[Callable[[], None]] = []
+after_registration: list[Callable[[], object]] = []
 """Called when rows came in. Interception listens once it began: a row that comes later must count, too."""
 
 _rows: list[Row] = []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections import Counter
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from fastac import census, hook, models
+from fastac.policy import saves_nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +41,11 @@ class Report:
     rows: tuple[ContainerReport, ...]
 
     def __str__(self) -> str:
-        state = f"policy {self.policy}, engine {self.engine}" if self.active else "fastac is not active"
+        state = f"policy {self.policy}, engine {self.engine}" if self.active else "not enabled by fastac.enable"
         table = Table(title=f"{self.model_class}: {state}", title_justify="left", caption=self.problem or None)
         for heading in ("blocks", "class", "attention calls", "saved", "recomputed", "bytes saved", "ops"):
-            table.add_column(heading, justify="left" if heading in ("blocks", "class", "ops") else "right")
+            words = heading in ("blocks", "class", "ops")
+            table.add_column(heading, justify="left" if words else "right", no_wrap=True, overflow="fold")
         for row in self.rows:
             seen = "" if row.blocks_seen == row.blocks else f" ({row.blocks_seen} seen)"
             table.add_row(
@@ -75,7 +77,7 @@ def report(model: torch.nn.Module) -> Report:
                 attention_calls=len(calls),
                 saved=saved,
                 recomputed=len(calls) - saved,
-                ops=tuple(Counter(call.op for call in calls)),
+                ops=tuple(dict.fromkeys(call.op.removesuffix(".default") for call in calls)),
                 saved_bytes=sum(call.saved_bytes for call in calls),
             )
         )
@@ -86,17 +88,19 @@ def report(model: torch.nn.Module) -> Report:
         policy=str(options.get("policy", "none")),
         engine=str(options.get("engine", "none")),
         active=function is not None,
-        problem=_problem(model, function is not None, rows),
+        problem=_problem(model, function, rows),
         rows=tuple(rows),
     )
 
 
-def _problem(model: torch.nn.Module, active: bool, rows: list[ContainerReport]) -> str:
+def _problem(model: torch.nn.Module, function: Any, rows: list[ContainerReport]) -> str:
     if hook.was_replaced(model):
         return "gradient checkpointing was enabled again without fastac: nothing is saved"
-    if not active:
-        return "fastac.enable(model) was not called, or was undone"
-    if not any(row.blocks_seen for row in rows):
+    seen = any(row.blocks_seen for row in rows)
+    if function is None:
+        calls_checkpoint_itself = seen and not hasattr(model, "enable_gradient_checkpointing")
+        return "" if calls_checkpoint_itself else "fastac.enable(model) was not called, or was undone"
+    if not seen and not saves_nothing(function.keywords["policy"]):
         return "no forward with gradients was seen yet (a model compiled as a whole decides while it compiles)"
     return ""
 

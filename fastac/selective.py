@@ -13,9 +13,10 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fastac import torch_internals
-from fastac.census import Call, Census, Observer, SoftmaxAttention, looks_like_attention_forward
+from fastac.census import Call, Census, Observer
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.policy import Policy
+from fastac.recognition import SoftmaxAttention, looks_like_attention_forward
 from fastac.registry import DecompositionOp, ResolvedOp, classify
 from fastac.tape import Decomposed
 from fastac.torch_internals import runs_eagerly

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from fastac import generators, torch_internals
+from fastac import torch_internals
 from fastac.errors import FastacError
 from fastac.policy import Policy
+from fastac.preservation import generator_state, set_generator_state
 from fastac.registry import DecompositionOp, ResolvedOp
 from fastac.torch_internals import runs_eagerly
 
@@ -157,12 +158,20 @@ class Scope:
 class Record(Scope):
     """The forward of a region: runs each attention call and keeps what the policy saves.
 
+    preserves_generators: whether torch puts generators back around the recompute; where it does not, nor does the tape.
     observer: a context that watches the forward as well (the census of a region seen for the first time).
     """
 
-    def __init__(self, tape: Tape, policy: Policy, observer: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        policy: Policy,
+        preserves_generators: bool = True,
+        observer: AbstractContextManager[Any] | None = None,
+    ) -> None:
         super().__init__(tape)
         self.policy = policy
+        self.preserves_generators = preserves_generators
         self.observer = observer
         self.entered = False
         self.calls: list[ResolvedOp] = []
@@ -199,13 +208,13 @@ class Record(Scope):
             return outputs
         resolved.check_writes(args, kwargs)
         state = None
-        if resolved.draws(args, kwargs):
+        if self.preserves_generators and resolved.draws(args, kwargs):
             entry.device = next(a.device for a in args if isinstance(a, torch.Tensor))
-            state = generators.state(entry.device)
+            state = generator_state(entry.device)
         outputs = self.run(resolved, keyset, args, kwargs)
         self.calls.append(resolved)
         if state is not None and entry.device is not None:
-            after = generators.state(entry.device)
+            after = generator_state(entry.device)
             entry.generator_state = None if torch.equal(state, after) else after
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
@@ -279,7 +288,7 @@ class Replay(Scope):
                 f'Replace the in-place operation, or use policy="full" for this block.'
             )
         if entry.generator_state is not None and entry.device is not None:
-            generators.set_state(entry.generator_state, entry.device)  # what runs next must draw what it drew before
+            set_generator_state(entry.generator_state, entry.device)  # what runs next must draw what it drew before
         outputs = entry.kept
         if not keep_graph:
             self.tape[position] = None
@@ -291,7 +300,15 @@ class Replay(Scope):
 
 
 def _clones(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([value.clone() if isinstance(value, torch.Tensor) else value for value in values])
+    return tuple([_clone(value) if isinstance(value, torch.Tensor) else value for value in values])
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    if copy.stride() != tensor.stride() and 0 not in tensor.stride():  # a part of a larger buffer
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        copy.copy_(tensor)
+    return copy
 
 
 def _readable(inputs: tuple[Any, ...]) -> str:

@@ -1,0 +1,87 @@
+"""Recognizes attention that no row covers: by the name of an op, or by what small ops do with each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fastac import torch_internals
+from fastac.tape import Decomposed
+
+_LOOKS_LIKE_ATTENTION = re.compile(r"(?<![a-z])(attn|attention|sdpa|flex_attention)(?![a-z])|attn_|attention_")
+_NOT_A_FORWARD = re.compile(r"backward|bwd|_grad|mask|bias")
+_MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
+_COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
+
+
+def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
+    """Whether an op without a row seems to be an attention forward: by its name, and three tensors of 3 or 4 dims."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor)][:3]
+    name = name.rpartition("::")[2].lower()
+    return (
+        len(tensors) == 3
+        and all(tensor.is_floating_point() and tensor.dim() in (3, 4) for tensor in tensors)
+        and _LOOKS_LIKE_ATTENTION.search(name) is not None
+        and _NOT_A_FORWARD.search(name) is None
+    )
+
+
+class UnknownOp(NamedTuple):
+    """An op that seems to be an attention forward and has no row. namespace is "" for a higher-order op."""
+
+    namespace: str
+    name: str
+
+
+class SoftmaxAttention:
+    """Finds attention written out as matrix product, softmax, matrix product, by following storages.
+
+    Two activations multiplied give scores, a softmax over them gives probabilities, and their product with the values
+    is one attention call that ran as small ops. A softmax that is no attention (a gate, a router) is left alone, and
+    so is what a product with a weight gives.
+    """
+
+    def __init__(self, inputs: Iterable[torch.Tensor] = ()) -> None:
+        self._kinds: dict[int, tuple[StorageWeakRef, str]] = {}
+        for tensor in inputs:
+            if torch_internals.has_storage(tensor):
+                self._mark(tensor, "input")
+
+    def _kind(self, tensor: torch.Tensor) -> str | None:
+        found = self._kinds.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+        return found[1] if found else None
+
+    def _mark(self, tensor: torch.Tensor, kind: str) -> None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._kinds[reference.cdata] = (reference, kind)
+
+    def follow(self, op: torch._ops.OpOverload, args: Iterable[Any], outputs: Any) -> Decomposed | None:
+        """Look at one op; the attention call that it completes, if any."""
+        output = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+        if not isinstance(output, torch.Tensor) or not torch_internals.has_storage(output):
+            return None
+        name = op._schema.name
+        tensors = [a for a in args if isinstance(a, torch.Tensor) and torch_internals.has_storage(a)]
+        for tensor in tensors:
+            leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+            if leaf and self._kind(tensor) is None:
+                self._mark(tensor, "weight")
+        marked = [(tensor, kind) for tensor in tensors if (kind := self._kind(tensor))]
+        if name in _MATRIX_PRODUCTS:
+            for tensor, kind in marked:
+                if kind == "probabilities":
+                    return Decomposed("softmax attention written out in small ops", int(tensor.shape[-1]))
+            if all(kind != "weight" for _, kind in marked):
+                self._mark(output, "scores")
+        elif name == "aten::_softmax":
+            if any(kind == "scores" for _, kind in marked):
+                self._mark(output, "probabilities")
+        elif marked and (name in _COPIES or torch.Tag.pointwise in op.tags):
+            tensor, kind = max(marked, key=lambda pair: pair[0].numel())
+            if output.numel() == tensor.numel() and kind != "input" and (kind != "weight" or len(tensors) == 1):
+                self._mark(output, kind)
+        return None
