@@ -7,6 +7,7 @@ recorded with what was found then. What is known about a block is kept here, wea
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import types
@@ -60,15 +61,17 @@ class Census:
 class BlockRecord:
     """What is known about one block. censuses: of its regions, by policy and input signature; latest: the last one."""
 
+    block: weakref.ref[torch.nn.Module]
     name: str = ""
     latest: Census | None = None
+    latest_key: object = None
     censuses: dict[Any, Census] = dataclasses.field(default_factory=dict)
 
 
 listeners: list[Callable[[Census], None]] = []
 """Told of the census of every region that ends as it should, while they stand here (fastac.verify)."""
 
-_blocks: weakref.WeakKeyDictionary[Any, BlockRecord] = weakref.WeakKeyDictionary()
+_blocks: dict[int, BlockRecord] = {}  # by id: a WeakKeyDictionary costs ten times as much per region
 _kinds: weakref.WeakKeyDictionary[Any, dict[Any, Census]] = weakref.WeakKeyDictionary()
 
 
@@ -78,15 +81,14 @@ def module_of(function: Any) -> torch.nn.Module | None:
     return owner if isinstance(owner, torch.nn.Module) else None
 
 
+_RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward")
+
+
 def block_of(function: Any) -> torch.nn.Module | None:
     """The block that is run by a function: a module, or its forward. Another method may run any of several layers."""
-    if isinstance(function, types.MethodType) and function.__name__ not in (
-        "__call__",
-        "_wrapped_call_impl",
-        "forward",
-    ):
-        return None
-    return module_of(function)
+    if isinstance(function, torch.nn.Module):
+        return function
+    return module_of(function) if getattr(function, "__name__", "") in _RUNS_ITS_BLOCK else None
 
 
 def block_record(function: object) -> BlockRecord | None:
@@ -94,10 +96,17 @@ def block_record(function: object) -> BlockRecord | None:
     block = block_of(function)
     if block is None:
         return None
-    record = _blocks.get(block)
-    if record is None:
-        record = _blocks[block] = BlockRecord()
+    key = id(block)
+    record = _blocks.get(key)
+    if record is None or record.block() is not block:
+        record = _blocks[key] = BlockRecord(weakref.ref(block, functools.partial(_forget, key)))
     return record
+
+
+def _forget(key: int, gone: weakref.ref[torch.nn.Module]) -> None:
+    record = _blocks.get(key)
+    if record is not None and record.block is gone:  # else the id was given to another block already
+        del _blocks[key]
 
 
 def known(function: Any) -> dict[Any, Census]:
@@ -125,7 +134,7 @@ def _kind(function: Any) -> Any:
 def describe(function: Any) -> str:
     """A block's qualified name where fastac.enable saw it, else its class, for messages."""
     block = block_of(function)
-    record = _blocks.get(block) if block is not None else None
+    record = block_record(function)
     if record is not None and record.name:
         return record.name
     return getattr(function, "__qualname__", None) or type(block if block is not None else function).__name__
@@ -133,10 +142,10 @@ def describe(function: Any) -> str:
 
 def signature(value: Any) -> Any:
     """What of a region's inputs decides which attention calls it makes: shapes, dtypes, flags, structure."""
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype)
     if isinstance(value, (tuple, list)):
-        return tuple([signature(item) for item in value])
+        return tuple([(v.shape, v.dtype) if isinstance(v, torch.Tensor) else signature(v) for v in value])
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
     if isinstance(value, dict):
         return tuple([(key, signature(item)) for key, item in value.items()])
     if value is None or isinstance(value, (bool, str)):

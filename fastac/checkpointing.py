@@ -156,7 +156,7 @@ class Region:
         self.record: Record | SelectiveRecord | None = None
         self.observer: Observer | None = None
         self.block = census.block_record(function)
-        self.key = (policy, census.signature((args, kwargs)))
+        self.key = (policy, census.signature(args), census.signature(kwargs) if kwargs else None)
         self._known: Census | None = None
 
     @runs_eagerly
@@ -164,7 +164,11 @@ class Region:
         """torch's context_fn: what the forward and the recompute run under."""
         if torch_internals.in_proxy_trace() or any(map(torch_internals.is_fake, self.args)):
             return traced_contexts(self.policy)
-        self._known = self.block.censuses.get(self.key) if self.block is not None else None
+        block = self.block
+        if block is not None and block.latest_key == self.key:  # cheaper than hashing the key
+            self._known = block.latest
+        elif block is not None:
+            self._known = block.censuses.get(self.key)
         if self._known is None:
             self._known = census.known(self.function).get(self.key)
         if self._known is None:
@@ -243,6 +247,7 @@ class Region:
         block = self.block
         if block is not None and block.latest is not mine:
             block.latest = block.censuses[self.key] = mine
+            block.latest_key = self.key
 
 
 def is_compiled(function: Any) -> bool:

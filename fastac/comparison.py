@@ -106,13 +106,13 @@ def as_found(model: torch.nn.Module) -> Iterator[None]:
     """Leave a model as it is now: gradients, buffers, generator states, checkpointing, its blocks' records."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     checkpointing = hook.snapshot(model)
-    latest = [(r, r.latest) for m in model.modules() if (r := census.block_record(m)) is not None]
+    latest = [(r, r.latest, r.latest_key) for m in model.modules() if (r := census.block_record(m)) is not None]
     try:
         with generators_preserved(_devices(model)), buffers_preserved(model):
             yield
     finally:
         hook.restore(model, checkpointing)
-        for record, before in latest:
-            record.latest = before
+        for record, before, key in latest:
+            record.latest, record.latest_key = before, key
         for parameter, gradient in gradients:
             parameter.grad = gradient

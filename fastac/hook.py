@@ -74,7 +74,7 @@ def enable(
         record = census.block_record(block)
         if record is not None:
             record.name = f"{type(model).__name__}.{name}"
-            record.latest = None  # what another policy did is no longer so
+            record.latest = record.latest_key = None  # what another policy did is no longer so
     for module in before:
         if _check_before_forward not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_check_before_forward)

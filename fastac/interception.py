@@ -19,7 +19,7 @@ from fastac import registry, torch_internals
 from fastac.errors import FastacError
 from fastac.registry import AttentionOp, ResolvedOp
 from fastac.tape import generation, run_kernel, thread
-from fastac.torch_internals import runs_eagerly
+from fastac.torch_internals import BELOW_BACKEND_SELECT, runs_eagerly
 
 logger = logging.getLogger("fastac")
 
@@ -99,6 +99,6 @@ def _decomposition(resolved: ResolvedOp) -> Callable[..., Any]:
         else:
             for watcher in watchers:
                 watcher(resolved, args, kwargs)
-        return torch_internals.redispatch(resolved.op, keyset, args, kwargs)
+        return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
 
     return attention_decomposed

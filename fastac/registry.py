@@ -82,6 +82,7 @@ class ResolvedOp:
 
     def __init__(self, op: torch._ops.OpOverload, row: Row) -> None:
         self.op = op
+        self.redispatch = op.redispatch
         self.row = row
         self.generation = sys.maxsize  # its place among the intercepted ops, once it is one
         self.name = str(op)

@@ -22,7 +22,7 @@ from fastac.errors import FastacError
 from fastac.policy import Policy
 from fastac.preservation import generator_state, set_generator_state
 from fastac.registry import DecompositionOp, ResolvedOp
-from fastac.torch_internals import runs_eagerly
+from fastac.torch_internals import BELOW_BACKEND_SELECT, runs_eagerly
 
 Calls = collections.Counter[str]
 
@@ -45,9 +45,10 @@ def run_kernel(resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: d
     if execution_counters and not torch_internals.has_stand_ins(args):
         for counter in execution_counters:
             counter[resolved.name] += 1
-    scope, thread.scope = thread.scope, None
+    scope = thread.scope
+    thread.scope = None
     try:
-        return torch_internals.redispatch(resolved.op, keyset, args, kwargs)
+        return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
     finally:
         thread.scope = scope
 

@@ -59,7 +59,8 @@ if _absent := missing():
     )
 
 _BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
-_BELOW_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(_BACKEND_SELECT)
+BELOW_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(_BACKEND_SELECT)
+"""Keys to redispatch a call to: the kernel below BackendSelect, which then runs with the GIL released."""
 
 _SKIP_FRAME = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
 
@@ -139,11 +140,6 @@ def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
 def is_composite(qualified_name: str) -> bool:
     """Whether an op only calls other ops, which are dispatched in turn. Modes see it under inference mode alone."""
     return has_kernel(qualified_name, "CompositeImplicitAutograd")
-
-
-def redispatch(op: torch._ops.OpOverload, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Pass a call on to the kernel below BackendSelect, with the GIL released."""
-    return op.redispatch(keyset & _BELOW_BACKEND_SELECT, *args, **kwargs)
 
 
 def checkpoint_debug_enabled() -> bool:

@@ -1,0 +1,190 @@
+"""Host time of a training step under each way of checkpointing, relative to full checkpointing.
+
+The model is a Wan transformer so small that kernels take little time: what is left is what Python, the dispatcher and
+autograd cost per step, which is what a GPU waits for when it is launch-bound. torch has one thread, and the clock is
+the CPU time of the process: on an idle machine that is the time that passes, and on a busy one it leaves out the work
+of others. All variants take a step in every round, in an order drawn anew, so that a slower spell of the
+machine meets all of them; garbage is collected between steps, never within one. The figure of a variant is its fastest
+step, relative to the fastest of `full`; beside it stands the median over rounds of the ratio within a round.
+
+Torch's selective checkpointing (SAC) appears three times with the same policy: as fastac's engine for compiled models,
+and around each block by hand, deciding by a part of the op's name, once with a cache in front and once without.
+
+    python benchmarks/host_time.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from rich.console import Console
+from rich.table import Table
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fastac
+from common import RESULTS, build_model, write_result
+
+TARGET = 0.97  # attn_only over full
+
+LAYERS = 8
+CONFIG: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 256,
+    "ffn_dim": 32,
+    "num_layers": LAYERS,
+    "rope_max_seq_len": 32,
+}
+LATENTS = (1, 4, 2, 16, 16)  # batch, channels, frames, height, width: 128 tokens
+TEXT = (1, 12, 16)  # batch, tokens, width
+
+Enable = Callable[[Any], None]
+
+
+def is_attention_forward(op: Any) -> bool:
+    """By a part of the op's name, as selective policies in training code commonly do it."""
+    name = str(op)
+    return "attention" in name and "backward" not in name
+
+
+def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool]) -> None:
+    """torch's selective checkpointing around each block."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_saved(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    model.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
+
+
+VARIANTS: dict[str, Enable] = {
+    "none": lambda model: model.disable_gradient_checkpointing(),
+    "full": lambda model: model.enable_gradient_checkpointing(),
+    "attn_only": lambda model: fastac.enable(model, policy="attn_only"),
+    "attn_only, engine sac": lambda model: fastac.enable(model, policy="attn_only", engine="sac"),
+    "torch SAC, cached": lambda model: enable_torch_sac(model, functools.cache(is_attention_forward)),
+    "torch SAC, strings": lambda model: enable_torch_sac(model, is_attention_forward),
+}
+BEFORE_FASTAC = ("none", "full")
+
+
+class Step:
+    """One variant's model and inputs; calling it runs a step and returns its nanoseconds of CPU time."""
+
+    def __init__(self, enable: Enable, dtype: torch.dtype) -> None:
+        self.model = build_model(WanTransformer3DModel, dtype, **CONFIG)
+        self.inputs = {
+            "hidden_states": torch.randn(LATENTS).to(dtype),
+            "encoder_hidden_states": torch.randn(TEXT).to(dtype),
+            "timestep": torch.tensor([500]),
+        }
+        enable(self.model)
+
+    def __call__(self) -> int:
+        start = time.process_time_ns()
+        (output,) = self.model(**self.inputs, return_dict=False)
+        output.sum().backward()
+        elapsed = time.process_time_ns() - start
+        self.model.zero_grad(set_to_none=True)
+        return elapsed
+
+
+def measure(names: tuple[str, ...], dtype: torch.dtype, rounds: int) -> dict[str, list[int]]:
+    """Nanoseconds of CPU time of each variant's step in each round."""
+    steps = {name: Step(VARIANTS[name], dtype) for name in names}
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    times: dict[str, list[int]] = {name: [] for name in names}
+    order = random.Random(0)
+    gc.collect()
+    gc.freeze()  # what is alive by now need not be walked through again in every round
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name in order.sample(names, len(names)):
+                gc.collect()
+                times[name].append(steps[name]())
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return times
+
+
+def summarize(times: dict[str, list[int]]) -> dict[str, dict[str, float]]:
+    fastest_full = min(times["full"])
+    return {
+        name: {
+            "fastest_ms": min(series) / 1e6,
+            "median_ms": statistics.median(series) / 1e6,
+            "ratio_of_fastest": min(series) / fastest_full,
+            "median_ratio": statistics.median(a / b for a, b in zip(series, times["full"], strict=True)),
+        }
+        for name, series in times.items()
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, help="steps per variant and dtype (default: 200)")
+    parser.add_argument("--output", type=Path, default=RESULTS / "host_time_cpu.json", help="where the JSON goes")
+    parser.add_argument("--check", action="store_true", help=f"fail when attn_only takes more than {TARGET} of full")
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+
+    torch.set_num_threads(1)  # a second thread has nothing to do here and only adds noise
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    # fastac leaves its interception in place once it was enabled. What that costs steps without fastac shows here.
+    before = {name: summarize(measure(BEFORE_FASTAC, dtype, options.rounds)) for name, dtype in dtypes.items()}
+    results = {name: summarize(measure(tuple(VARIANTS), dtype, options.rounds)) for name, dtype in dtypes.items()}
+
+    console = Console()
+    table = Table(title=f"Host time of a step, Wan with {LAYERS} layers, {options.rounds} rounds; full = 1")
+    table.add_column("variant", no_wrap=True)
+    for name in dtypes:
+        for heading in (f"{name} ms", "ratio", "median"):
+            table.add_column(heading, justify="right", no_wrap=True)
+    for variant in VARIANTS:
+        cells = [
+            (f"{row['fastest_ms']:.2f}", f"{row['ratio_of_fastest']:.3f}", f"{row['median_ratio']:.3f}")
+            for row in (results[name][variant] for name in dtypes)
+        ]
+        table.add_row(variant, *(cell for row in cells for cell in row))
+    console.print(table)
+    for name in dtypes:
+        console.print(f"full before fastac was first enabled, {name}: {before[name]['full']['fastest_ms']:.2f} ms")
+
+    write_result(
+        options.output,
+        {
+            "model": {"class": "WanTransformer3DModel", **CONFIG, "latents": LATENTS, "text": TEXT},
+            "rounds": options.rounds,
+            "results": results,
+            "before_fastac_was_enabled": before,
+        },
+    )
+    missed = [name for name in dtypes if results[name]["attn_only"]["ratio_of_fastest"] > TARGET]
+    if options.check and missed:
+        console.print(f"attn_only takes more than {TARGET} of full in {', '.join(missed)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
