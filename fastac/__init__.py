@@ -3,7 +3,10 @@
 fastac.enable(transformer, policy="attn_only")
 """
 
+import sys as _sys
+
 from fastac import backends as backends  # registers the rows
+from fastac import torch_internals as _torch_internals
 from fastac.checkpointing import checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.hook import disable, enable
@@ -11,6 +14,8 @@ from fastac.policy import Policy
 from fastac.registry import AttentionOp, register
 from fastac.reporting import Report, report
 from fastac.verification import Verification, verify
+
+_torch_internals.run_eagerly([module for name, module in _sys.modules.items() if name.startswith("fastac.")])
 
 __version__ = "0.1.0"
 

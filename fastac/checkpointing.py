@@ -20,14 +20,12 @@ from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.selective import Contexts, SelectiveRecord, traced_contexts
 from fastac.tape import Record, Replay, Tape
-from fastac.torch_internals import runs_eagerly
 
 logger = logging.getLogger("fastac")
 
 ENGINES = ("tape", "sac")
 
 
-@runs_eagerly
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -156,10 +154,9 @@ class Region:
         self.record: Record | SelectiveRecord | None = None
         self.observer: Observer | None = None
         self.block = census.block_record(function)
-        self.key = (policy, census.signature(args), census.signature(kwargs) if kwargs else None)
+        self.key = (engine, policy, census.signature(args), census.signature(kwargs) if kwargs else None)
         self._known: Census | None = None
 
-    @runs_eagerly
     def contexts(self) -> Contexts:
         """torch's context_fn: what the forward and the recompute run under."""
         if torch_internals.in_proxy_trace() or any(map(torch_internals.is_fake, self.args)):
@@ -177,7 +174,7 @@ class Region:
             if not self._compiled:
                 self.observer = Observer(self.function, (self.args, self.kwargs), self.policy)
         if self.engine == "sac":
-            if self._known is None and self._compiled:
+            if self._compiled:
                 raise FastacError(
                     f'engine="sac" at {census.describe(self.function)}: torch\'s selective checkpointing around '
                     f"compiled code may hand out buffers that the code reuses. Use the default engine."
@@ -192,7 +189,6 @@ class Region:
     def _compiled(self) -> bool:
         return torch_internals.in_compiled_caller() or is_compiled(self.function)
 
-    @runs_eagerly
     def check(self) -> None:
         """Raise PolicyNotAppliedError when an attention call of the forward that the policy saves was not saved."""
         record, known = self.record, self._known

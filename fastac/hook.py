@@ -16,7 +16,6 @@ from fastac.checkpointing import ENGINES, checkpoint, refuse_wrapped
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
 from fastac.registry import BackendUse, Verdict
-from fastac.torch_internals import runs_eagerly
 
 logger = logging.getLogger("fastac")
 
@@ -209,7 +208,6 @@ def _runs_another(module: Any) -> bool:
     return bool(module.gradient_checkpointing) and not is_ours(_function_of(module))
 
 
-@runs_eagerly
 def _check_before_forward(module: torch.nn.Module, args: Any) -> None:
     """Raise PolicyNotAppliedError when somebody replaced fastac's function: its blocks would be fully recomputed."""
     if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling() and _runs_another(module):

@@ -19,7 +19,7 @@ from fastac import registry, torch_internals
 from fastac.errors import FastacError
 from fastac.registry import AttentionOp, ResolvedOp
 from fastac.tape import generation, run_kernel, thread
-from fastac.torch_internals import BELOW_BACKEND_SELECT, runs_eagerly
+from fastac.torch_internals import BELOW_BACKEND_SELECT
 
 logger = logging.getLogger("fastac")
 
@@ -78,7 +78,6 @@ def _intercept(resolved: ResolvedOp) -> None:
 
 
 def _attention(resolved: ResolvedOp) -> Callable[..., Any]:
-    @runs_eagerly
     def attention_called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
         if scope is not None:
@@ -91,7 +90,6 @@ def _attention(resolved: ResolvedOp) -> Callable[..., Any]:
 
 
 def _decomposition(resolved: ResolvedOp) -> Callable[..., Any]:
-    @runs_eagerly
     def attention_decomposed(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
         if scope is not None:

@@ -19,7 +19,6 @@ from fastac.policy import Policy
 from fastac.recognition import SoftmaxAttention, looks_like_attention_forward
 from fastac.registry import DecompositionOp, ResolvedOp, classify
 from fastac.tape import Decomposed
-from fastac.torch_internals import runs_eagerly
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -88,7 +87,6 @@ class SelectiveRecord:
         """What the region did."""
         return Census(list(self.calls), tuple(self._found))
 
-    @runs_eagerly
     def __enter__(self) -> SelectiveRecord:
         self.entered = True
         if self.observer is not None:
@@ -96,7 +94,6 @@ class SelectiveRecord:
         self._mode.__enter__()
         return self
 
-    @runs_eagerly
     def __exit__(self, *exception: Any) -> None:
         try:
             self._mode.__exit__(*exception)
@@ -104,7 +101,6 @@ class SelectiveRecord:
             if self.observer is not None:
                 self.observer.__exit__(*exception)
 
-    @runs_eagerly
     def _decide(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         resolved = classify(op)
         if resolved is None or torch_internals.has_stand_ins(args):

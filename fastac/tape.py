@@ -22,7 +22,7 @@ from fastac.errors import FastacError
 from fastac.policy import Policy
 from fastac.preservation import generator_state, set_generator_state
 from fastac.registry import DecompositionOp, ResolvedOp
-from fastac.torch_internals import BELOW_BACKEND_SELECT, runs_eagerly
+from fastac.torch_internals import BELOW_BACKEND_SELECT
 
 Calls = collections.Counter[str]
 
@@ -39,7 +39,6 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-@runs_eagerly
 def run_kernel(resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run the attention kernel itself. An op that it calls is part of it: neither recorded nor replayed."""
     if execution_counters and not torch_internals.has_stand_ins(args):
@@ -128,17 +127,14 @@ class Scope:
         self.tape = tape
         self.outer: Scope | None = None
 
-    @runs_eagerly
     def __enter__(self) -> Scope:
         self.outer = thread.scope
         thread.scope = self
         return self
 
-    @runs_eagerly
     def __exit__(self, *exception: object) -> None:
         thread.scope, self.outer = self.outer, None
 
-    @runs_eagerly
     def run(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
         if self.outer is None:
@@ -149,7 +145,6 @@ class Scope:
         """An attention op was called in this thread while the scope is open."""
         raise NotImplementedError
 
-    @runs_eagerly
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """An attention call was decomposed in this thread while the scope is open."""
         if self.outer is not None:
@@ -178,7 +173,6 @@ class Record(Scope):
         self.calls: list[ResolvedOp] = []
         self.missed: list[Decomposed] = []
 
-    @runs_eagerly
     def __enter__(self) -> Record:
         self.entered = True
         super().__enter__()
@@ -186,7 +180,6 @@ class Record(Scope):
             self.observer.__enter__()
         return self
 
-    @runs_eagerly
     def __exit__(self, *exception: object) -> None:
         try:
             if self.observer is not None:
@@ -194,7 +187,6 @@ class Record(Scope):
         finally:
             super().__exit__(*exception)
 
-    @runs_eagerly
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         # dynamo and AOT call the op with fakes, and sometimes the real kernel on stand-ins, while a region is open.
         if torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation:
@@ -227,7 +219,6 @@ class Record(Scope):
         entry.versions = torch_internals.versions(entry.kept)
         return outputs
 
-    @runs_eagerly
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         found = Decomposed.from_call(resolved, args, kwargs)
         if self.policy.saves(found.keys):
@@ -242,13 +233,11 @@ class Replay(Scope):
         super().__init__(tape)
         self.position = 0
 
-    @runs_eagerly
     def __enter__(self) -> Replay:
         self.position = 0
         super().__enter__()
         return self
 
-    @runs_eagerly
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         # torch ends a recompute early by an exception; one that came to its end must have made the same calls.
@@ -258,7 +247,6 @@ class Replay(Scope):
                 f"checkpointed function took another path. Make it depend on its arguments alone."
             )
 
-    @runs_eagerly
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation:
             return run_kernel(resolved, keyset, args, kwargs)

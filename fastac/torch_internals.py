@@ -7,8 +7,9 @@ torch version, and `tests/test_torch_internals.py` fails. Nothing else in fastac
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
@@ -64,18 +65,32 @@ BELOW_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(_BACKEND_SELECT)
 
 _SKIP_FRAME = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def runs_eagerly(function: Function) -> Function:
-    """Mark a function whose frame dynamo must not compile when it is called from a graph break or the dispatcher.
+def run_eagerly(modules: Iterable[types.ModuleType]) -> None:
+    """Keep dynamo from compiling frames of these modules, which it meets after graph breaks and under the dispatcher.
 
-    Unlike `torch.compiler.disable` this costs nothing per call, and a traced caller may still inline the function.
+    Unlike `torch.compiler.disable` this costs nothing per call, and a traced caller still inlines the functions.
     """
-    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP_FRAME)
-    return function
+    for module in modules:
+        for value in list(vars(module).values()):
+            if getattr(value, "__module__", None) == module.__name__:
+                for code in _codes(value):
+                    _eval_frame.set_code_exec_strategy(code, _SKIP_FRAME)
+
+
+def _codes(value: object) -> Iterator[types.CodeType]:
+    if isinstance(value, type):
+        for member in vars(value).values():
+            yield from _codes(member)
+    elif isinstance(value, types.CodeType):
+        yield value
+        for constant in value.co_consts:
+            yield from _codes(constant)
+    else:
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        yield from _codes(getattr(function, "__code__", None)) if function is not None else ()
 
 
 def in_compiled_caller() -> bool:
