@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import census, diagnosis, interception, torch_internals
 from fastac.census import Census, Observer
-from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.selective import Contexts, SelectiveRecord, traced_contexts
+from fastac.selective import Contexts, SelectiveRecord, traced_contexts, traced_failure
 from fastac.tape import Record, Replay, Tape
 
 logger = logging.getLogger("fastac")
@@ -112,11 +112,27 @@ def _warn_of_trace() -> None:
 
 
 def contexts_while_tracing(policy: Policy) -> Contexts:
-    """The contexts of a region that dynamo put into a graph; called by AOT, or by eager torch after a graph break."""
+    """The contexts of a region that dynamo put into a graph; called by AOT, or at run time by a backend without AOT."""
     if torch_internals.in_proxy_trace():
         return traced_contexts(policy)
+    interception.install()
     tape = Tape()
-    return Record(tape, policy), Replay(tape)
+    return _RecordInGraph(tape, policy, observer=Observer(None, (), policy)), Replay(tape)
+
+
+class _RecordInGraph(Record):
+    """The forward of a region whose function is not known, only a graph of it: watched and checked every time.
+
+    AOT runs one, too, on stand-ins, before it traces.
+    """
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        observer = self.observer
+        if exception[0] is None and isinstance(observer, Observer):
+            small = [missed.attention for missed in [*self.missed, *(missed for _, missed in observer.missed)]]
+            if small or observer.unknown:
+                raise CompiledPolicyNotAppliedError(traced_failure(self.policy, small, observer.unknown))
 
 
 class Region:

@@ -6,6 +6,7 @@ gradients: a saved kernel that draws random numbers, and compiled code inside th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +17,7 @@ from fastac import torch_internals
 from fastac.census import Call, Census, Observer
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.policy import Policy
-from fastac.recognition import SoftmaxAttention, looks_like_attention_forward
+from fastac.recognition import SoftmaxAttention, UnknownOp, looks_like_attention_forward
 from fastac.registry import DecompositionOp, ResolvedOp, classify
 from fastac.tape import Decomposed
 
@@ -24,8 +25,13 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def traced_contexts(policy: Policy) -> Contexts:
-    """Contexts for a region that AOT traces. Raises CompiledPolicyNotAppliedError at the first call it can not save."""
+    """Contexts for a region that AOT traces. Leaving the forward raises CompiledPolicyNotAppliedError when need be.
+
+    Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
+    """
     softmax_attention = SoftmaxAttention()
+    small: list[str] = []
+    unknown: list[UnknownOp] = []
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         resolved = classify(op)
@@ -34,27 +40,56 @@ def traced_contexts(policy: Policy) -> Contexts:
             if isinstance(op, torch._ops.OpOverload):
                 found = softmax_attention.follow(op, args, context.op_output)
             if found is not None and policy.saves(found.keys):
-                raise _not_applied(policy, found.attention, "ran as small ops, which leave no attention output to save")
-            if looks_like_attention_forward(op._schema.name if _is_op(op) else op.name(), args):
-                raise _not_applied(policy, str(op), "looks like an attention forward and has no row (fastac.register)")
+                small.append(found.attention)
+            elif looks_like_attention_forward(name := _name(op), args):
+                unknown.append(UnknownOp(*name.rpartition("::")[::2]))
             return CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(resolved.row, DecompositionOp):
             missed = Decomposed.from_call(resolved, args, kwargs)
             if policy.saves(missed.keys):
-                raise _not_applied(
-                    policy,
-                    missed.attention,
-                    "was decomposed into small ops: a mask that requires grad, dropout, unequal head dims, a query "
-                    "that is not 4-D, or the math kernel forced",
-                )
+                small.append(missed.attention)
             return CheckpointPolicy.PREFER_RECOMPUTE
         return _verdict(resolved, policy, args, kwargs)
 
-    return create_selective_checkpoint_contexts(decide)  # type: ignore[no-any-return]
+    def leave() -> None:
+        if small or unknown:
+            raise CompiledPolicyNotAppliedError(traced_failure(policy, small, unknown))
+
+    forward, recompute = create_selective_checkpoint_contexts(decide)
+    return _then(forward, leave), recompute
 
 
-def _is_op(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload)
+def traced_failure(policy: Policy, small: Sequence[str], unknown: Sequence[UnknownOp]) -> str:
+    """The message for a region in a compiled graph: attention that ran as small ops, and ops without a row."""
+    if small:
+        what = (
+            f"{small[0]} ran as small ops, which leave no attention output to save (a mask that requires grad, "
+            f"dropout, unequal head dims, a query that is not 4-D, the math kernel forced, or attention written out)"
+        )
+    else:
+        what = f"{'::'.join(filter(None, unknown[0]))} looks like an attention forward and has no row (fastac.register)"
+    return (
+        f"{policy}: not every attention call of a checkpointed region in a compiled graph can be saved. {what}. "
+        f'Mend the cause, or use policy="full" for this block.'
+    )
+
+
+def _then(mode: Any, leave: Callable[[], None]) -> Any:
+    """A dispatch mode of torch's that calls `leave` after an orderly exit. AOT takes nothing but dispatch modes."""
+
+    class Mode(type(mode)):  # type: ignore[misc]
+        def __exit__(self, *exception: Any) -> None:
+            super().__exit__(*exception)
+            if exception[0] is None:
+                leave()
+
+    mode.__class__ = Mode
+    return mode
+
+
+def _name(op: Any) -> str:
+    name: str = op._schema.name if isinstance(op, torch._ops.OpOverload) else op.name()
+    return name
 
 
 def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> CheckpointPolicy:
@@ -62,13 +97,6 @@ def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> Ch
         resolved.check_writes(args, kwargs)
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _not_applied(policy: Policy, attention: str, reason: str) -> CompiledPolicyNotAppliedError:
-    return CompiledPolicyNotAppliedError(
-        f"{policy}: {attention}, in a checkpointed region that torch.compile is tracing, {reason}. "
-        f'Mend the cause, or use policy="full" for this block.'
-    )
 
 
 class SelectiveRecord:
