@@ -285,7 +285,7 @@ class Replay(Scope):
             outputs = torch_internals.aliases(outputs) if entry.guarded else _clones(outputs)
         if issubclass(entry.returned, torch.Tensor):
             return outputs[0]
-        return list(outputs) if entry.returned is list else outputs
+        return outputs
 
 
 def _clones(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,0 +1,54 @@
+"""Fixtures for every test. What they share beyond fixtures is in tests/support.py."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fastac import census, interception, tape
+from tests import support
+
+
+def pytest_configure() -> None:
+    # Tiny tensors: more threads only wait for each other, and the order of a sum must not depend on the machine.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="not run on a GPU: no CUDA device here"))
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_fresh_process() -> Iterator[None]:
+    """What one test made known does not change the next, and no test may leave anything open behind."""
+    census._blocks.clear()
+    census._kinds.clear()
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    backend = dispatch._AttentionBackendRegistry._active_backend if dispatch is not None else None
+    yield
+    if dispatch is not None:
+        dispatch._AttentionBackendRegistry._active_backend = backend
+    left = [name for name, open_ in (("scope", tape.thread.scope), ("watchers", interception.watchers)) if open_]
+    left += ["execution counters"] if tape.execution_counters else []
+    tape.thread.scope = None
+    interception.watchers.clear()
+    tape.execution_counters.clear()
+    assert not left, f"left open by the test: {', '.join(left)}"
+
+
+@pytest.fixture
+def attention_executions() -> Counter[str]:
+    """How often attention kernels ran since the test began or called `.clear()`, by qualified op name.
+
+    Counted by the kernels themselves, independently of fastac. torch's own is `support.CPU_ATTENTION`.
+    """
+    support.count_cpu_attention()
+    support.executions.clear()
+    return support.executions

@@ -1,0 +1,150 @@
+"""Which modules of a model are its transformer blocks: compared with those the model really checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+import fastac
+from fastac.models import MODELS, containers, row_of
+from tests import support
+
+
+def checkpointed(model: Any, inputs: dict[str, Any]) -> list[str]:
+    """Names of the modules that a model hands to its gradient checkpointing function, in the order of their calls."""
+    names = {module: name for name, module in model.named_modules()}
+    called = []
+
+    def function(block: torch.nn.Module, *args: Any) -> Any:
+        called.append(names[block])
+        return block(*args)
+
+    model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
+    model(**inputs)
+    return called
+
+
+def read(model: torch.nn.Module) -> dict[str, list[str]]:
+    return {container.name: list(container.blocks) for container in containers(model, row_of(model))}
+
+
+@pytest.mark.parametrize("class_name", MODELS)
+def test_a_row_names_what_the_model_checkpoints(class_name: str) -> None:
+    model, inputs = support.build(class_name)
+    called = checkpointed(model, inputs)
+    found = read(model)
+    assert list(found) == list(MODELS[class_name].containers)
+    assert sorted(name for names in found.values() for name in names) == sorted(set(called))
+
+
+@pytest.mark.parametrize("class_name", MODELS)
+def test_the_generic_reading_finds_the_same(class_name: str) -> None:
+    model, _ = support.build(class_name)
+    assert containers(model) == containers(model, row_of(model))
+
+
+@pytest.mark.parametrize("class_name", MODELS)
+def test_a_catalogue_row_names_a_class_of_diffusers(class_name: str) -> None:
+    assert MODELS[class_name].class_name == class_name
+    assert getattr(diffusers, class_name)._supports_gradient_checkpointing
+
+
+def vace() -> tuple[torch.nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = diffusers.WanVACETransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=3,
+        rope_max_seq_len=32,
+        vace_layers=[0, 2],
+        vace_in_channels=12,
+    ).train()
+    support.fill_zeros(model)
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8).requires_grad_(),
+        "control_hidden_states": torch.randn(1, 12, 2, 8, 8),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "timestep": torch.tensor([500]),
+        "return_dict": False,
+    }
+    return model, inputs
+
+
+def test_a_class_whose_name_begins_alike_is_another_model() -> None:
+    """The row of WanTransformer3DModel would miss the second list of blocks."""
+    model, inputs = vace()
+    assert row_of(model) is None
+    found = read(model)
+    assert found == {
+        "blocks": ["blocks.0", "blocks.1", "blocks.2"],
+        "vace_blocks": ["vace_blocks.0", "vace_blocks.1"],
+    }
+    assert set(checkpointed(model, inputs)) == {name for names in found.values() for name in names}
+
+
+def test_a_model_without_a_row_is_served_by_the_generic_reading(attention_executions: Any) -> None:
+    model, inputs = vace()
+    expected = support.train_step(model, inputs)
+    calls = attention_executions[support.CPU_ATTENTION]
+    fastac.enable(model, "attn_only")
+    attention_executions.clear()
+    support.assert_same(support.train_step(model, inputs), expected)
+    assert attention_executions == {support.CPU_ATTENTION: calls}
+    assert [(row.container, row.blocks, row.blocks_seen) for row in fastac.report(model).rows] == [
+        ("blocks", 3, 3),
+        ("vace_blocks", 2, 2),
+    ]
+
+
+class Block(torch.nn.Module):
+    """A block that holds lists of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.ModuleList([support.AttentionBlock()])
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(4)])
+
+
+class Nested(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList([torch.nn.LayerNorm(4)])
+        self.empty = torch.nn.ModuleList()
+        self.stages = torch.nn.ModuleList([Block(), Block()])
+
+
+def test_outermost_lists_with_attention_alone_are_containers() -> None:
+    found = read(Nested())
+    assert found == {"stages": ["stages.0", "stages.1"]}
+
+
+def test_a_list_of_which_one_member_has_no_attention_is_no_container() -> None:
+    model = Nested()
+    model.stages.append(torch.nn.Linear(1, 1))
+    assert list(read(model)) == ["stages.0.attention", "stages.1.attention"]
+
+
+def test_a_model_without_blocks_has_no_containers() -> None:
+    assert read(torch.nn.Sequential(torch.nn.Linear(2, 2))) == {}
+
+
+def test_a_container_tells_the_classes_of_its_blocks() -> None:
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([support.AttentionBlock(), Block(), support.AttentionBlock()])
+    (container,) = containers(model)
+    assert container.block_class == "AttentionBlock|Block"
+
+
+def test_blocks_keep_their_order_and_identity() -> None:
+    model, _ = support.build("WanTransformer3DModel")
+    (container,) = containers(model, row_of(model))
+    assert list(container.blocks.items()) == [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]

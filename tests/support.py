@@ -1,0 +1,372 @@
+"""What the tests share: tiny models, one training step, bitwise comparison, kernels that count their executions.
+
+Nothing here reads fastac's own bookkeeping: an execution is counted by the kernel itself, so a test that counts stays
+right when fastac is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fastac
+from fastac.models import MODELS
+from fastac.policy import Policy
+
+Tensors = dict[str, torch.Tensor]
+
+CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+"""The only fused attention that torch has on the CPU: every unmasked or plainly masked SDPA call here ends in it."""
+
+executions: Counter[str] = Counter()
+"""How often each counting kernel ran, by qualified op name. The fixture `attention_executions` empties it."""
+
+_libraries: list[torch.library.Library] = []  # a Library takes its kernels along when it goes
+
+
+@functools.cache
+def count_kernel(op: str, device: str) -> None:
+    """Put a counting kernel in the place of the one an op has for a device, which it calls. Once per process.
+
+    It is counted below everything fastac does (BackendSelect), where a replayed call never arrives. The GIL is held
+    while it runs, so tests with collectives must do without it.
+
+    op: `namespace::name`. device: a dispatch key, "CPU" or "CUDA".
+    """
+    kernel = torch.library.get_kernel(op, device)
+
+    def counted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        executions[op] += 1
+        return kernel.call_boxed(keyset, *args, **kwargs)
+
+    namespace, _, name = op.partition("::")
+    library = torch.library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(name, counted, device, with_keyset=True, allow_override=True)
+    _libraries.append(library)
+
+
+def count_cpu_attention() -> None:
+    """Count the executions of torch's CPU attention kernel."""
+    count_kernel(CPU_ATTENTION, "CPU")
+
+
+# Models
+
+
+def build(class_name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A tiny model of the catalogue in training mode, and its keyword arguments for one call that returns a tuple.
+
+    Floating inputs require grad. The timestep does not, and stays in float32 where it is one.
+    """
+    import diffusers
+
+    row = MODELS[class_name]
+    torch.manual_seed(seed)
+    model = getattr(diffusers, class_name)(**row.config).train()
+    fill_zeros(model)
+    torch.manual_seed(seed + 1)
+    inputs = row.inputs()
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name != "timestep":
+            inputs[name] = value.to(dtype).requires_grad_()
+    if dtype != torch.float32:
+        model = model.to(dtype)
+    return model, {**inputs, "return_dict": False}
+
+
+def fill_zeros(model: torch.nn.Module) -> None:
+    """Give parameters that begin as zeros a small value: behind them every gradient would be zero, and so equal."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() and not parameter.any():
+                parameter.normal_(0, 0.02)
+
+
+class AttentionBlock(torch.nn.Module):
+    """Self-attention over the video, cross-attention to the text, feed-forward: a DiT block without diffusers.
+
+    attend: the attention function, (query, key, value) of shape (batch, heads, sequence, dim) -> output.
+    dropout: after each part.
+    """
+
+    def __init__(
+        self, width: int = 16, heads: int = 2, dropout: float = 0.0, attend: Callable[..., torch.Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attend = attend or F.scaled_dot_product_attention
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(3))
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.self_out = torch.nn.Linear(width, width)
+        self.q = torch.nn.Linear(width, width)
+        self.kv = torch.nn.Linear(width, 2 * width)
+        self.cross_out = torch.nn.Linear(width, width)
+        self.ffn = torch.nn.Sequential(
+            torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+        )
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        split = [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (query, key, value)]
+        return self.attend(*split).transpose(1, 2).flatten(2)
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """video: (batch, tokens, width); text: (batch, text tokens, width) -> like video."""
+        own = self._attention(*self.qkv(self.norms[0](video)).chunk(3, dim=-1))
+        video = video + self.dropout(self.self_out(own))
+        cross = self._attention(self.q(self.norms[1](video)), *self.kv(text).chunk(2, dim=-1))
+        video = video + self.dropout(self.cross_out(cross))
+        return video + self.dropout(self.ffn(self.norms[2](video)))
+
+
+class AttentionStack(torch.nn.Module):
+    """Blocks called one by one, as models without the diffusers hook call fastac.checkpoint.
+
+    policy: "none" without checkpointing, "torch" for torch's own full checkpointing, else a policy of fastac.
+    """
+
+    def __init__(
+        self,
+        layers: int = 2,
+        policy: str | Policy = "none",
+        engine: str = "tape",
+        block: Callable[[], torch.nn.Module] = AttentionBlock,
+    ) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(block() for _ in range(layers))
+        self.policy = policy
+        self.engine = engine
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            video = run_checkpointed(block, video, text, policy=self.policy, engine=self.engine)
+        return video
+
+
+def run_checkpointed(function: Any, *args: Any, policy: str | Policy, engine: str = "tape", **kwargs: Any) -> Any:
+    """Call a function without checkpointing ("none"), under torch's ("torch"), or under a policy of fastac."""
+    if policy == "none":
+        return function(*args, **kwargs)
+    if policy == "torch":
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return fastac.checkpoint(function, *args, policy=policy, engine=engine, **kwargs)
+
+
+VIDEO_TOKENS, TEXT_TOKENS, WIDTH = 24, 6, 16
+
+
+def stack(seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> AttentionStack:
+    """An AttentionStack whose weights depend on the seed alone."""
+    torch.manual_seed(seed)
+    return AttentionStack(**options).to(dtype)
+
+
+def stack_inputs(seed: int = 1, dtype: torch.dtype = torch.float32, batch: int = 1) -> dict[str, torch.Tensor]:
+    """Inputs of an AttentionBlock or AttentionStack, requiring grad."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "video": torch.randn(batch, VIDEO_TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_(),
+        "text": torch.randn(batch, TEXT_TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_(),
+    }
+
+
+# One step, and its comparison
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """A scalar in which every element of every output has a weight of its own."""
+    generator = torch.Generator().manual_seed(123)
+    flat = flat_tensors(outputs, "output").values()
+    weighted = [
+        t.float() * torch.randn(t.shape, generator=generator).to(t.device) for t in flat if t.is_floating_point()
+    ]
+    terms = [t.sum() for t in weighted]
+    return torch.stack(terms).sum()
+
+
+def flat_tensors(value: Any, name: str) -> Tensors:
+    """Every tensor in nested tuples, lists and dicts, by path."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (tuple, list)):
+        items = enumerate(value)
+    return {path: t for key, item in items for path, t in flat_tensors(item, f"{name}.{key}").items()}
+
+
+def train_step(
+    model: Callable[..., Any], inputs: Mapping[str, Any], seed: int = 7, backward: Callable[..., Any] | None = None
+) -> Tensors:
+    """Forward and backward. Outputs and the gradients of all inputs and parameters, by name; no optimizer step.
+
+    seed: of what the model draws. backward: called with the loss, in the place of `loss.backward()`.
+    A parameter without gradient has no entry, so that a gradient that went missing is a difference.
+    """
+    leaves = leaves_of(model, inputs)
+    for tensor in leaves.values():
+        tensor.grad = None
+    torch.manual_seed(seed)
+    outputs = model(**inputs)
+    found = {name: t.detach().clone() for name, t in flat_tensors(outputs, "output").items()}
+    loss = loss_of(outputs)
+    loss.backward() if backward is None else backward(loss)
+    return found | gradients(leaves)
+
+
+def leaves_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensors:
+    """Every parameter and input that requires grad, by name."""
+    leaves = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else {}
+    leaves |= {f"input {name}": t for name, t in flat_tensors(inputs, "inputs").items()}
+    return {name: t for name, t in leaves.items() if t.requires_grad}
+
+
+def gradients(leaves: Tensors) -> Tensors:
+    """Copies of the gradients that there are."""
+    return {f"gradient of {name}": t.grad.clone() for name, t in leaves.items() if t.grad is not None}
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    """Both hold the same names and, bit for bit, the same values; else an AssertionError with the errors by name."""
+    assert found.keys() == expected.keys(), f"missing or too many: {sorted(found.keys() ^ expected.keys())}"
+    assert found, "nothing to compare"
+    wrong = [
+        f"{name}: relative error {relative_error(found[name], expected[name]):.3g}"
+        for name in expected
+        if not _same_bits(found[name], expected[name])
+    ]
+    assert not wrong, f"{len(wrong)} of {len(expected)} tensors differ:\n" + "\n".join(wrong[:12])
+
+
+def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.shape == expected.shape and found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    if found.shape != expected.shape:
+        return float("inf")
+    difference = (found.double() - expected.double()).abs().max()
+    return float(difference / expected.double().abs().max().clamp_min(1e-30))
+
+
+# Attention ops of the tests' own
+
+NAMESPACE = "fastac_tests"
+
+
+def attention_math(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention over (..., sequence, dim): output and logsumexp. keep: what a dropout leaves, scaled."""
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    statistics = scores.logsumexp(-1)
+    probabilities = (scores - statistics[..., None]).exp()
+    if keep is not None:
+        probabilities = probabilities * keep
+    return probabilities @ value, statistics
+
+
+def attention_math_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    statistics: torch.Tensor,
+    keep: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value from what the forward returned: a wrong output or statistic shows in them."""
+    scale = query.shape[-1] ** -0.5
+    probabilities = (query @ key.transpose(-1, -2) * scale - statistics[..., None]).exp()
+    dropped = probabilities if keep is None else probabilities * keep
+    grad_probabilities = grad @ value.transpose(-1, -2)
+    if keep is not None:
+        grad_probabilities = grad_probabilities * keep
+    grad_scores = probabilities * (grad_probabilities - (grad * output).sum(-1, keepdim=True)) * scale
+    return grad_scores @ key, grad_scores.transpose(-1, -2) @ query, dropped.transpose(-1, -2) @ grad
+
+
+KINDS = {
+    "plain": "",
+    "dropout": ", float dropout_p=0.",
+    "writes": ", Tensor(a!)? out=None",
+    "always_writes": ", Tensor(a!) out",
+    "nested": "",
+}
+"""What a test's attention op does beside attention -> its further arguments.
+
+dropout: draws a mask from the default generator when dropout_p > 0. writes, always_writes: copies the output into
+`out`. nested: its kernel calls torch's attention op.
+"""
+
+
+@functools.cache
+def custom_attention(name: str, kind: str = "plain", dropout: str | None = None) -> Callable[..., torch.Tensor]:
+    """Define the op `fastac_tests::<name>`, register a row for it, return an attend function for AttentionBlock.
+
+    The function is an autograd.Function around the op, as attention libraries have it; it takes the further arguments
+    of its kind by position. Executions are counted in `executions["fastac_tests::<name>"]`. A registration stays for
+    the process: every test uses a name of its own.
+
+    kind: of KINDS. dropout: what the row says about random numbers.
+    """
+    op = define_attention_op(name, kind)
+    fastac.register(fastac.AttentionOp(backend="tests", namespace=NAMESPACE, name=name, layout="bhsd", dropout=dropout))
+    return attention_function(op)
+
+
+def define_attention_op(name: str, kind: str = "plain") -> torch._ops.OpOverload:
+    """The op of `custom_attention` alone, without a row: (output, logsumexp, what dropout kept) on the CPU."""
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(f"{name}(Tensor query, Tensor key, Tensor value{KINDS[kind]}) -> (Tensor, Tensor, Tensor)")
+
+    def kernel(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, extra: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        executions[f"{NAMESPACE}::{name}"] += 1
+        if kind == "nested":
+            output, statistics = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+            return output, statistics, torch.empty(0)
+        keep = torch.ones(*query.shape[:-1], key.shape[-2], dtype=query.dtype)
+        if kind == "dropout" and extra:
+            keep = (torch.rand_like(keep) > extra).to(query.dtype) / (1 - extra)
+        output, statistics = attention_math(query, key, value, keep)
+        if isinstance(extra, torch.Tensor):
+            extra.copy_(output)
+        return output, statistics, keep
+
+    library.impl(name, kernel, "CPU")
+    _libraries.append(library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def attention_function(op: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+    """An autograd.Function around an op of `define_attention_op`, as a plain function."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *extra: Any) -> torch.Tensor:
+            output, statistics, keep = op(query, key, value, *extra)
+            # A copy, so that a caller may write into the output: the graph does not need it.
+            ctx.save_for_backward(query, key, value, output.clone(), statistics, keep)
+            ctx.extra = len(extra)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            query, key, value, output, statistics, keep = ctx.saved_tensors
+            used = keep if keep.numel() else None
+            return (*attention_math_backward(grad, query, key, value, output, statistics, used), *[None] * ctx.extra)
+
+    return Attention.apply

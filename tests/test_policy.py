@@ -1,0 +1,202 @@
+"""Policies: values that say which attention calls are saved, and their names."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastac
+from fastac.policy import LONG_MIN_KV, NAMED, Policy, resolve, resolve_blocks
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_attn_only_saves_every_call() -> None:
+    assert all(Policy("attn_only").saves(keys) for keys in (1, 77, 1 << 20))
+
+
+def test_full_saves_nothing() -> None:
+    assert Policy("full").saves_nothing
+    assert not any(Policy("full").saves(keys) for keys in (1, 77, 1 << 20))
+
+
+def test_long_attn_only_draws_the_line_at_1024_keys() -> None:
+    long = NAMED["long_attn_only"]
+    assert LONG_MIN_KV == 1024
+    assert [long.saves(keys) for keys in (512, 1023, 1024, 72_000)] == [False, False, True, True]
+    assert not long.saves_nothing
+
+
+def test_min_kv_is_the_fewest_keys_that_are_saved() -> None:
+    assert [Policy("attn_only", min_kv=10).saves(keys) for keys in (9, 10, 11)] == [False, True, True]
+
+
+def test_the_default_is_attn_only() -> None:
+    assert Policy() == Policy("attn_only", min_kv=0) == NAMED["attn_only"]
+
+
+@pytest.mark.parametrize("name", ["none", "attention_only", "ATTN_ONLY", "", "long_attn_only"])
+def test_policy_of_an_unknown_name(name: str) -> None:
+    """`long_attn_only` is a named value, not a kind: Policy("attn_only", min_kv=1024)."""
+    with pytest.raises(fastac.FastacError, match="no such policy") as error:
+        Policy(name)
+    assert '"attn_only"' in str(error.value)
+    assert "min_kv" in str(error.value)
+
+
+@pytest.mark.parametrize("min_kv", [-1, 1.5, "1024", None, True])
+def test_min_kv_must_be_a_number_of_keys(min_kv: object) -> None:
+    with pytest.raises(fastac.FastacError, match="min_kv"):
+        Policy("attn_only", min_kv=min_kv)  # type: ignore[arg-type]
+
+
+def test_full_with_min_kv_has_no_meaning() -> None:
+    with pytest.raises(fastac.FastacError, match="full saves nothing"):
+        Policy("full", min_kv=8)
+
+
+def test_a_policy_is_a_frozen_value() -> None:
+    one = Policy("attn_only", min_kv=8)
+    assert one == Policy("attn_only", min_kv=8)
+    assert hash(one) == hash(Policy("attn_only", min_kv=8))
+    assert copy.deepcopy(one) == one
+    assert pickle.loads(pickle.dumps(one)) == one
+    with pytest.raises(AttributeError):
+        one.min_kv = 9  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_policy_is_printed_by_its_name(name: str) -> None:
+    assert str(resolve(name)) == name
+
+
+def test_a_policy_without_a_name_is_printed_with_its_bound() -> None:
+    assert str(Policy("attn_only", min_kv=77)) == "attn_only(min_kv=77)"
+
+
+def test_resolve_keeps_a_value() -> None:
+    mine = Policy("attn_only", min_kv=5)
+    assert resolve(mine) is mine
+
+
+def test_resolve_names_what_there_is() -> None:
+    with pytest.raises(fastac.FastacError) as error:
+        resolve("attention")
+    message = str(error.value)
+    assert "'attention'" in message
+    assert all(f'"{name}"' in message for name in NAMED)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, ["attn_only"], Policy])
+def test_resolve_of_something_else(wrong: object) -> None:
+    with pytest.raises(fastac.FastacError, match="expected a name"):
+        resolve(wrong)  # type: ignore[arg-type]
+
+
+# Per block
+
+
+def blocks(count: int = 3) -> dict[str, torch.nn.Module]:
+    return {f"blocks.{i}": torch.nn.Linear(1, 1) for i in range(count)}
+
+
+def test_the_first_matching_pattern_counts() -> None:
+    named = blocks()
+    policies = resolve_blocks({"blocks.0": "full", "*": Policy("attn_only", min_kv=9)}, named)
+    assert [str(policies[block]) for block in named.values()] == ["full", "attn_only(min_kv=9)", "attn_only(min_kv=9)"]
+
+
+def test_patterns_are_of_whole_names() -> None:
+    named = {f"blocks.{i}": torch.nn.Linear(1, 1) for i in (1, 10)}
+    policies = resolve_blocks({"blocks.1": "full", "blocks.1?": "attn_only"}, named)
+    assert [str(policies[block]) for block in named.values()] == ["full", "attn_only"]
+
+
+def test_a_block_without_a_pattern() -> None:
+    with pytest.raises(fastac.FastacError, match=r"no pattern for block 'blocks\.1'"):
+        resolve_blocks({"blocks.0": "full"}, blocks())
+
+
+def test_a_pattern_without_a_block() -> None:
+    with pytest.raises(fastac.FastacError, match=r'"transformer_blocks\.0" match no block.*"blocks\.0"'):
+        resolve_blocks({"transformer_blocks.0": "full", "*": "attn_only"}, blocks())
+
+
+def test_a_mapping_to_an_unknown_policy() -> None:
+    with pytest.raises(fastac.FastacError, match="no such policy"):
+        resolve_blocks({"*": "attention"}, blocks())
+
+
+def test_an_empty_mapping() -> None:
+    with pytest.raises(fastac.FastacError, match="no pattern"):
+        resolve_blocks({}, blocks())
+
+
+def test_mixed_policies_are_printed_together() -> None:
+    assert str(resolve_blocks({"blocks.0": "full", "*": "attn_only"}, blocks())) == "mixed (attn_only, full)"
+
+
+# FASTAC_DISABLE
+
+
+def run_disabled(value: str, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT,
+        env={**os.environ, "FASTAC_DISABLE": value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_fastac_disable_turns_every_policy_into_full_with_one_log_line() -> None:
+    """Names, values and mappings, through enable and through checkpoint: no attention is saved by any of them."""
+    done = run_disabled(
+        "1",
+        """
+        import logging
+        logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+        import torch, fastac
+        from fastac import tape
+        from fastac.policy import Policy, resolve, resolve_blocks
+        from tests import support
+
+        assert str(resolve("attn_only")) == str(resolve(Policy("attn_only", min_kv=3))) == "full"
+        mixed = resolve_blocks({"*": "attn_only"}, {"blocks.0": torch.nn.Linear(1, 1)})
+        assert {str(p) for p in mixed.values()} == {"full"}
+
+        support.count_cpu_attention()
+        def executions(model, inputs):
+            support.executions.clear()
+            support.train_step(model, inputs)
+            return support.executions[support.CPU_ATTENTION]
+
+        inputs = support.stack_inputs()
+        assert executions(support.stack(policy="attn_only"), inputs) == 8, "a policy by name"
+        assert executions(support.stack(policy=Policy("attn_only")), inputs) == 8, "a policy by value"
+        model, inputs = support.build("WanTransformer3DModel")
+        fastac.enable(model, "attn_only")
+        assert executions(model, inputs) == 8, "enable"
+        assert fastac.report(model).policy == "full"
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("fastac ")]
+    assert len(lines) == 1, done.stderr
+    assert "FASTAC_DISABLE" in lines[0]
+
+
+@pytest.mark.parametrize("value", ["0"])
+def test_fastac_disable_set_to_no(value: str) -> None:
+    done = run_disabled(value, "from fastac.policy import resolve; print(resolve('attn_only'))")
+    assert done.stdout.strip() == "attn_only", done.stderr
+    assert "FASTAC_DISABLE" not in done.stderr

@@ -1,0 +1,350 @@
+"""Rows: what a well-formed row is, which op it claims, and how it reads a call."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastac
+from fastac import registry
+from fastac.registry import AttentionOp, DecompositionOp, ResolvedOp
+from tests import support
+
+SDPA_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+QKV = "Tensor query, Tensor key, Tensor value"
+
+
+@pytest.fixture(autouse=True)
+def rows_as_before() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    before = list(registry._rows)
+    yield
+    registry._rows[:] = before
+    registry._decisions.clear()
+
+
+@pytest.fixture
+def namespace() -> str:
+    """A namespace that no other test has: an op can not be taken away again."""
+    return f"fastac_rows_{uuid.uuid4().hex[:8]}"
+
+
+Define = Callable[[str], torch._ops.OpOverload]
+
+
+@pytest.fixture
+def define(namespace: str) -> Iterator[Define]:
+    """Define an op from its schema, such as "attend(Tensor query) -> Tensor"."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+
+    def defined(schema: str) -> torch._ops.OpOverload:
+        library.define(schema)
+        name, _, overload = schema.partition("(")[0].partition(".")
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+
+    yield defined
+    registry._decisions.clear()
+    library._destroy()
+
+
+def row(**options: Any) -> AttentionOp:
+    return AttentionOp(**{"backend": "tests", "namespace": "nowhere", "name": "attend", **options})
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("flash_attn", "expected a fastac.AttentionOp, got str"),
+        (row(namespace="fl[ash"), "is not a regular expression"),
+        (row(name="flash_attn::forward"), "bare name of an op.*AttentionOp"),
+        (row(name="forward.default"), "bare name of an op"),
+        (row(name=""), "bare name of an op"),
+        (row(layout="bsd"), "layout 'bsd' of attend is none of bshd, bhsd, thd"),
+    ],
+)
+def test_a_row_that_is_not_well_formed(wrong: Any, message: str) -> None:
+    before = registry.rows()
+    with pytest.raises(fastac.FastacError, match=message):
+        fastac.register(wrong)
+    assert registry.rows() == before
+
+
+def test_rows_name_their_fields() -> None:
+    with pytest.raises(TypeError):
+        AttentionOp("fa2", "flash_attn", "_flash_attn_forward")  # type: ignore[misc]
+
+
+def test_a_second_row_for_the_same_op() -> None:
+    fastac.register(row())
+    with pytest.raises(fastac.FastacError, match="there is a row for nowhere::attend already"):
+        fastac.register(row(layout="bhsd"))
+
+
+def test_two_patterns_that_claim_one_loaded_op(define: Define, namespace: str) -> None:
+    define(f"attend({QKV}) -> Tensor")
+    fastac.register(row(namespace=namespace))
+    before = registry.rows()
+    with pytest.raises(fastac.FastacError, match=f"{namespace}::attend is claimed by 2 rows"):
+        fastac.register(row(namespace="fastac_rows_.*"))
+    assert registry.rows() == before
+
+
+def test_two_patterns_that_claim_an_op_loaded_later(define: Define, namespace: str) -> None:
+    fastac.register(row(namespace=namespace), row(namespace="fastac_rows_.*"))
+    op = define(f"attend({QKV}) -> Tensor")
+    with pytest.raises(fastac.FastacError, match="is claimed by 2 rows"):
+        registry.classify(op)
+
+
+def test_an_op_that_always_writes_an_argument(define: Define, namespace: str) -> None:
+    define(f"attend({QKV}, Tensor(a!) out) -> Tensor")
+    with pytest.raises(fastac.FastacError, match=r"writes its argument 'out'.*wrong gradients"):
+        fastac.register(row(namespace=namespace))
+
+
+def test_an_op_that_returns_no_tensor(define: Define, namespace: str) -> None:
+    define(f"attend({QKV}) -> int")
+    with pytest.raises(fastac.FastacError, match="returns no tensor"):
+        fastac.register(row(namespace=namespace))
+
+
+@pytest.mark.parametrize("field", ["key", "max_kv", "dropout"])
+def test_an_argument_that_the_op_does_not_have(field: str, define: Define, namespace: str) -> None:
+    define(f"attend({QKV}) -> Tensor")
+    with pytest.raises(fastac.FastacError, match=r"'k', which the op does not have.*query, key, value"):
+        fastac.register(row(namespace=namespace, **{field: "k"}))
+
+
+def test_nothing_is_registered_when_one_of_several_rows_is_wrong() -> None:
+    before = registry.rows()
+    with pytest.raises(fastac.FastacError):
+        fastac.register(row(), row(name="no such name"))
+    assert registry.rows() == before
+    fastac.register(row())  # it was not left behind
+
+
+# Which op a row claims
+
+
+def test_a_namespace_is_a_pattern_over_the_whole_namespace(define: Define, namespace: str) -> None:
+    """Hub builds carry a build-specific namespace; another library's may begin alike."""
+    op = define(f"attend({QKV}) -> Tensor")
+    fastac.register(row(namespace=namespace[:-1]))
+    assert registry.classify(op) is None
+    pattern = row(namespace=r"fastac_rows_\w{8}", backend="mine")
+    fastac.register(pattern)
+    found = registry.classify(op)
+    assert found is not None
+    assert found.row is pattern
+
+
+def test_names_are_compared_whole(define: Define, namespace: str) -> None:
+    fastac.register(row(namespace=namespace))
+    assert registry.classify(define(f"attend_backward({QKV}) -> Tensor")) is None
+
+
+def test_every_overload_of_an_op_is_claimed(define: Define, namespace: str) -> None:
+    define(f"attend({QKV}) -> Tensor")
+    define(f"attend.scaled({QKV}, float scale) -> Tensor")
+    fastac.register(row(namespace=namespace))
+    found = {op.qualified_name for op in registry.present_ops() if op.qualified_name.startswith(namespace)}
+    assert found == {f"{namespace}::attend", f"{namespace}::attend.scaled"}
+
+
+def test_an_implementation_without_a_definition_is_no_op_yet(namespace: str) -> None:
+    library = torch.library.Library(namespace, "IMPL")
+    library.impl("attend", lambda query, key, value: query, "CPU")
+    fastac.register(row(namespace=namespace))
+    assert not [op for op in registry.present_ops() if op.qualified_name.startswith(namespace)]
+
+
+def test_a_decision_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry._decisions.clear()
+    lookups = []
+    row_of = registry._row_of
+    monkeypatch.setattr(registry, "_row_of", lambda *name: lookups.append(name) or row_of(*name))
+    ops = [SDPA_CPU, torch.ops.aten.mm.default]
+    first = [registry.classify(op) for op in ops]
+    assert [registry.classify(op) for op in ops] == first
+    assert lookups == [("aten", "_scaled_dot_product_flash_attention_for_cpu"), ("aten", "mm")]
+
+
+def test_registering_clears_what_was_decided(define: Define, namespace: str) -> None:
+    op = define(f"attend({QKV}) -> Tensor")
+    assert registry.classify(op) is None
+    fastac.register(row(namespace=namespace))
+    assert registry.classify(op) is not None
+
+
+def test_a_registration_that_failed_leaves_no_decision(define: Define, namespace: str) -> None:
+    op = define(f"attend({QKV}) -> Tensor")
+    with pytest.raises(fastac.FastacError):
+        fastac.register(row(namespace=namespace), row(name="no such name"))
+    assert registry.classify(op) is None
+
+
+@pytest.mark.parametrize("other", [torch.ops.aten.mm, torch.ops.higher_order.cond, torch.nn.functional.softmax])
+def test_what_is_no_overload_has_no_row(other: object) -> None:
+    assert registry.classify(other) is None
+
+
+def test_no_library_is_imported_to_classify_its_ops() -> None:
+    fastac.register(row(namespace=r"flash_attn|xformers\w*", name="_flash_attn_forward"))
+    before = set(sys.modules)
+    registry.present_ops()
+    registry.unavailable("tests")
+    assert set(sys.modules) == before
+
+
+# How a call is read
+
+
+ARGUMENTS = f"{QKV}, float p=0.0, int? max_k=None"
+
+
+@pytest.fixture
+def packed(define: Define, namespace: str) -> ResolvedOp:
+    op = define(f"attend({ARGUMENTS}) -> Tensor")
+    return ResolvedOp(op, row(namespace=namespace, layout="thd", dropout="p", max_kv="max_k"))
+
+
+def tensors(keys: int = 7) -> list[torch.Tensor]:
+    return [torch.zeros(5, 2, 4), torch.zeros(keys, 2, 4), torch.zeros(keys, 2, 4)]
+
+
+def test_an_argument_is_found_however_it_was_passed(packed: ResolvedOp) -> None:
+    query, key, value = tensors()
+    assert packed.argument("p", [query, key, value, 0.5], {}) == 0.5
+    assert packed.argument("p", [query, key, value], {"p": 0.25}) == 0.25
+    assert packed.argument("p", [query, key, value], {}) == 0.0
+    assert packed.argument("key", [query], {"key": key, "value": value}) is key
+
+
+def test_keys_come_from_max_kv_where_the_call_has_it(packed: ResolvedOp) -> None:
+    assert packed.keys([*tensors(), 0.0, 3], {}) == 3
+    assert packed.keys(tensors(), {"max_k": 4}) == 4
+    assert packed.keys(tensors(), {}) == 7
+    assert packed.keys([*tensors(), 0.0, None], {}) == 7
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("bshd", (1, 9, 2, 4)), ("bhsd", (1, 2, 9, 4)), ("thd", (9, 2, 4))])
+def test_keys_are_counted_by_layout(layout: str, shape: tuple[int, ...], define: Define, namespace: str) -> None:
+    resolved = ResolvedOp(define(f"attend({ARGUMENTS}) -> Tensor"), row(namespace=namespace, layout=layout))
+    query = torch.zeros(1, 3, 3, 3)
+    assert resolved.keys([query, torch.zeros(shape), torch.zeros(shape)], {}) == 9
+    assert resolved.keys([query], {"key": torch.zeros(shape), "value": torch.zeros(shape)}) == 9
+
+
+def test_a_kernel_that_may_draw(packed: ResolvedOp) -> None:
+    assert packed.draws([*tensors(), 0.1], {})
+    assert packed.draws(tensors(), {"p": 0.1})
+    assert not packed.draws([*tensors(), 0.0], {})
+    assert not packed.draws(tensors(), {})
+
+
+def test_a_row_that_does_not_say_may_always_draw(packed: ResolvedOp) -> None:
+    assert ResolvedOp(packed.op, row()).draws(tensors(), {})
+    assert not ResolvedOp(packed.op, row(dropout=None)).draws([*tensors(), 0.9], {})
+
+
+def test_an_argument_that_is_written_when_it_is_given(define: Define, namespace: str) -> None:
+    op = define(f"attend({QKV}, Tensor(a!)? out=None) -> Tensor")
+    resolved = ResolvedOp(op, row(namespace=namespace))
+    resolved.check_writes(tensors(), {})
+    resolved.check_writes([*tensors(), None], {"out": None})
+    for args, kwargs in (([*tensors(), torch.zeros(1)], {}), (tensors(), {"out": torch.zeros(1)})):
+        with pytest.raises(fastac.FastacError, match="called with 'out', which it writes"):
+            resolved.check_writes(args, kwargs)
+
+
+def test_scores_tell_the_keys_of_a_decomposition() -> None:
+    decomposition = DecompositionOp(attention="sdpa", namespace="aten", name="_safe_softmax")
+    resolved = ResolvedOp(torch.ops.aten._safe_softmax.default, decomposition)
+    assert resolved.keys([torch.zeros(1, 2, 5, 11), -1], {}) == 11
+    assert not resolved.draws([torch.zeros(1, 2, 5, 11), -1], {})
+
+
+# What is there by itself
+
+
+def test_torch_s_attention_ops_have_rows() -> None:
+    """Every aten forward op of this torch that ends a scaled_dot_product_attention."""
+    names = [
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_flash_attention_forward",
+        "_efficient_attention_forward",
+        "_cudnn_attention_forward",
+    ]
+    for name in names:
+        resolved = registry.classify(getattr(torch.ops.aten, name).default)
+        assert resolved is not None, name
+        assert isinstance(resolved.row, AttentionOp), name
+        assert resolved.row.backend == "sdpa", name
+
+
+def test_an_op_that_writes_its_argument_has_no_row() -> None:
+    assert registry.classify(torch.ops.aten._flash_attention_forward_no_dropout_inplace.default) is None
+
+
+# Whether a backend can run here
+
+
+def test_sdpa_is_available() -> None:
+    assert registry.unavailable("sdpa") is None
+
+
+def test_a_family_without_rows() -> None:
+    assert registry.unavailable("nothing") == "fastac has no row for nothing yet"
+
+
+def test_a_family_whose_library_is_not_loaded() -> None:
+    fastac.register(row(backend="absent"))
+    reason = registry.unavailable("absent")
+    assert reason is not None
+    assert "no op of absent is loaded in this process" in reason
+
+
+def test_a_family_without_a_kernel_for_this_machine(
+    define: Define, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    define(f"attend({QKV}) -> Tensor")
+    library = torch.library.Library(namespace, "IMPL")
+    library.impl("attend", lambda query, key, value: query, "CUDA")
+    fastac.register(row(namespace=namespace, backend="gpu_only"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert registry.unavailable("gpu_only") == (
+        f"{namespace}.attend.default has no kernel for the CPU, which is all this machine has"
+    )
+    library.impl("attend", lambda query, key, value: query, "CPU")
+    assert registry.unavailable("gpu_only") is None
+
+
+# A row of one's own is all it takes
+
+
+def test_an_attention_of_one_s_own_is_saved_once_it_has_a_row(attention_executions: Any) -> None:
+    name = f"own_{uuid.uuid4().hex[:8]}"
+    attend = support.attention_function(support.define_attention_op(name))
+
+    def executions(policy: str) -> int:
+        model = support.stack(policy=policy, block=lambda: support.AttentionBlock(attend=attend))
+        attention_executions.clear()
+        support.train_step(model, support.stack_inputs())
+        return attention_executions[f"{support.NAMESPACE}::{name}"]
+
+    assert executions("full") == 8
+    fastac.register(row(namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None))
+    assert executions("attn_only") == 4

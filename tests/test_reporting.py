@@ -1,0 +1,194 @@
+"""The report: what was saved and recomputed in the latest forward, to the byte, and what is wrong if something is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import fastac
+from fastac.policy import Policy
+from fastac.reporting import readable_bytes
+from tests import support
+
+WAN = "WanTransformer3DModel"
+CPU_OP = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.fixture
+def wan() -> tuple[Any, dict[str, Any]]:
+    return support.build(WAN)
+
+
+def bytes_of(batch: int, heads: int, queries: int, dim: int) -> int:
+    """Output and logsumexp of one attention call in float32."""
+    return 4 * batch * heads * queries * (dim + 1)
+
+
+def test_what_attn_only_saved(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model)
+    support.train_step(model, inputs)
+    report = fastac.report(model)
+    assert (report.model_class, report.policy, report.engine) == (WAN, "attn_only", "tape")
+    assert report.active
+    assert report.problem == ""
+    (row,) = report.rows
+    assert (row.container, row.block_class, row.blocks, row.blocks_seen) == ("blocks", "WanTransformerBlock", 2, 2)
+    assert (row.attention_calls, row.saved, row.recomputed) == (4, 4, 0)
+    assert row.ops == (CPU_OP,)
+    # 2 blocks of self- and cross-attention; 128 video tokens are the queries of both.
+    assert row.saved_bytes == 4 * bytes_of(batch=1, heads=2, queries=128, dim=12)
+
+
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+def test_what_a_bound_on_the_keys_left_to_recomputation(wan: Any, engine: str) -> None:
+    model, inputs = wan
+    fastac.enable(model, Policy("attn_only", min_kv=100), engine=engine)
+    support.train_step(model, inputs)
+    report = fastac.report(model)
+    assert report.policy == "attn_only(min_kv=100)"
+    (row,) = report.rows
+    assert (row.attention_calls, row.saved, row.recomputed) == (4, 2, 2)
+    assert row.saved_bytes == 2 * bytes_of(batch=1, heads=2, queries=128, dim=12)
+
+
+def test_bytes_are_those_of_the_latest_forward(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model)
+    sizes = []
+    for batch in (1, 2, 1):
+        repeated = {
+            name: value.detach().repeat(batch, *[1] * (value.dim() - 1)) if isinstance(value, torch.Tensor) else value
+            for name, value in inputs.items()
+        }
+        model(**repeated)
+        sizes.append(fastac.report(model).rows[0].saved_bytes)
+    assert sizes == [sizes[0], 2 * sizes[0], sizes[0]]
+
+
+def test_a_forward_without_gradients_does_not_change_the_report(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model)
+    support.train_step(model, inputs)
+    before = fastac.report(model)
+    with torch.no_grad():
+        model(**inputs)
+    assert fastac.report(model) == before
+
+
+def test_the_table(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model)
+    support.train_step(model, inputs)
+    text = str(fastac.report(model))
+    assert text.startswith(f"{WAN}: policy attn_only, engine tape")
+    for part in ("blocks x 2", "WanTransformerBlock", "attention calls", "saved", "recomputed", "52.0 KiB", CPU_OP):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 140
+    assert "\x1b" not in text
+
+
+def test_before_the_first_forward(wan: Any) -> None:
+    model, _ = wan
+    fastac.enable(model)
+    report = fastac.report(model)
+    assert report.active
+    assert report.problem.startswith("no forward with gradients was seen yet")
+    assert "blocks x 2 (0 seen)" in str(report)
+    assert "none seen" in str(report)
+
+
+def test_a_model_that_was_never_enabled(wan: Any) -> None:
+    model, inputs = wan
+    support.train_step(model, inputs)
+    report = fastac.report(model)
+    assert not report.active
+    assert (report.policy, report.engine) == ("none", "none")
+    assert report.problem == "fastac.enable(model) was not called, or was undone"
+    assert str(report).startswith(f"{WAN}: not enabled by fastac.enable")
+
+
+def test_a_model_that_was_disabled(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model)
+    support.train_step(model, inputs)
+    fastac.disable(model)
+    report = fastac.report(model)
+    assert not report.active
+    assert report.problem == "fastac.enable(model) was not called, or was undone"
+
+
+def test_a_model_whose_hook_was_replaced(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model)
+    support.train_step(model, inputs)
+    model.enable_gradient_checkpointing()
+    report = fastac.report(model)
+    assert not report.active
+    assert report.problem == "gradient checkpointing was enabled again without fastac: nothing is saved"
+    assert "enabled again without fastac" in str(report)
+
+
+def test_under_full_nothing_is_claimed_to_be_saved(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model, "full")
+    support.train_step(model, inputs)
+    report = fastac.report(model)
+    assert report.active
+    assert (report.policy, report.rows[0].saved, report.rows[0].saved_bytes) == ("full", 0, 0)
+    assert "compiled" not in report.problem, "nothing is wrong, and nothing was compiled"
+
+
+def test_a_switch_to_full_forgets_what_was_saved_before(wan: Any) -> None:
+    """The report is about the latest forward; the one before it ran under another policy."""
+    model, inputs = wan
+    fastac.enable(model, "attn_only")
+    support.train_step(model, inputs)
+    fastac.enable(model, "full")
+    support.train_step(model, inputs)
+    (row,) = fastac.report(model).rows
+    assert (row.saved, row.saved_bytes) == (0, 0)
+
+
+def test_a_copy_is_reported_by_itself(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model)
+    support.train_step(model, inputs)
+    copied = copy.deepcopy(model)
+    assert fastac.report(copied).active
+    assert fastac.report(copied).rows[0].blocks_seen == 0
+    support.train_step(copied, inputs)
+    assert fastac.report(copied).rows == fastac.report(model).rows
+
+
+def test_a_model_without_the_hook_can_be_reported_too() -> None:
+    """fastac.checkpoint is called by the model itself."""
+    model = support.stack(policy="attn_only", layers=3)
+    support.train_step(model, support.stack_inputs())
+    report = fastac.report(model)
+    (row,) = report.rows
+    assert (row.container, row.blocks_seen, row.attention_calls, row.saved) == ("blocks", 3, 6, 6)
+    assert row.saved_bytes == 6 * bytes_of(batch=1, heads=2, queries=support.VIDEO_TOKENS, dim=8)
+    assert "was not called" not in report.problem, "it saves; nothing is wrong"
+
+
+def test_a_model_without_blocks() -> None:
+    report = fastac.report(torch.nn.Linear(2, 2))
+    assert report.rows == ()
+    assert str(report)
+
+
+def test_bytes_for_people() -> None:
+    sizes = [0, 1023, 1024, 1536, 5 * 1024**2, 3 * 1024**3, 2 * 1024**4]
+    assert [readable_bytes(size) for size in sizes] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3.0 GiB",
+        "2.0 TiB",
+    ]
