@@ -18,7 +18,7 @@ from fastac import census, diagnosis, interception, torch_internals
 from fastac.census import Census, Observer
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.selective import Contexts, SelectiveRecord, traced_contexts, traced_failure
+from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts, traced_failure
 from fastac.tape import Record, Replay, Tape
 
 logger = logging.getLogger("fastac")
@@ -191,10 +191,7 @@ class Region:
                 self.observer = Observer(self.function, (self.args, self.kwargs), self.policy)
         if self.engine == "sac":
             if self._compiled:
-                raise FastacError(
-                    f'engine="sac" at {census.describe(self.function)}: torch\'s selective checkpointing around '
-                    f"compiled code may hand out buffers that the code reuses. Use the default engine."
-                )
+                raise FastacError(COMPILED_CODE)
             self.record = selective = SelectiveRecord(self.policy, self.observer)
             return selective, selective.replay
         tape = Tape()

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from fastac import census, registry
@@ -130,7 +128,7 @@ def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pol
         with (
             generators_preserved(devices),
             buffers_preserved(module),
-            _module_stack(witness),
+            _module_stack(witness, module),
             witness,
             _SdpaCalls(witness),
             observer,
@@ -164,18 +162,19 @@ def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _module_stack(witness: _Witness) -> Iterator[None]:
-    me = threading.get_ident()
+def _module_stack(witness: _Witness, module: torch.nn.Module | None) -> Iterator[None]:
+    """Keep the witness told of the module that runs; not by torch's process-wide hooks, on which dynamo guards."""
 
-    def enter(module: torch.nn.Module, _: Any) -> None:
-        if threading.get_ident() == me:
-            witness.modules.append(module)
+    def enter(inner: torch.nn.Module, _: Any) -> None:
+        witness.modules.append(inner)
 
-    def leave(module: torch.nn.Module, _: Any, __: Any) -> None:
-        if threading.get_ident() == me and witness.modules:
+    def leave(inner: torch.nn.Module, _: Any, __: Any) -> None:
+        if witness.modules:
             witness.modules.pop()
 
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    handles: list[Any] = []
+    for inner in module.modules() if module is not None else ():
+        handles += [inner.register_forward_pre_hook(enter), inner.register_forward_hook(leave, always_call=True)]
     try:
         yield
     finally:

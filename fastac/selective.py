@@ -21,6 +21,11 @@ from fastac.recognition import SoftmaxAttention, UnknownOp, looks_like_attention
 from fastac.registry import DecompositionOp, ResolvedOp, classify
 from fastac.tape import Decomposed
 
+COMPILED_CODE = (
+    'engine="sac": torch\'s selective checkpointing around compiled code may keep buffers that the code reuses, with '
+    "wrong gradients. Use the default engine."
+)
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -140,6 +145,8 @@ class SelectiveRecord:
             return CheckpointPolicy.PREFER_RECOMPUTE
         verdict = _verdict(resolved, self.policy, args, kwargs)
         saved = verdict is CheckpointPolicy.MUST_SAVE
+        if saved and not torch.is_grad_enabled() and torch_internals.in_compiled_code():
+            raise FastacError(COMPILED_CODE)
         if saved and resolved.draws(args, kwargs):
             raise FastacError(
                 f'engine="sac": {resolved.name} draws random numbers here, and torch\'s selective checkpointing does '

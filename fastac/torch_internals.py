@@ -7,6 +7,7 @@ torch version, and `tests/test_torch_internals.py` fails. Nothing else in fastac
 from __future__ import annotations
 
 import operator
+import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -96,6 +97,16 @@ def _codes(value: object) -> Iterator[types.CodeType]:
 def in_compiled_caller() -> bool:
     """Whether dynamo compiles the Python frames that are called from here (after a graph break)."""
     return callable(_eval_frame.get_eval_frame_callback())
+
+
+def in_compiled_code() -> bool:
+    """Whether the caller was called by code that torch.compile made. Walks the stack: not for every op."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        if caller.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd."):
+            return True
+        frame = caller
+    return False
 
 
 def in_proxy_trace() -> bool:
