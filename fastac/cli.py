@@ -64,7 +64,10 @@ def _check(options: argparse.Namespace) -> int:
     if row is None:
         raise FastacError(f"check {options.model}: no tiny model of this class. There are {', '.join(models.MODELS)}.")
     dtype = DTYPES[options.dtype]
-    model, inputs = models.tiny_model(row, dtype, options.device)
+    try:
+        model, inputs = models.tiny_model(row, dtype, options.device)
+    except (RuntimeError, AssertionError) as error:  # torch without this device says so in either way
+        raise FastacError(f"check --device {options.device}: torch can not use it here: {error}") from error
     if options.backend is not None:
         _set_backend(model, options.backend)
     print(verification.verify(model, **inputs, policy=options.policy, engine=options.engine))

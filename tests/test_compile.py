@@ -22,7 +22,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
@@ -50,7 +50,7 @@ def fresh_compiler(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     inductor = torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1)
     autograd = torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
     reset()
-    with inductor, autograd, sdpa_kernel(list(SDPBackend.__members__.values())[1:]):
+    with inductor, autograd, sdpa_kernel(_cur_sdpa_kernel_backends()):
         yield
     reset()
 
@@ -210,8 +210,11 @@ class TestCompiledBlocks:
             steps=2,
         )
 
-    @EACH_BACKEND
-    @pytest.mark.parametrize("wrapped", [False, True], ids=["", "wrap_inductor_compiled_regions"])
+    @pytest.mark.parametrize(
+        ("backend", "wrapped"),
+        [("aot_eager", False), ("inductor", False), ("inductor", True)],
+        ids=["aot_eager", "inductor", "wrapped into an operator"],
+    )
     def test_buffers_that_compiled_code_reuses(self, backend: str, wrapped: bool) -> None:
         """Only the feed-forward trains: no backward needs the attention output of block 0, and inductor reuses it."""
         with torch._inductor.config.patch(wrap_inductor_compiled_regions=wrapped):
@@ -238,6 +241,33 @@ class TestCompiledBlocks:
             return train_only(stack(policy=policy, block=lambda: SmallBlock(compiled)), "ffn")
 
         assert_exact_and_saved(build, without_gradients(small_inputs()), calls=2)
+
+    def test_a_compiled_part_of_an_eager_block(self) -> None:
+        def build(policy: str) -> torch.nn.Module:
+            model = stack(policy=policy)
+            for block in model.blocks:
+                block.ffn.compile(backend="aot_eager", dynamic=False)
+            return model
+
+        assert_exact_and_saved(build, stack_inputs(), calls=4, looks=1)
+
+    @EACH_BACKEND
+    def test_a_second_backward(self, backend: str) -> None:
+        """What was kept is handed out twice, and compiled code may reuse what it is handed."""
+
+        def backward_twice(loss: torch.Tensor) -> None:
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+        inputs = without_gradients(small_inputs())
+        found = []
+        with torch._functorch.config.patch(donated_buffer=False):
+            for policy in ("none", "attn_only"):
+                reset()
+                model = compile_blocks(train_only(small(policy), "ffn"), backend)
+                found.append([train_step(model, inputs, backward=backward_twice) for _ in range(2)])
+        for mine, theirs in zip(found[1], found[0], strict=True):
+            assert_same(mine, theirs)
 
     def test_a_graph_break_inside_a_compiled_block(self) -> None:
         assert_exact_and_saved(
@@ -479,9 +509,11 @@ class TestNothingSavable:
     )
     def test_it_is_an_error_on_every_call(self, cause: str, way: str, backend: str) -> None:
         model = WAYS[way](self.blocks(cause), backend)
+        switches = _cur_sdpa_kernel_backends()
         for _ in range(2):
             with pytest.raises(PolicyNotAppliedError, match="attention"):
                 model(**stack_inputs())
+        assert _cur_sdpa_kernel_backends() == switches  # `with sdpa_kernel(...)` is part of the graph that failed
 
     @EACH_WAY
     def test_one_block_among_others(self, way: str) -> None:
