@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import interception, registry, torch_internals
 from fastac.policy import Policy
-from fastac.recognition import SoftmaxAttention, UnknownOp, looks_like_attention_forward
+from fastac.recognition import Decomposed, SoftmaxAttention, UnknownOp, looks_like_attention_forward
 from fastac.registry import ResolvedOp
-from fastac.tape import Decomposed, Record
+from fastac.tape import Record
 
 logger = logging.getLogger("fastac")
 

@@ -219,9 +219,7 @@ class Region:
         seen: Observer | diagnosis.Look | None = self.observer
         if seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops)):
             # A compiled region can not be watched, and one that makes fewer calls than it should was not.
-            loaded = interception.install()
             seen = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
-            seen.late += [op.name for op in seen.ops if op.qualified_name in loaded]
         where = census.describe(self.function)
         if seen is not None and seen.late:
             interception.install()

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from fastac import census, registry
 from fastac.policy import Policy
 from fastac.preservation import buffers_preserved, generators_preserved
-from fastac.recognition import UnknownOp
+from fastac.recognition import Decomposed, UnknownOp
 from fastac.registry import ResolvedOp, Verdict
-from fastac.tape import Decomposed, Scope, Tape, run_kernel, thread
+from fastac.tape import Scope, Tape, run_kernel, thread
 
 
 @dataclasses.dataclass

@@ -38,8 +38,8 @@ def intercepted() -> Collection[str]:
     return _libraries.keys()
 
 
-def install() -> list[str]:
-    """Intercept every registered op that the process has, once; the new ones. Cheap when no library was loaded since.
+def install() -> None:
+    """Intercept every registered op that the process has, once. Cheap when no library was loaded since.
 
     Raises FastacError when somebody else stands at BackendSelect of such an op: the later would shadow the earlier.
     """
@@ -49,14 +49,11 @@ def install() -> list[str]:
             registry.after_registration.append(install)
         count = len(torch_internals.op_names()) + len(registry.rows())
         if count == _known_op_names:
-            return []
-        new = []
+            return
         for resolved in registry.present_ops():
             if resolved.qualified_name not in _libraries:
                 _intercept(resolved)
-                new.append(resolved.qualified_name)
         _known_op_names = count
-        return new
 
 
 def _intercept(resolved: ResolvedOp) -> None:

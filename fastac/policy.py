@@ -58,8 +58,6 @@ class Policy:
 class BlockPolicies(dict[Any, Policy]):
     """Block -> policy, for a model that mixes them. Copied and pickled together with the model's blocks."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
     def of(self, function: Any) -> Policy | None:
         """The policy of the block that is called: itself, by a bound method, or compiled. None for a strange block."""
         block = getattr(function, "__self__", function)

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac import torch_internals
-from fastac.tape import Decomposed
+from fastac.registry import DecompositionOp, ResolvedOp
+
+
+@dataclasses.dataclass(frozen=True)
+class Decomposed:
+    """An attention call that ran as many small ops, so that it has no output to save."""
+
+    attention: str
+    keys: int
+
+    @classmethod
+    def from_call(cls, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Decomposed:
+        """From the call of a DecompositionOp; a symbolic number of keys counts as many."""
+        row, keys = resolved.row, resolved.keys(args, kwargs)
+        attention = row.attention if isinstance(row, DecompositionOp) else resolved.name
+        return cls(attention, keys if isinstance(keys, int) else sys.maxsize)
+
 
 _LOOKS_LIKE_ATTENTION = re.compile(r"(?<![a-z])(attn|attention|sdpa|flex_attention)(?![a-z])|attn_|attention_")
 _NOT_A_FORWARD = re.compile(r"backward|bwd|_grad|mask|bias")

@@ -91,15 +91,17 @@ class ResolvedOp:
             self.qualified_name += "." + op._schema.overload_name
         self._positions = {argument.name: i for i, argument in enumerate(op._schema.arguments)}
         self._defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
-        self._written: list[str] = []
+        self.written: list[str] = []
+        self.may_draw = isinstance(row, AttentionOp) and row.dropout is not None
         if isinstance(row, AttentionOp):
             self._check_schema(row)
+            self._key, self._dimension = self._positions[row.key], KEYS_DIMENSION[row.layout]
 
     def _check_schema(self, row: AttentionOp) -> None:
         schema = self.op._schema
         for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                self._written.append(argument.name)
+                self.written.append(argument.name)
                 if not isinstance(argument.type, torch.OptionalType):
                     raise FastacError(
                         f"register: {self.name} writes its argument {argument.name!r}. On replay the kernel does not "
@@ -132,8 +134,8 @@ class ResolvedOp:
             keys = self.argument(row.max_kv, args, kwargs)
             if keys is not None:
                 return keys
-        dimension = KEYS_DIMENSION[row.layout]
-        return self.argument(row.key, args, kwargs).shape[dimension]  # type: ignore[no-any-return]
+        key = args[self._key] if self._key < len(args) else kwargs[row.key]
+        return key.shape[self._dimension]  # type: ignore[no-any-return]
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the kernel may draw random numbers in this call."""
@@ -144,7 +146,7 @@ class ResolvedOp:
 
     def check_writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise FastacError when this call passes a tensor that the kernel writes."""
-        for name in self._written:
+        for name in self.written:
             if self.argument(name, args, kwargs) is not None:
                 raise FastacError(
                     f"{self.name} was called with {name!r}, which it writes. A saved call does not run again, so the "

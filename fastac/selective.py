@@ -17,9 +17,8 @@ from fastac import torch_internals
 from fastac.census import Call, Census, Observer
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.policy import Policy
-from fastac.recognition import SoftmaxAttention, UnknownOp, looks_like_attention_forward
+from fastac.recognition import Decomposed, SoftmaxAttention, UnknownOp, looks_like_attention_forward
 from fastac.registry import DecompositionOp, ResolvedOp, classify
-from fastac.tape import Decomposed
 
 COMPILED_CODE = (
     'engine="sac": torch\'s selective checkpointing around compiled code may keep buffers that the code reuses, with '

@@ -8,8 +8,6 @@ here was put in after a run with wrong gradients; `tests/test_tape.py` has one t
 from __future__ import annotations
 
 import collections
-import dataclasses
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +19,8 @@ from fastac import torch_internals
 from fastac.errors import FastacError
 from fastac.policy import Policy
 from fastac.preservation import generator_state, set_generator_state
-from fastac.registry import DecompositionOp, ResolvedOp
+from fastac.recognition import Decomposed
+from fastac.registry import ResolvedOp
 from fastac.torch_internals import BELOW_BACKEND_SELECT
 
 Calls = collections.Counter[str]
@@ -55,18 +54,17 @@ def run_kernel(resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: d
 class Entry:
     """One attention call of a region. `kept` is None where the policy recomputes it."""
 
-    __slots__ = ("device", "generator_state", "guarded", "inputs", "kept", "keys", "resolved", "returned", "versions")
+    kept: Sequence[Any] | None = None
+    single = False
+    versions: Sequence[int | None] = ()
+    guarded = False
+    generator_state: torch.Tensor | None = None
+    device: torch.device | None = None
 
-    def __init__(self, resolved: ResolvedOp, keys: int, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, resolved: ResolvedOp, keys: int, inputs: Sequence[Any]) -> None:
         self.resolved = resolved
         self.keys = keys
         self.inputs = inputs
-        self.kept: tuple[Any, ...] | None = None
-        self.returned: type = tuple
-        self.versions: list[int | None] = []
-        self.guarded = False
-        self.generator_state: torch.Tensor | None = None
-        self.device: torch.device | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -97,35 +95,24 @@ class _Generation:
 generation = _Generation()
 
 
-@dataclasses.dataclass(frozen=True)
-class Decomposed:
-    """An attention call that ran as many small ops, so that it has no output to save."""
-
-    attention: str
-    keys: int
-
-    @classmethod
-    def from_call(cls, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Decomposed:
-        """From the call of a DecompositionOp; a symbolic number of keys counts as many."""
-        row, keys = resolved.row, resolved.keys(args, kwargs)
-        attention = row.attention if isinstance(row, DecompositionOp) else resolved.name
-        return cls(attention, keys if isinstance(keys, int) else sys.maxsize)
-
-
-def _described(args: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)])
+def _described(args: Sequence[Any]) -> list[Any]:
+    return [(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)]
 
 
 def _requires_grad(args: Sequence[Any]) -> bool:
-    return any([value.requires_grad for value in args if isinstance(value, torch.Tensor)])  # noqa: C419 a list is faster
+    for value in args:  # noqa: SIM110 a generator costs more than the rest
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return True
+    return False
 
 
 class Scope:
     """What is open while a region runs in this thread. Scopes nest as checkpointed regions do."""
 
+    outer: Scope | None = None
+
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.outer: Scope | None = None
 
     def __enter__(self) -> Scope:
         self.outer = thread.scope
@@ -137,9 +124,9 @@ class Scope:
 
     def run(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
-        if self.outer is None:
-            return run_kernel(resolved, keyset, args, kwargs)
-        return self.outer.call(resolved, keyset, args, kwargs)
+        if self.outer is not None:
+            return self.outer.call(resolved, keyset, args, kwargs)
+        return run_kernel(resolved, keyset, args, kwargs)
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An attention op was called in this thread while the scope is open."""
@@ -192,31 +179,37 @@ class Record(Scope):
         if torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation:
             return run_kernel(resolved, keyset, args, kwargs)
         keys = resolved.keys(args, kwargs)
+        saves = self.policy.saves(keys)
         # On the tape before it runs: a call that raises, where the block then tries another kernel, does so again.
         entry = Entry(resolved, keys, _described(args))
         self.tape.append(entry)
-        if not self.policy.saves(keys):
-            outputs = self.run(resolved, keyset, args, kwargs)
-            self.calls.append(resolved)
-            return outputs
-        resolved.check_writes(args, kwargs)
         state = None
-        if self.preserves_generators and resolved.draws(args, kwargs):
-            entry.device = next(a.device for a in args if isinstance(a, torch.Tensor))
-            state = generator_state(entry.device)
+        if saves:
+            if resolved.written:
+                resolved.check_writes(args, kwargs)
+            if resolved.may_draw and self.preserves_generators and resolved.draws(args, kwargs):
+                entry.device = next(a.device for a in args if isinstance(a, torch.Tensor))
+                state = generator_state(entry.device)
         outputs = self.run(resolved, keyset, args, kwargs)
         self.calls.append(resolved)
+        if not saves:
+            return outputs
         if state is not None and entry.device is not None:
             after = generator_state(entry.device)
             entry.generator_state = None if torch.equal(state, after) else after
+        sequence = outputs
+        if isinstance(outputs, torch.Tensor):
+            entry.single, sequence = True, (outputs,)
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
         # grad the user may write into the output. Keep a copy there.
-        entry.guarded = torch.is_grad_enabled() and _requires_grad(args)
-        entry.returned = type(outputs)
-        sequence = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        entry.kept = torch_internals.aliases(sequence) if entry.guarded else _clones(sequence)
-        entry.versions = torch_internals.versions(entry.kept)
+        if torch.is_grad_enabled() and _requires_grad(args):
+            entry.guarded = True
+            entry.kept = torch_internals.aliases(sequence)
+            entry.versions = torch_internals.versions(entry.kept)
+        else:
+            entry.kept = _clones(sequence)
+            entry.versions = torch_internals.versions(entry.kept)
         return outputs
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -283,9 +276,7 @@ class Replay(Scope):
             self.tape[position] = None
         else:  # for a second backward; an output that nobody guards must not be handed out itself
             outputs = torch_internals.aliases(outputs) if entry.guarded else _clones(outputs)
-        if issubclass(entry.returned, torch.Tensor):
-            return outputs[0]
-        return outputs
+        return outputs[0] if entry.single else outputs
 
 
 def _clones(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -300,5 +291,5 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _readable(inputs: tuple[Any, ...]) -> str:
+def _readable(inputs: Sequence[Any]) -> str:
     return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, _, dtype in inputs)

@@ -380,7 +380,7 @@ def written_with_baddbmm(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 def written_with_a_mask_and_dropout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     scores = torch.matmul(q, k.transpose(-1, -2)) / 3
     scores = scores.masked_fill(torch.zeros(scores.shape[-2:], dtype=torch.bool), -1e9) + 0.5
-    return torch.matmul(F.dropout(scores.float().softmax(-1).to(v.dtype), 0.1), v)
+    return torch.matmul(F.dropout(scores.double().softmax(-1).to(v.dtype), 0.1), v)
 
 
 def written_in_half_precision_under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

