@@ -56,8 +56,9 @@ def fresh_compiler(kernel_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def reset() -> None:
-    """Forget everything that was compiled."""
+    """Forget everything that was compiled, and what fake tensors learned: a warm cache hides calls with stand-ins."""
     torch._dynamo.reset()
+    FakeTensorMode.cache_clear()
     counters.clear()
     torch._dynamo.utils.clear_compilation_metrics()
 

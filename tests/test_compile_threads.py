@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch._dynamo.utils import get_compilation_metrics
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastac import PolicyNotAppliedError, checkpointing, selective
 from tests import support
@@ -26,9 +27,15 @@ from tests.support import AttentionBlock, assert_same, stack, stack_inputs, trai
 def fresh_compiler() -> Any:
     """Nothing compiled so far; aot_eager has no cache of its own but AOT's."""
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        torch._dynamo.reset()
+        reset()
         yield
-        torch._dynamo.reset()
+        reset()
+
+
+def reset() -> None:
+    """Forget everything that was compiled, and what fake tensors learned."""
+    torch._dynamo.reset()
+    FakeTensorMode.cache_clear()
 
 
 def gated_backend(inside: threading.Event, go_on: threading.Event) -> Callable[..., Any]:
@@ -112,7 +119,7 @@ def test_both_at_full_speed(selective_threads: Counter[int]) -> None:
                 video = torch.randn(1, tokens, support.WIDTH, generator=generator).requires_grad_()
                 found = []
                 for model in (compiled, plain):
-                    torch._dynamo.reset()
+                    reset()
                     model.blocks[0].compile(backend="aot_eager", dynamic=False)
                     found.append(step_without_seed(model, {**stack_inputs(), "video": video}))
                 assert_same(*found)
@@ -141,7 +148,7 @@ def test_backward_of_compiled_code_in_another_thread(way: str) -> None:
 
     models = []
     for policy in ("none", "attn_only"):
-        torch._dynamo.reset()
+        reset()
         model = stack(policy=policy)
         for module in model.blocks if way == "blocks" else [model]:
             module.compile(backend="aot_eager", dynamic=False)

@@ -53,14 +53,16 @@ def test_host_time(tmp_path: Path) -> None:
     process, result = run("host_time.py", "--rounds", "2", output=tmp_path / "host_time.json")
     assert process.returncode == 0, process.stdout + process.stderr
     assert result["rounds"] == 2
-    for dtype in ("fp32", "bf16"):
-        measured = result["results"][dtype]
+    cases = [f"{dtype}, {tokens} tokens" for dtype in ("fp32", "bf16") for tokens in (128, 512)]
+    assert sorted(result["results"]) == sorted(cases)
+    for case in cases:
+        measured = result["results"][case]
         assert {"none", "full", "attn_only", "attn_only, engine sac"} < measured.keys()
         assert measured["full"]["ratio_of_fastest"] == 1
         for row in measured.values():
             assert 0 < row["fastest_ms"] <= row["median_ms"]
             assert row["ratio_of_fastest"] == pytest.approx(row["fastest_ms"] / measured["full"]["fastest_ms"])
-        assert result["before_fastac_was_enabled"][dtype].keys() == {"none", "full"}
+        assert result["before_fastac_was_enabled"][case].keys() == {"none", "full"}
 
 
 @pytest.mark.parametrize(
