@@ -175,7 +175,7 @@ class Region:
 
     def contexts(self) -> Contexts:
         """torch's context_fn: what the forward and the recompute run under."""
-        if torch_internals.in_proxy_trace() or any(map(torch_internals.is_fake, self.args)):
+        if torch_internals.in_proxy_trace() or any(map(torch_internals.is_fake, (*self.args, *self.kwargs.values()))):
             return traced_contexts(self.policy)
         block = self.block
         if block is not None and block.latest_key == self.key:  # cheaper than hashing the key

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
@@ -243,6 +244,18 @@ class TestCompiledBlocks:
 
         assert_exact_and_saved(build, without_gradients(small_inputs()), calls=2)
 
+    @EACH_BACKEND
+    def test_kernels_that_run_on_stand_ins_with_data(self, backend: str) -> None:
+        """Dynamo may run the real kernel on real tensors of its own while it traces: no call of the region."""
+        inputs, found = small_inputs(), []
+        with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
+            for policy in ("none", "attn_only"):
+                reset()
+                found.append(train(compile_blocks(small(policy), backend), inputs))
+        for mine, theirs in zip(found[1].tensors, found[0].tensors, strict=True):
+            assert_same(mine, theirs)
+        assert found[1].executions[1:] == [2, 2]
+
     def test_a_compiled_part_of_an_eager_block(self) -> None:
         def build(policy: str) -> torch.nn.Module:
             model = stack(policy=policy)
@@ -255,11 +268,6 @@ class TestCompiledBlocks:
     @EACH_BACKEND
     def test_a_second_backward(self, backend: str) -> None:
         """What was kept is handed out twice, and compiled code may reuse what it is handed."""
-
-        def backward_twice(loss: torch.Tensor) -> None:
-            loss.backward(retain_graph=True)
-            loss.backward()
-
         inputs = without_gradients(small_inputs())
         found = []
         with torch._functorch.config.patch(donated_buffer=False):
@@ -390,6 +398,13 @@ class TestCompiledModels:
         assert_exact_and_saved(
             lambda policy: compile_whole(BreakBetween(stack(policy=policy)), "aot_eager"), stack_inputs(), calls=4
         )
+
+    def test_a_second_backward_without_aot(self) -> None:
+        """A graph that is not compiled further runs its regions on the tape; torch's contexts serve one backward."""
+        expected = train_step(stack(), stack_inputs(), backward=backward_twice)
+        model = compile_whole(stack(policy="attn_only"), "eager")
+        for _ in range(2):
+            assert_same(train_step(model, stack_inputs(), backward=backward_twice), expected)
 
     def test_policies_per_block(self) -> None:
         model = stack()
@@ -685,6 +700,21 @@ class TestOtherTraces:
         fastac.enable(model)
         assert_same(train_step(model, inputs), train_step(support.build("WanTransformer3DModel")[0], inputs))
 
+    @pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by name"])
+    @pytest.mark.parametrize(("policy", "calls"), [("none", 2), ("full", 4), ("attn_only", 2)])
+    def test_planning_on_fake_tensors_sees_the_policy(self, policy: str, calls: int, by_name: bool) -> None:
+        """Calls and bytes are planned without data: there, too, attention is called again under full only."""
+        mode, counting = FakeTensorMode(), CountAttention()
+        mode.cache_enabled = False  # a call that the cache answers reaches no kernel
+        block = to_fake(AttentionBlock(), mode)
+        inputs = {name: mode.from_tensor(value.detach()) for name, value in stack_inputs().items()}
+        with mode, counting:
+            for _ in range(2):
+                counting.calls = 0
+                args, kwargs = ((), inputs) if by_name else (tuple(inputs.values()), {})
+                support.run_checkpointed(block, *args, policy=policy, **kwargs).sum().backward()
+                assert counting.calls == calls
+
     @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
     def test_export_holds_no_checkpoint(self, strict: bool) -> None:
         model, inputs = support.build("WanTransformer3DModel")
@@ -755,6 +785,12 @@ def attend_and_print(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return F.scaled_dot_product_attention(query, key, value)
 
 
+def backward_twice(loss: torch.Tensor) -> None:
+    """As losses with adaptive weights do."""
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
 class InnerCheckpoint(torch.nn.Module):
     """A block that checkpoints itself."""
 
@@ -780,6 +816,16 @@ class BreakBetween(torch.nn.Module):
             video = support.run_checkpointed(block, video, text, policy=self.inner.policy)
         torch._dynamo.graph_break()
         return video * 2
+
+
+class CountAttention(TorchDispatchMode):
+    """Counts calls of the attention op, which on fake tensors no kernel can count."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
 
 
 def train_only(model: torch.nn.Module, part: str) -> torch.nn.Module:
