@@ -36,7 +36,9 @@ def support() -> str:
                         (
                             f"`{name}`",
                             backend.verdict.value.replace("_", " "),
-                            "saved" if backend.family in families else ("no rows yet" if backend.family else "refused"),
+                            "saved"
+                            if backend.family in families
+                            else ("refused: no rows yet" if backend.family else "refused"),
                             backend.reason,
                         )
                         for name, backend in listed

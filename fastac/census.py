@@ -26,6 +26,9 @@ from fastac.tape import Record
 
 logger = logging.getLogger("fastac")
 
+MANY = 256
+"""Input signatures of a block, or of a class, that are remembered; with more than that, all are learned anew."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -169,6 +172,8 @@ class Observer(TorchDispatchMode):
         self.missed: list[tuple[str, Decomposed]] = []
         self.elsewhere: list[str] = []
         self.late: list[str] = []
+        self.silent: list[str] = []
+        self.progress: Callable[[], int] = lambda: 0
         self.ops: tuple[ResolvedOp, ...] = ()  # what the tape records is not seen twice
         module = module_of(function)
         parameters = list(module.parameters()) if module is not None else []
@@ -176,6 +181,8 @@ class Observer(TorchDispatchMode):
         self._softmax_attention = SoftmaxAttention(tensors)
         self._roots = _graph_roots([*parameters, *tensors])
         self._thread = 0
+        self._module = module
+        self._handles: list[Any] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -184,17 +191,43 @@ class Observer(TorchDispatchMode):
     def __enter__(self) -> Observer:
         self._thread = threading.get_ident()
         interception.watchers.append(self._outside)
+        if self._module is not None:
+            for use in registry.backend_uses(self._module):
+                self._watch(use.module, self._module.get_submodule(use.module))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         interception.watchers.remove(self._outside)
+        while self._handles:
+            self._handles.pop().remove()
+        self.progress = lambda: 0  # it held the record, which holds this
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         self.observe(func, args, outputs)
         return outputs
+
+    def _watch(self, name: str, attention: torch.nn.Module) -> None:
+        """Notice an attention module that computes no attention anybody can see: a kernel past the dispatcher.
+
+        Linear attention is seen by its matrix products.
+        """
+        before: list[int] = []
+
+        def enter(_: torch.nn.Module, __: Any) -> None:
+            before.append(self._seen())
+
+        def leave(_: torch.nn.Module, __: Any, ___: Any) -> None:
+            if before and before.pop() == self._seen():
+                self.silent.append(name)
+
+        self._handles += [attention.register_forward_pre_hook(enter), attention.register_forward_hook(leave)]
+
+    def _seen(self) -> int:
+        recognized = len(self.missed) + len(self.unknown) + len(self.late) + len(self.elsewhere)
+        return self.progress() + recognized + self._softmax_attention.products
 
     def observe(self, op: Any, args: Any, outputs: Any) -> None:
         """Take note of one op that has just run."""

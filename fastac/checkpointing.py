@@ -18,6 +18,7 @@ from fastac import census, diagnosis, interception, torch_internals
 from fastac.census import Census, Observer
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
 from fastac.policy import BlockPolicies, Policy, resolve
+from fastac.preflight import is_compiled, refuse_switched, refuse_wrapped
 from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts, traced_failure
 from fastac.tape import Record, Replay, Tape
 
@@ -183,20 +184,27 @@ class Region:
         elif block is not None:
             self._known = block.censuses.get(self.key)
         if self._known is None:
+            refuse_wrapped(self.function)
+            refuse_switched(self.function, self.policy)
             self._known = census.known(self.function).get(self.key)
         if self._known is None:
             interception.install()
-            refuse_wrapped(self.function)
             if not self._compiled:
                 self.observer = Observer(self.function, (self.args, self.kwargs), self.policy)
         if self.engine == "sac":
             if self._compiled:
                 raise FastacError(COMPILED_CODE)
             self.record = selective = SelectiveRecord(self.policy, self.observer)
+            self._tell_progress(selective)
             return selective, selective.replay
         tape = Tape()
         self.record = record = Record(tape, self.policy, self.preserves_generators, self.observer)
+        self._tell_progress(record)
         return record, Replay(tape)
+
+    def _tell_progress(self, record: Record | SelectiveRecord) -> None:
+        if self.observer is not None:
+            self.observer.progress = lambda: len(record.calls) + len(record.missed)
 
     @property
     def _compiled(self) -> bool:
@@ -227,7 +235,10 @@ class Region:
             return  # nothing is remembered: the next region is taken as the first of its kind
         if seen is not None:
             self._judge(record, mine, seen)
-        if census.known(self.function).setdefault(self.key, mine) is mine:
+        kinds = census.known(self.function)
+        if len(kinds) >= census.MANY:
+            kinds.clear()
+        if kinds.setdefault(self.key, mine) is mine:
             ops = ", ".join(dict.fromkeys(call.op for call in mine.calls)) or "none"
             saved = sum(call.saved for call in mine.calls)
             logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(mine.calls), saved, self.policy, ops)
@@ -238,7 +249,9 @@ class Region:
     def _judge(self, record: Record | SelectiveRecord, mine: Census, seen: Observer | diagnosis.Look) -> None:
         before = self.block.censuses.get(self.key) if self.block is not None else None
         expected = max(len(seen.ops), len(before.ops) if before is not None else 0)
-        if not (record.missed or seen.missed or seen.unknown or seen.elsewhere or len(mine.ops) < expected):
+        if not (
+            record.missed or seen.missed or seen.unknown or seen.elsewhere or seen.silent or len(mine.ops) < expected
+        ):
             return
         look = seen
         if isinstance(look, Observer):
@@ -253,31 +266,7 @@ class Region:
             listener(mine)
         block = self.block
         if block is not None and block.latest is not mine:
+            if len(block.censuses) >= census.MANY:
+                block.censuses.clear()
             block.latest = block.censuses[self.key] = mine
             block.latest_key = self.key
-
-
-def is_compiled(function: Any) -> bool:
-    """Whether torch.compile was applied to a function, a block, or a module inside it."""
-    if hasattr(function, "_torchdynamo_orig_callable"):
-        return True
-    module = census.module_of(function)
-    return module is not None and any(
-        inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod") for inner in module.modules()
-    )
-
-
-def refuse_wrapped(function: Any) -> None:
-    """Raise FastacError when something inside is checkpointed already: attention would run twice and be kept."""
-    owner = census.module_of(function)
-    if owner is None:
-        return
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-    for name, module in owner.named_modules():
-        if isinstance(module, CheckpointWrapper):
-            where = ".".join(filter(None, (census.describe(function), name)))
-            raise FastacError(
-                f"{where} is wrapped in torch's CheckpointWrapper (accelerate's FSDP activation_checkpointing does "
-                f"that), so it would be checkpointed twice. Switch the wrapper off, or do not use fastac for it."
-            )

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import torch
 from rich.table import Table
 
-from fastac import models, registry, verification
-from fastac.backends.diffusers import BACKENDS
+from fastac import models, preflight, registry, verification
+from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.errors import FastacError
 from fastac.policy import NAMED
 from fastac.registry import AttentionOp, Verdict
 from fastac.reporting import render
 
+CAN_BE_SAVED = "can be saved"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,13 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _backends() -> int:
     table = Table(title=f"attention backends of diffusers, torch {torch.__version__}", title_justify="left")
-    for heading in ("backend", "verdict", "on this machine", "what it is, or why not"):
-        table.add_column(heading)
-    for name, backend in sorted(BACKENDS.items(), key=lambda item: (item[1].verdict is not Verdict.SAVABLE, item[0])):
-        here = "refused"
-        if backend.verdict is Verdict.SAVABLE:
-            here = registry.unavailable(backend.family, backend.op) or "can be saved"
-        table.add_row(name, backend.verdict.value.replace("_", " "), here, backend.reason)
+    for heading in ("backend", "on this machine", "verdict", "what it is, or why not"):
+        table.add_column(heading, max_width=56, overflow="fold")
+    here = {name: _here(backend) for name, backend in BACKENDS.items()}
+    for name, backend in sorted(BACKENDS.items(), key=lambda item: (here[item[0]] != CAN_BE_SAVED, item[0])):
+        table.add_row(name, here[name], backend.verdict.value.replace("_", " "), backend.reason)
     print(render(table))
     ops = Table(title="attention ops that are saved when they are called", title_justify="left")
     for heading in ("op", "rows of"):
@@ -57,6 +56,13 @@ def _backends() -> int:
             ops.add_row(op.qualified_name, op.row.backend)
     print(render(ops))
     return 0
+
+
+def _here(backend: DiffusersBackend) -> str:
+    if backend.verdict is not Verdict.SAVABLE:
+        return "refused"
+    missing = preflight.unavailable(backend.family, backend.op)
+    return CAN_BE_SAVED if missing is None else f"refused: {missing}"
 
 
 def _check(options: argparse.Namespace) -> int:

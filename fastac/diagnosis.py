@@ -106,13 +106,17 @@ def why_decomposed(
 
 @dataclasses.dataclass
 class Look:
-    """What a second look saw. missed: attention that the policy saves and no row can. late: ops loaded just now."""
+    """What a second look saw. missed: attention that the policy saves and no row can. late: ops loaded just now.
+
+    silent: attention modules that ran without any attention that can be seen.
+    """
 
     ops: tuple[ResolvedOp, ...]
     missed: list[Attention]
     unknown: list[UnknownOp]
     elsewhere: list[str]
     late: list[str]
+    silent: list[str]
 
 
 def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> Look:
@@ -123,6 +127,7 @@ def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pol
         witness.names = {id(inner): name for name, inner in module.named_modules()}
     observer = census.Observer(function, (args, kwargs), policy, lambda: witness.where)
     devices = {tensor.device for tensor in census.tensors_of((args, kwargs))}
+    observer.progress = lambda: len(witness.seen)
     outer, thread.scope = thread.scope, None
     try:
         with (
@@ -138,7 +143,7 @@ def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pol
         thread.scope = outer
     missed = [attention for attention in witness.seen if attention.cause and policy.saves(attention.keys)]
     missed += [Attention(where, found.attention, found.keys, "it is not one op") for where, found in observer.missed]
-    return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.late)
+    return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.late, observer.silent)
 
 
 def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -202,6 +207,11 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
     for name in sorted(set(look.elsewhere)):
         lines.append(
             f"- {name} was called in another thread, where no region is open. Call it in the block's own thread."
+        )
+    for name in sorted(set(look.silent)):
+        lines.append(
+            f"- {where}.{name} ran, and no attention call was seen: its kernel is called past the dispatcher "
+            f"(from an autograd.Function, by pybind or ctypes), where nothing can be saved."
         )
     for use in registry.backend_uses(function) if isinstance(function, torch.nn.Module) else ():
         if use.verdict is not Verdict.SAVABLE:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from fastac import census, interception, models, registry
-from fastac.checkpointing import ENGINES, checkpoint, refuse_wrapped
+from fastac.checkpointing import ENGINES, checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
+from fastac.preflight import refuse_wrapped, unavailable
 from fastac.registry import BackendUse, Verdict
 
 logger = logging.getLogger("fastac")
@@ -81,10 +82,12 @@ def enable(
 
 
 def disable(model: torch.nn.Module) -> None:
-    """Undo `enable`: the model's gradient checkpointing is again what it was before the first `enable`.
+    """Undo `enable`: the model's gradient checkpointing is again what it was when fastac came in.
 
     Does nothing to a model that fastac is not enabled on. A copy of an enabled model is left without checkpointing.
+    Raises FastacError for what is no module.
     """
+    check_module(model, "disable")
     for module in _switches(model):
         if not is_ours(_function_of(module)):
             continue
@@ -123,7 +126,7 @@ def _set(module: Any, flag: Any, function: Any) -> None:
     module.gradient_checkpointing = flag
     if function is not _ABSENT:
         module._gradient_checkpointing_func = function
-    elif hasattr(module, "_gradient_checkpointing_func"):
+    elif "_gradient_checkpointing_func" in vars(module):
         del module._gradient_checkpointing_func
 
 
@@ -149,6 +152,12 @@ def was_replaced(model: torch.nn.Module) -> bool:
     )
 
 
+def was_switched_off(model: torch.nn.Module) -> bool:
+    """Whether fastac was enabled on a model whose gradient checkpointing is off now."""
+    switches = [module for module in _switches(model) if _check_before_forward in module._forward_pre_hooks.values()]
+    return bool(switches) and not any(module.gradient_checkpointing for module in switches)
+
+
 def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> None:
     """Raise UnsupportedBackendError when attention modules use a backend that the policy can not be honoured on."""
     saves = not saves_nothing(policy)
@@ -158,7 +167,7 @@ def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> No
         if use.verdict is Verdict.NOT_TRAINABLE or (saves and use.verdict is not Verdict.SAVABLE):
             verdict = use.verdict.value.replace("_", " ")
             raise UnsupportedBackendError(_refusal(model, policy, use, f"is {verdict}: {use.reason}"))
-        if saves and (missing := registry.unavailable(use.family, use.op)) is not None:
+        if saves and (missing := unavailable(use.family, use.op)) is not None:
             raise UnsupportedBackendError(_refusal(model, policy, use, f"can not be saved here: {missing}"))
 
 
@@ -179,12 +188,21 @@ def _refusal(model: torch.nn.Module, policy: Policy | BlockPolicies, use: Backen
     )
 
 
-def _check_model(model: object) -> None:
-    name = type(model).__name__
+def check_module(model: object, call: str) -> None:
+    """Raise FastacError for what is no module; `call` is the public function that was given it."""
     if not isinstance(model, torch.nn.Module):
         raise FastacError(
-            f"enable: expected a model, got {name}. With a pipeline, pass its transformer: enable(pipe.transformer)."
+            f"{call}: expected a model, got {type(model).__name__}. With a pipeline, pass its transformer: "
+            f"{call}(pipe.transformer)."
         )
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    check_module(model, "enable")
+    name = type(model).__name__
+    inner = getattr(model, "module", None)
+    if not hasattr(model, "enable_gradient_checkpointing") and hasattr(inner, "enable_gradient_checkpointing"):
+        raise FastacError(f"enable: {name} wraps a {type(inner).__name__}. Pass that one: enable(model.module).")
     if not hasattr(model, "enable_gradient_checkpointing"):
         raise FastacError(
             f"enable: {name} has no enable_gradient_checkpointing, so it is no diffusers model. "
@@ -197,11 +215,13 @@ def _check_model(model: object) -> None:
 
 
 def _switches(model: torch.nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    # Not hasattr(module, ...): wrappers such as PeftModel pass on what their inner model has.
+    name = "gradient_checkpointing"
+    return [module for module in model.modules() if name in vars(module) or hasattr(type(module), name)]
 
 
 def _function_of(module: torch.nn.Module) -> Any:
-    return getattr(module, "_gradient_checkpointing_func", _ABSENT)
+    return vars(module).get("_gradient_checkpointing_func", _ABSENT)
 
 
 def _runs_another(module: Any) -> bool:

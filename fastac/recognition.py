@@ -30,21 +30,26 @@ class Decomposed:
         return cls(attention, keys if isinstance(keys, int) else sys.maxsize)
 
 
-_LOOKS_LIKE_ATTENTION = re.compile(r"(?<![a-z])(attn|attention|sdpa|flex_attention)(?![a-z])|attn_|attention_")
+_ATTENTION = re.compile(r"(?<![a-z])(flash_?)?(attn|attention|sdpa|f?mha)(?![a-z])")
+_FORWARD = re.compile(r"(^|_)(fwd|forward|func)(_|$)")
 _NOT_A_FORWARD = re.compile(r"backward|bwd|_grad|mask|bias")
 _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
 
 
 def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
-    """Whether an op without a row seems to be an attention forward: by its name, and three tensors of 3 or 4 dims."""
+    """Whether an op without a row seems to be an attention forward: by its name, and three tensors of 3 or 4 dims.
+
+    name: with its namespace, which may be all that says attention: flash_attn_3::fwd, xformers_flash::flash_fwd.
+    """
     tensors = [value for value in args if isinstance(value, torch.Tensor)][:3]
-    name = name.rpartition("::")[2].lower()
+    namespace, _, own = name.lower().rpartition("::")
+    library = _ATTENTION.search(namespace) or "flash" in namespace
     return (
         len(tensors) == 3
         and all(tensor.is_floating_point() and tensor.dim() in (3, 4) for tensor in tensors)
-        and _LOOKS_LIKE_ATTENTION.search(name) is not None
-        and _NOT_A_FORWARD.search(name) is None
+        and bool(_ATTENTION.search(own) or (library and _FORWARD.search(own)))
+        and _NOT_A_FORWARD.search(own) is None
     )
 
 
@@ -64,6 +69,7 @@ class SoftmaxAttention:
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor] = ()) -> None:
+        self.products = 0  # of two activations
         self._kinds: dict[int, tuple[StorageWeakRef, str]] = {}
         for tensor in inputs:
             if torch_internals.has_storage(tensor):
@@ -94,6 +100,7 @@ class SoftmaxAttention:
                 if kind == "probabilities":
                     return Decomposed("softmax attention written out in small ops", int(tensor.shape[-1]))
             if all(kind != "weight" for _, kind in marked):
+                self.products += 1
                 self._mark(output, "scores")
         elif name == "aten::_softmax":
             if any(kind == "scores" for _, kind in marked):

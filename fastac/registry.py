@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastac import torch_internals
-from fastac.errors import FastacError
+from fastac.errors import FastacError, UnsupportedBackendError
 
 KEYS_DIMENSION = {"bshd": -3, "bhsd": -2, "thd": -3}
 """Layout of the key tensor (batch, sequence, heads, dim; thd is packed) -> its dimension that counts keys."""
@@ -92,6 +92,7 @@ class ResolvedOp:
         self._positions = {argument.name: i for i, argument in enumerate(op._schema.arguments)}
         self._defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
         self.written: list[str] = []
+        self.trains = not isinstance(row, AttentionOp) or row.trains
         self.may_draw = isinstance(row, AttentionOp) and row.dropout is not None
         if isinstance(row, AttentionOp):
             self._check_schema(row)
@@ -143,6 +144,14 @@ class ResolvedOp:
         if dropout is None or dropout == ALWAYS:
             return dropout is not None
         return bool(self.argument(dropout, args, kwargs))
+
+    def check_trains(self) -> None:
+        """Raise UnsupportedBackendError when the row says that the op has no backward."""
+        if not self.trains:
+            note = getattr(self.row, "note", "") or "its row says so"
+            raise UnsupportedBackendError(
+                f"{self.name} does not train: {note}. Use another attention backend; `fastac backends` lists them."
+            )
 
     def check_writes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise FastacError when this call passes a tensor that the kernel writes."""
@@ -277,20 +286,3 @@ def register_reader(reader: BackendReader) -> None:
 def backend_uses(module: torch.nn.Module) -> list[BackendUse]:
     """What is known, without running it, about the backend of every attention module inside a module."""
     return [use for reader in _readers for use in reader(module)]
-
-
-def unavailable(family: str, name: str = "") -> str | None:
-    """Why no attention op of a backend, or not the one of that name, can run on this machine; None when one can."""
-    ops = [op for op in present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
-    ops = [op for op in ops if op.row.name == name] or ops
-    if not ops:
-        known = {row.backend for row in _rows if isinstance(row, AttentionOp)}
-        if family not in known:
-            return f"fastac has no row for {family} yet"
-        return f"no op of {family} is loaded in this process: its library is not installed, or was not imported"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    keys = ["CPU", "CompositeExplicitAutograd"] + ([accelerator.type.upper()] if accelerator is not None else [])
-    if not any(torch_internals.has_kernel(op.qualified_name, key) for op in ops for key in keys):
-        device = "the CPU" if accelerator is None else f"the CPU or {accelerator.type}"
-        return f"{ops[0].name} has no kernel for {device}, which is all this machine has"
-    return None

@@ -45,7 +45,7 @@ class Report:
         table = Table(title=f"{self.model_class}: {state}", title_justify="left", caption=self.problem or None)
         for heading in ("blocks", "class", "attention calls", "saved", "recomputed", "bytes saved", "ops"):
             words = heading in ("blocks", "class", "ops")
-            table.add_column(heading, justify="left" if words else "right", no_wrap=True, overflow="fold")
+            table.add_column(heading, justify="left" if words else "right", no_wrap=True)
         for row in self.rows:
             seen = "" if row.blocks_seen == row.blocks else f" ({row.blocks_seen} seen)"
             table.add_row(
@@ -61,7 +61,11 @@ class Report:
 
 
 def report(model: torch.nn.Module) -> Report:
-    """What fastac saved and recomputed in the latest forward of each of a model's blocks. Raises nothing."""
+    """What fastac saved and recomputed in the latest forward of each of a model's blocks.
+
+    Raises FastacError for what is no module.
+    """
+    hook.check_module(model, "report")
     rows = []
     for container in models.containers(model, models.row_of(model)):
         records = [census.block_record(block) for block in container.blocks.values()]
@@ -97,6 +101,8 @@ def _problem(model: torch.nn.Module, function: Any, rows: list[ContainerReport])
     if hook.was_replaced(model):
         return "gradient checkpointing was enabled again without fastac: nothing is saved"
     seen = any(row.blocks_seen for row in rows)
+    if function is None and hook.was_switched_off(model):
+        return "gradient checkpointing was switched off since fastac.enable"
     if function is None:
         calls_checkpoint_itself = seen and not hasattr(model, "enable_gradient_checkpointing")
         return "" if calls_checkpoint_itself else "fastac.enable(model) was not called, or was undone"
@@ -116,7 +122,7 @@ def readable_bytes(count: int) -> str:
 
 
 def render(table: Table) -> str:
-    """A rich table as plain text."""
+    """A rich table as plain text, as wide as it needs: nothing in it is cut off."""
     text = io.StringIO()
-    Console(file=text, width=140, force_terminal=False, color_system=None).print(table)
+    Console(file=text, width=1000, force_terminal=False, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

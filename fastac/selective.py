@@ -98,6 +98,7 @@ def _name(op: Any) -> str:
 
 def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> CheckpointPolicy:
     if policy.saves(resolved.keys(args, kwargs)):
+        resolved.check_trains()
         resolved.check_writes(args, kwargs)
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -79,11 +79,12 @@ class Tape(list[Entry | None]):
     Without that, a row registered between a forward and its recompute would ask the tape for a call it never saw.
     """
 
-    __slots__ = ("generation",)
+    __slots__ = ("generation", "recording")
 
     def __init__(self) -> None:
         super().__init__()
         self.generation = generation.current
+        self.recording = False
 
 
 class _Generation:
@@ -124,8 +125,11 @@ class Scope:
 
     def run(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
-        if self.outer is not None:
-            return self.outer.call(resolved, keyset, args, kwargs)
+        outer = self.outer
+        while outer is not None and outer.tape is self.tape:
+            outer = outer.outer  # a backward inside the region: the forward around this recompute is its own
+        if outer is not None:
+            return outer.call(resolved, keyset, args, kwargs)
         return run_kernel(resolved, keyset, args, kwargs)
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -161,7 +165,7 @@ class Record(Scope):
         self.missed: list[Decomposed] = []
 
     def __enter__(self) -> Record:
-        self.entered = True
+        self.entered = self.tape.recording = True
         super().__enter__()
         if self.observer is not None:
             self.observer.__enter__()
@@ -172,6 +176,7 @@ class Record(Scope):
             if self.observer is not None:
                 self.observer.__exit__(*exception)  # type: ignore[arg-type]
         finally:
+            self.tape.recording = False
             super().__exit__(*exception)
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -185,6 +190,8 @@ class Record(Scope):
         self.tape.append(entry)
         state = None
         if saves:
+            if not resolved.trains:
+                resolved.check_trains()
             if resolved.written:
                 resolved.check_writes(args, kwargs)
             if resolved.may_draw and self.preserves_generators and resolved.draws(args, kwargs):
@@ -208,7 +215,7 @@ class Record(Scope):
             entry.kept = torch_internals.aliases(sequence)
             entry.versions = torch_internals.versions(entry.kept)
         else:
-            entry.kept = _clones(sequence)
+            entry.kept = torch_internals.clones(sequence)
             entry.versions = torch_internals.versions(entry.kept)
         return outputs
 
@@ -260,7 +267,8 @@ class Replay(Scope):
                 f"{_readable(_described(args))} where {entry.resolved.name} on {_readable(entry.inputs)} was recorded. "
                 f"The checkpointed function took another path, or the attention backend changed in between."
             )
-        keep_graph = torch_internals.keeps_graph()
+        # A backward inside the region replays what the forward that is still open will be asked for again.
+        keep_graph = torch_internals.keeps_graph() or self.tape.recording
         position, self.position = self.position, self.position + 1
         if entry.kept is None:
             return self.run(resolved, keyset, args, kwargs)
@@ -275,20 +283,8 @@ class Replay(Scope):
         if not keep_graph:
             self.tape[position] = None
         else:  # for a second backward; an output that nobody guards must not be handed out itself
-            outputs = torch_internals.aliases(outputs) if entry.guarded else _clones(outputs)
+            outputs = torch_internals.aliases(outputs) if entry.guarded else torch_internals.clones(outputs)
         return outputs[0] if entry.single else outputs
-
-
-def _clones(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple([_clone(value) if isinstance(value, torch.Tensor) else value for value in values])
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.clone()
-    if copy.stride() != tensor.stride() and 0 not in tensor.stride():  # a part of a larger buffer
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        copy.copy_(tensor)
-    return copy
 
 
 def _readable(inputs: Sequence[Any]) -> str:

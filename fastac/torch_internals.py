@@ -1,7 +1,8 @@
 """Everything private of torch that fastac uses, in one place.
 
 Seen in torch 2.13. Each name is looked up at import; one that went away is an ImportError that names it and the
-torch version, and `tests/test_torch_internals.py` fails. Nothing else in fastac reaches into `torch._C` or `torch._*`.
+torch version, and `tests/test_torch_internals.py` fails. Nothing else in fastac
+reaches into `torch._C` or torch's guards and tracing.
 """
 
 from __future__ import annotations
@@ -141,6 +142,19 @@ def aliases(values: Sequence[Any]) -> tuple[Any, ...]:
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tuple([value.detach() if isinstance(value, torch.Tensor) else value for value in values])
+
+
+def clones(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Copies with the same strides, also of a part of a larger buffer, where a plain `clone()` would be contiguous."""
+    return tuple([_clone(value) if isinstance(value, torch.Tensor) else value for value in values])
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    if copy.stride() != tensor.stride() and 0 not in tensor.stride():
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        copy.copy_(tensor)
+    return copy
 
 
 def versions(values: Sequence[Any]) -> list[int | None]:

@@ -22,6 +22,7 @@ ORDER = (
     "interception",
     "census",
     "diagnosis",
+    "preflight",
     "selective",
     "checkpointing",
     "hook",

@@ -8,7 +8,6 @@ fastac/tape.py, checkpointing.py, selective.py, diagnosis.py or torch_internals.
 from __future__ import annotations
 
 import copy
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -256,14 +256,22 @@ class TestCompiledBlocks:
             assert_same(mine, theirs)
         assert found[1].executions[1:] == [2, 2]
 
-    def test_a_compiled_part_of_an_eager_block(self) -> None:
+    @pytest.mark.parametrize("replaced", [False, True], ids=["in place", "by another module"])
+    def test_a_compiled_part_of_an_eager_block(self, replaced: bool) -> None:
         def build(policy: str) -> torch.nn.Module:
             model = stack(policy=policy)
+            torch.manual_seed(0)
             for block in model.blocks:
-                block.ffn.compile(backend="aot_eager", dynamic=False)
+                block.ffn = FeedForward()
+                if replaced:
+                    block.ffn = torch.compile(block.ffn, backend="aot_eager", dynamic=False)
+                else:
+                    block.ffn.compile(backend="aot_eager", dynamic=False)
             return model
 
-        assert_exact_and_saved(build, stack_inputs(), calls=4, looks=1)
+        found = assert_exact_and_saved(build, stack_inputs(), calls=4, looks=1)
+        assert found.compiled[-1].graphs >= 1
+        assert found.compiled[-1].graph_breaks == 0
 
     @EACH_BACKEND
     def test_a_second_backward(self, backend: str) -> None:
@@ -305,6 +313,7 @@ class TestCompiledBlocks:
         reset()
         for _ in range(2):
             assert_same(step("attn_only"), expected)
+        assert compiled_so_far()[:2] == (1, 0)
 
     def test_a_block_compiled_with_its_checkpoint_inside(self) -> None:
         found = assert_exact_and_saved(
@@ -382,7 +391,7 @@ class TestCompiledModels:
     @pytest.mark.parametrize("stop", ["graph_break", "print"])
     @EACH_BACKEND
     def test_a_graph_break_in_a_block(self, backend: str, stop: str, capsys: pytest.CaptureFixture[str]) -> None:
-        """The region then runs outside the graph, on the tape, around the pieces that dynamo still compiles."""
+        """The region then runs outside the graph, eagerly and on the tape."""
         attend = attend_and_break if stop == "graph_break" else attend_and_print
         assert_exact_and_saved(
             lambda policy: compile_whole(stack(policy=policy, block=lambda: SmallBlock(attend)), backend),
@@ -565,12 +574,13 @@ class TestNothingSavable:
         model.policy = fastac.Policy("attn_only", min_kv=support.VIDEO_TOKENS + 1)
         train_step(WAYS[way](model, "aot_eager"), stack_inputs())
 
-    def test_a_graph_break_does_not_hide_it(self) -> None:
+    @EACH_BACKEND
+    def test_a_graph_break_does_not_hide_it(self, backend: str) -> None:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             torch._dynamo.graph_break()
             return self.written_out(query, key, value)
 
-        model = compile_whole(stack(policy="attn_only", block=lambda: AttentionBlock(attend=attend)), "aot_eager")
+        model = compile_whole(stack(policy="attn_only", block=lambda: AttentionBlock(attend=attend)), backend)
         for _ in range(2):
             with pytest.raises(PolicyNotAppliedError, match="attention"):
                 model(**stack_inputs())
@@ -729,30 +739,32 @@ class TestOtherTraces:
             support.flat_tensors(model(**arguments), "output"),
         )
 
-    def test_make_fx_traces_the_region_as_it_is(self, caplog: pytest.LogCaptureFixture) -> None:
-        from torch.fx.experimental.proxy_tensor import make_fx
-
+    @pytest.mark.parametrize("policy", ["attn_only", "full"])
+    def test_make_fx_traces_the_region_as_it_is(self, policy: str) -> None:
+        """A recompute in such a graph would be nothing but more of the same operators."""
         inputs = stack_inputs()
-        model = stack(policy="attn_only")
-        parameters = dict(model.named_parameters())
+        parameters = dict(stack().named_parameters())
 
-        def gradients(parameters: Any, video: torch.Tensor, text: torch.Tensor) -> Any:
-            output = torch.func.functional_call(model, parameters, (video, text))
-            return torch.autograd.grad(output.square().sum(), list(parameters.values()))
+        def gradients_under(policy: str) -> Callable[..., Any]:
+            model = stack(policy=policy)
 
-        with caplog.at_level(logging.WARNING, "fastac"):
-            graph = make_fx(gradients)(parameters, *inputs.values())
-        counts = Counter(str(node.target) for node in graph.graph.nodes)
-        assert counts[f"{CPU_ATTENTION.replace('::', '.')}.default"] == 4
-        expected = gradients(parameters, *inputs.values())
-        for mine, theirs in zip(graph(parameters, *inputs.values()), expected, strict=True):
+            def gradients(parameters: Any, video: torch.Tensor, text: torch.Tensor) -> Any:
+                output = torch.func.functional_call(model, parameters, (video, text))
+                return torch.autograd.grad(output.square().sum(), list(parameters.values()))
+
+            return gradients
+
+        graphs = [make_fx(gradients_under(one))(parameters, *inputs.values()) for one in ("none", policy)]
+        plain, traced = (Counter(str(node.target) for node in graph.graph.nodes) for graph in graphs)
+        assert traced == plain
+        assert traced[f"{CPU_ATTENTION.replace('::', '.')}.default"] == 4
+        expected = gradients_under("none")(parameters, *inputs.values())
+        for mine, theirs in zip(graphs[1](parameters, *inputs.values()), expected, strict=True):
             assert relative_error(mine.detach(), theirs.detach()) < 1e-6
 
     @pytest.mark.parametrize("policy", ["attn_only", "full"])
     def test_make_fx_does_not_spoil_a_later_compile(self, policy: str) -> None:
         """torch's own selective checkpointing under make_fx leaves metadata behind that a later compile dies of."""
-        from torch.fx.experimental.proxy_tensor import make_fx
-
         inputs = stack_inputs()
 
         def loss(video: torch.Tensor, text: torch.Tensor) -> Any:
@@ -789,6 +801,17 @@ def backward_twice(loss: torch.Tensor) -> None:
     """As losses with adaptive weights do."""
     loss.backward(retain_graph=True)
     loss.backward()
+
+
+class FeedForward(torch.nn.Module):
+    """A module with a forward of its own: dynamo does not compile those of torch.nn by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(support.WIDTH, support.WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self.linear(hidden))
 
 
 class InnerCheckpoint(torch.nn.Module):

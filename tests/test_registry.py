@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fastac
-from fastac import registry
+from fastac import preflight, registry
+from fastac.recognition import looks_like_attention_forward
 from fastac.registry import AttentionOp, DecompositionOp, ResolvedOp
 from tests import support
 
@@ -201,7 +202,7 @@ def test_no_library_is_imported_to_classify_its_ops() -> None:
     fastac.register(row(namespace=r"flash_attn|xformers\w*", name="_flash_attn_forward"))
     before = set(sys.modules)
     registry.present_ops()
-    registry.unavailable("tests")
+    preflight.unavailable("tests")
     assert set(sys.modules) == before
 
 
@@ -303,16 +304,16 @@ def test_an_op_that_writes_its_argument_has_no_row() -> None:
 
 
 def test_sdpa_is_available() -> None:
-    assert registry.unavailable("sdpa") is None
+    assert preflight.unavailable("sdpa") is None
 
 
 def test_a_family_without_rows() -> None:
-    assert registry.unavailable("nothing") == "fastac has no row for nothing yet"
+    assert preflight.unavailable("nothing") == "fastac has no row for nothing yet"
 
 
 def test_a_family_whose_library_is_not_loaded() -> None:
     fastac.register(row(backend="absent"))
-    reason = registry.unavailable("absent")
+    reason = preflight.unavailable("absent")
     assert reason is not None
     assert "no op of absent is loaded in this process" in reason
 
@@ -325,11 +326,11 @@ def test_a_family_without_a_kernel_for_this_machine(
     library.impl("attend", lambda query, key, value: query, "CUDA")
     fastac.register(row(namespace=namespace, backend="gpu_only"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert registry.unavailable("gpu_only") == (
+    assert preflight.unavailable("gpu_only") == (
         f"{namespace}.attend.default has no kernel for the CPU, which is all this machine has"
     )
     library.impl("attend", lambda query, key, value: query, "CPU")
-    assert registry.unavailable("gpu_only") is None
+    assert preflight.unavailable("gpu_only") is None
 
 
 # A row of one's own is all it takes
@@ -348,3 +349,39 @@ def test_an_attention_of_one_s_own_is_saved_once_it_has_a_row(attention_executio
     assert executions("full") == 8
     fastac.register(row(namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None))
     assert executions("attn_only") == 4
+
+
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+def test_an_op_that_does_not_train_is_refused_with_its_note(engine: str) -> None:
+    op = support.define_attention_op(f"inference_only_{engine}")
+    row = AttentionOp(
+        backend="tests", namespace=support.NAMESPACE, name=f"inference_only_{engine}", trains=False, note="no backward"
+    )
+    fastac.register(row)
+    block = support.AttentionBlock(attend=support.attention_function(op))
+    with pytest.raises(fastac.UnsupportedBackendError, match="no backward"):
+        fastac.checkpoint(block, **support.stack_inputs(), engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("flash_attn_3::fwd", True),
+        ("xformers_flash::flash_fwd", True),
+        ("xformers::efficient_attention_forward_ck", True),
+        ("fastvideo_kernel::block_sparse_attn_triton", True),
+        ("torch_attn::_varlen_attn", True),
+        ("mine::mha_fwd", True),
+        ("mine::fmha_forward", True),
+        ("flash_attn_3::bwd", False),
+        ("flash_attn::_flash_attn_backward", False),
+        ("aten::linear", False),
+        ("aten::addcmul", False),
+        ("mine::attention_mask", False),
+        ("mine::retention", False),
+    ],
+)
+def test_names_that_look_like_an_attention_forward(name: str, attention: bool) -> None:
+    tensors = [torch.ones(1, 2, 3, 4)] * 3
+    assert looks_like_attention_forward(name, tensors) is attention
+    assert not looks_like_attention_forward(name, tensors[:2])

@@ -1154,3 +1154,31 @@ def test_gradients_of_parameters_alone(attention_executions: Counter[str]) -> No
     attention_executions.clear()
     assert_same(train_step(stack(policy="attn_only"), inputs), reference)
     assert attention_executions == {CPU_ATTENTION: 4}
+
+
+# Gradients inside the region
+
+
+class GradientInside(torch.nn.Module):
+    """A block that differentiates its own attention, as gradient penalties do, and attends again afterwards."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        query = video.unflatten(-1, (2, -1)).transpose(1, 2)
+        leaf = query.detach().requires_grad_()
+        key = text.unflatten(-1, (2, -1)).transpose(1, 2)
+        inner = F.scaled_dot_product_attention(leaf, leaf, leaf) + F.scaled_dot_product_attention(leaf, key, key)
+        (gradient,) = torch.autograd.grad(inner.square().sum(), leaf)
+        output = F.scaled_dot_product_attention(query, key, key) * gradient.detach()
+        return video + output.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("min_kv", [0, 10, 1000])
+def test_a_gradient_taken_inside_a_region(min_kv: int) -> None:
+    """torch recomputes the region while its forward is still open: that must free nothing and record nothing."""
+    inputs = stack_inputs()
+    reference = train_step(GradientInside(), inputs)
+
+    def checkpointed(**named: torch.Tensor) -> torch.Tensor:
+        return fastac.checkpoint(GradientInside(), *named.values(), policy=fastac.Policy("attn_only", min_kv))
+
+    assert_same(train_step(checkpointed, inputs), reference)

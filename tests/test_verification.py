@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fastac
+from fastac.comparison import Step, differences
 from fastac.verification import Verification
 from tests import support
 from tests.model_state import state_of
@@ -216,3 +217,14 @@ def test_attention_outside_of_the_blocks_alone() -> None:
 
     with pytest.raises(fastac.PolicyNotAppliedError, match="none of them inside"):
         fastac.verify(Outside(), **support.stack_inputs())
+
+
+def test_nan_is_equal_to_nan_and_to_nothing_else() -> None:
+    block = support.AttentionBlock()
+    with torch.no_grad():
+        block.ffn[0].bias[0] = float("nan")
+    assert fastac.verify(block, **support.stack_inputs()).different == ()
+    found = differences(
+        Step({"a": torch.tensor([1.0, 2.0])}, (0, 0), []), Step({"a": torch.tensor([1.0, float("nan")])}, (0, 0), [])
+    )
+    assert found == {"a": float("inf")}

@@ -1,0 +1,68 @@
+"""What can be known about a block without running it: compiled, checkpointed already, set to a hopeless backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fastac import census, registry, torch_internals
+from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.policy import Policy
+from fastac.registry import AttentionOp, Verdict
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether torch.compile was applied to a function, a block, or a module inside it."""
+    if hasattr(function, "_torchdynamo_orig_callable"):
+        return True
+    module = census.module_of(function)
+    return module is not None and any(
+        inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod") for inner in module.modules()
+    )
+
+
+def refuse_wrapped(function: Any) -> None:
+    """Raise FastacError when something inside is checkpointed already: attention would run twice and be kept."""
+    owner = census.module_of(function)
+    if owner is None:
+        return
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    for name, module in owner.named_modules():
+        if isinstance(module, CheckpointWrapper):
+            where = ".".join(filter(None, (census.describe(function), name)))
+            raise FastacError(
+                f"{where} is wrapped in torch's CheckpointWrapper (accelerate's FSDP activation_checkpointing does "
+                f"that), so it would be checkpointed twice. Switch the wrapper off, or do not use fastac for it."
+            )
+
+
+def refuse_switched(function: Any, policy: Policy) -> None:
+    """Raise PolicyNotAppliedError for a block whose backend was switched since fastac.enable looked at it."""
+    block = census.block_of(function)
+    for use in registry.backend_uses(block) if block is not None else ():
+        if use.verdict in (Verdict.OPAQUE, Verdict.NOT_TRAINABLE):
+            where = ".".join(filter(None, (census.describe(function), use.module)))
+            raise PolicyNotAppliedError(
+                f"{policy}: {where} is set to backend {use.backend!r} ({use.verdict.value.replace('_', ' ')}): "
+                f"{use.reason}. It was switched after fastac.enable, or enable was not called. Switch it back: "
+                f"`fastac backends` lists what can be saved."
+            )
+
+
+def unavailable(family: str, name: str = "") -> str | None:
+    """Why no attention op of a backend, or not the one of that name, can run on this machine; None when one can."""
+    ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
+    ops = [op for op in ops if op.row.name == name] or ops
+    if not ops:
+        known = {row.backend for row in registry.rows() if isinstance(row, AttentionOp)}
+        if family not in known:
+            return f"fastac has no row for {family} yet"
+        return f"no op of {family} is loaded in this process: its library is not installed, or was not imported"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    keys = ["CPU", "CompositeExplicitAutograd"] + ([accelerator.type.upper()] if accelerator is not None else [])
+    if not any(torch_internals.has_kernel(op.qualified_name, key) for op in ops for key in keys):
+        device = "the CPU" if accelerator is None else f"the CPU or {accelerator.type}"
+        return f"{ops[0].name} has no kernel for {device}, which is all this machine has"
+    return None
