@@ -153,13 +153,18 @@ def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     module = census.module_of(function)
     modules = list(module.modules()) if module is not None else []
     compiled = [(inner, inner._compiled_call_impl) for inner in modules if inner._compiled_call_impl is not None]
+    wrappers: list[tuple[Any, Any]] = [(inner, inner.forward) for inner in modules if "_orig_mod" in inner._modules]
     for inner, _ in compiled:
         inner._compiled_call_impl = None
+    for wrapper, _ in wrappers:
+        wrapper.forward = wrapper._orig_mod.forward
     try:
         torch.compiler.disable(_call)(function, args, kwargs)
     finally:
         for inner, call in compiled:
             inner._compiled_call_impl = call
+        for wrapper, forward in wrappers:
+            wrapper.forward = forward
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ reaches into `torch._C` or torch's guards and tracing.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
 import types
@@ -79,7 +80,8 @@ def run_eagerly(modules: Iterable[types.ModuleType]) -> None:
         for value in list(vars(module).values()):
             if getattr(value, "__module__", None) == module.__name__:
                 for code in _codes(value):
-                    _eval_frame.set_code_exec_strategy(code, _SKIP_FRAME)
+                    if code.co_filename == module.__file__:  # not what a decorator of another module wraps around
+                        _eval_frame.set_code_exec_strategy(code, _SKIP_FRAME)
 
 
 def _codes(value: object) -> Iterator[types.CodeType]:
@@ -90,9 +92,9 @@ def _codes(value: object) -> Iterator[types.CodeType]:
         yield value
         for constant in value.co_consts:
             yield from _codes(constant)
-    else:
+    elif value is not None:
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
-        yield from _codes(getattr(function, "__code__", None)) if function is not None else ()
+        yield from _codes(getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None)
 
 
 def in_compiled_caller() -> bool:

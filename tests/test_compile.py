@@ -521,13 +521,10 @@ class TestNothingSavable:
 
     CAUSES = ("dropout", "written_out", "math", "wide_value", "three_dimensions", "Bias")
 
-    def blocks(self, cause: str, broken: int = 2) -> torch.nn.Module:
-        """A stack in which the attention of the last `broken` of two blocks is decomposed."""
-        attends = [F.scaled_dot_product_attention] * (2 - broken)
-        for _ in range(broken):
-            attends.append(self.Bias() if cause == "Bias" else getattr(self, cause))
-        remaining = iter(attends)
-        return stack(policy="attn_only", block=lambda: AttentionBlock(attend=next(remaining)))
+    def blocks(self, cause: str) -> torch.nn.Module:
+        """A stack whose attention is decomposed."""
+        attend = self.Bias() if cause == "Bias" else getattr(self, cause)
+        return stack(policy="attn_only", block=lambda: SmallBlock(attend))
 
     @EACH_WAY
     @pytest.mark.parametrize(
@@ -539,12 +536,20 @@ class TestNothingSavable:
         switches = _cur_sdpa_kernel_backends()
         for _ in range(2):
             with pytest.raises(PolicyNotAppliedError, match="attention"):
-                model(**stack_inputs())
+                model(**small_inputs())
         assert _cur_sdpa_kernel_backends() == switches  # `with sdpa_kernel(...)` is part of the graph that failed
 
     @EACH_WAY
-    def test_one_block_among_others(self, way: str) -> None:
-        model = WAYS[way](self.blocks("written_out", broken=1), "aot_eager")
+    def test_one_attention_among_others(self, way: str) -> None:
+        """The second attention of the second block."""
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            to_text = key.shape[-2] == support.TEXT_TOKENS
+            return (self.written_out if to_text else F.scaled_dot_product_attention)(query, key, value)
+
+        model = stack(policy="attn_only")
+        model.blocks[1].attend = attend
+        WAYS[way](model, "aot_eager")
         for _ in range(2):
             with pytest.raises(PolicyNotAppliedError, match="attention"):
                 model(**stack_inputs())
@@ -553,26 +558,26 @@ class TestNothingSavable:
     def test_the_model_trains_again_once_the_cause_is_mended(self, way: str) -> None:
         model = WAYS[way](self.blocks("dropout"), "aot_eager")
         with pytest.raises(PolicyNotAppliedError):
-            model(**stack_inputs())
+            model(**small_inputs())
         for block in model.blocks:
             block.attend = F.scaled_dot_product_attention
-        expected = train(stack(), stack_inputs(), steps=2)
-        found = train(model, stack_inputs(), steps=2)
+        expected = train(small("none"), small_inputs(), steps=2)
+        found = train(model, small_inputs(), steps=2)
         for mine, theirs in zip(found.tensors, expected.tensors, strict=True):
             assert_close(mine, theirs)
-        assert found.executions[-1] == 4
+        assert found.executions[-1] == 2
 
     @EACH_WAY
     def test_full_has_nothing_against_it(self, way: str) -> None:
         model = self.blocks("written_out")
         model.policy = "full"
-        train_step(WAYS[way](model, "aot_eager"), stack_inputs())
+        train_step(WAYS[way](model, "aot_eager"), small_inputs())
 
     @EACH_WAY
     def test_short_attention_that_is_to_be_recomputed_may_decompose(self, way: str) -> None:
         model = self.blocks("dropout")
         model.policy = fastac.Policy("attn_only", min_kv=support.VIDEO_TOKENS + 1)
-        train_step(WAYS[way](model, "aot_eager"), stack_inputs())
+        train_step(WAYS[way](model, "aot_eager"), small_inputs())
 
     @EACH_BACKEND
     def test_a_graph_break_does_not_hide_it(self, backend: str) -> None:
@@ -580,18 +585,18 @@ class TestNothingSavable:
             torch._dynamo.graph_break()
             return self.written_out(query, key, value)
 
-        model = compile_whole(stack(policy="attn_only", block=lambda: AttentionBlock(attend=attend)), backend)
+        model = compile_whole(stack(policy="attn_only", block=lambda: SmallBlock(attend)), backend)
         for _ in range(2):
             with pytest.raises(PolicyNotAppliedError, match="attention"):
-                model(**stack_inputs())
+                model(**small_inputs())
 
     def test_a_kernel_called_past_the_dispatcher(self) -> None:
         """Inductor's C++ wrapper calls the attention kernel directly: no operator is called, nothing can be kept."""
         with torch._inductor.config.patch(cpp_wrapper=True):
-            model = compile_blocks(stack(layers=1, policy="attn_only"), "inductor")
+            model = compile_blocks(small("attn_only", layers=1), "inductor")
             for _ in range(2):
                 with pytest.raises(PolicyNotAppliedError, match=r"cpp_wrapper"):
-                    model(**stack_inputs())
+                    model(**small_inputs())
 
 
 class TestSwitching:

@@ -171,8 +171,9 @@ def test_a_function_that_runs_eagerly_is_not_compiled_from_a_graph_break() -> No
         return graph.forward
 
     engine = types.ModuleType("engine")
-    exec("def eager(x): return x.sin()", vars(engine) | {"__name__": "engine"}, namespace := {})
-    engine.eager = eager = namespace["eager"]
+    engine.__file__ = "engine.py"
+    exec(compile("def eager(x): return x.sin()", "engine.py", "exec"), vars(engine))
+    eager = engine.eager
     torch_internals.run_eagerly([engine])
 
     def function(x: torch.Tensor) -> torch.Tensor:
