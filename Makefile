@@ -7,8 +7,9 @@ SOURCES := fastac tests examples benchmarks
 .PHONY: train test check format benchmark clean
 .DELETE_ON_ERROR:
 
+# Threads that wait must not spin: on a busy machine every step would wait for them.
 train: $(VENV)/installed-train
-	$(BIN)/python examples/train_wan.py $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/train_wan.py $(ARGS)
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(ARGS)

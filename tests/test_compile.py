@@ -624,6 +624,24 @@ class TestSwitching:
         assert found.executions == [2]
         assert not fastac.report(model).active
 
+    @pytest.mark.parametrize("way", ["blocks", "whole", "inside another module"])
+    @pytest.mark.parametrize("compiled_before", [False, True], ids=["new", "compiled before"])
+    def test_gradient_checkpointing_enabled_again_without_fastac(self, way: str, compiled_before: bool) -> None:
+        """Inside another module the model's own hook is a part of what is traced."""
+        model, inputs = wan(layers=1)
+        fastac.enable(model)
+        called = model
+        if way == "inside another module":
+            called = compile_whole(Around(model), "aot_eager")
+        else:
+            WAYS[way](model, "aot_eager")
+        if compiled_before:
+            train_step(called, inputs)
+        model.enable_gradient_checkpointing()
+        for _ in range(2):
+            with pytest.raises(PolicyNotAppliedError, match="without fastac"):
+                called(**inputs)
+
     @pytest.mark.parametrize("known", [False, True], ids=["new", "trained before"])
     def test_torch_sac_around_compiled_blocks_is_refused(self, known: bool) -> None:
         """It has no guard for reused buffers. That the class is known from eager training is no way around."""
@@ -714,6 +732,16 @@ class TestOtherTraces:
                 assert all(p.grad is not None and p.grad.shape == p.shape for p in fake.parameters())
         fastac.enable(model)
         assert_same(train_step(model, inputs), train_step(support.build("WanTransformer3DModel")[0], inputs))
+
+    def test_fake_tensors_that_are_no_argument(self) -> None:
+        """From the second equal call on, a fake tensor's cache answers, and no call comes by the tape."""
+        mode = FakeTensorMode()
+        block = to_fake(AttentionBlock(), mode)
+        inputs = [mode.from_tensor(value.detach()) for value in stack_inputs().values()]
+        with mode:
+            for _ in range(3):
+                fastac.checkpoint(lambda: block(*inputs)).sum().backward()
+        assert all(parameter.grad is not None for parameter in block.parameters())
 
     @pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by name"])
     @pytest.mark.parametrize(("policy", "calls"), [("none", 2), ("full", 4), ("attn_only", 2)])
@@ -829,6 +857,17 @@ class InnerCheckpoint(torch.nn.Module):
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         return support.run_checkpointed(self.inner, video, text, policy=self.policy)
+
+
+class Around(torch.nn.Module):
+    """A module that holds a model, as training scripts have for their loss."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        return self.inner(**inputs)[0] * 2
 
 
 class BreakBetween(torch.nn.Module):
