@@ -230,7 +230,7 @@ def _runs_another(module: Any) -> bool:
 
 def _check_before_forward(module: torch.nn.Module, args: Any) -> None:
     """Raise PolicyNotAppliedError when somebody replaced fastac's function: its blocks would be fully recomputed."""
-    if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling() and _runs_another(module):
+    if torch.is_grad_enabled() and _runs_another(module):
         raise PolicyNotAppliedError(
             f"{type(module).__name__}: gradient checkpointing was enabled again without fastac, so nothing would be "
             f"saved. Call fastac.enable(model) after enable_gradient_checkpointing(), or fastac.disable(model) to "
