@@ -189,10 +189,10 @@ class Region:
             self._known = census.known(self.function).get(self.key)
         if self._known is None:
             interception.install()
-            if not self._compiled:
+            if not is_compiled(self.function):
                 self.observer = Observer(self.function, (self.args, self.kwargs), self.policy)
         if self.engine == "sac":
-            if self._compiled:
+            if is_compiled(self.function):
                 raise FastacError(COMPILED_CODE)
             self.record = selective = SelectiveRecord(self.policy, self.observer)
             self._tell_progress(selective)
@@ -205,10 +205,6 @@ class Region:
     def _tell_progress(self, record: Record | SelectiveRecord) -> None:
         if self.observer is not None:
             self.observer.progress = lambda: len(record.calls) + len(record.missed)
-
-    @property
-    def _compiled(self) -> bool:
-        return torch_internals.in_compiled_caller() or is_compiled(self.function)
 
     def check(self) -> None:
         """Raise PolicyNotAppliedError when an attention call of the forward that the policy saves was not saved."""

@@ -33,7 +33,6 @@ _REQUIRED = (
     "_C._dispatch_get_all_op_names",
     "_C._dispatch_has_kernel_for_dispatch_key",
     "_C._dispatch_keyset_full_after",
-    "_C._dynamo.eval_frame.get_eval_frame_callback",
     "_C._dynamo.eval_frame._FrameAction.DEFAULT",
     "_C._dynamo.eval_frame._FrameAction.SKIP",
     "_C._dynamo.eval_frame._FrameExecStrategy",
@@ -95,11 +94,6 @@ def _codes(value: object) -> Iterator[types.CodeType]:
     elif value is not None:
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         yield from _codes(getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None)
-
-
-def in_compiled_caller() -> bool:
-    """Whether dynamo compiles the Python frames that are called from here (after a graph break)."""
-    return callable(_eval_frame.get_eval_frame_callback())
 
 
 def in_compiled_code() -> bool:
