@@ -12,7 +12,7 @@ import fastac  # registers the rows
 from fastac import registry
 from fastac.backends.diffusers import BACKENDS
 from fastac.models import MODELS
-from fastac.registry import AttentionOp, Verdict
+from fastac.rows import AttentionOp, Verdict
 
 SUPPORT = Path(__file__).parent / "support.md"
 

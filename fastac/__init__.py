@@ -6,13 +6,16 @@ fastac.enable(transformer, policy="attn_only")
 import sys as _sys
 
 from fastac import backends as backends  # registers the rows
+from fastac import plugins as plugins  # looks for other packages' rows when they are first needed
 from fastac import torch_internals as _torch_internals
 from fastac.checkpointing import checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.hook import disable, enable
+from fastac.opaque import make_visible
 from fastac.policy import Policy
-from fastac.registry import AttentionOp, register
+from fastac.registry import register
 from fastac.reporting import Report, report
+from fastac.rows import AttentionOp, OpaqueFunction
 from fastac.verification import Verification, verify
 
 _torch_internals.run_eagerly([module for name, module in _sys.modules.items() if name.startswith("fastac.")])
@@ -22,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionOp",
     "FastacError",
+    "OpaqueFunction",
     "Policy",
     "PolicyNotAppliedError",
     "Report",
@@ -30,6 +34,7 @@ __all__ = [
     "checkpoint",
     "disable",
     "enable",
+    "make_visible",
     "register",
     "report",
     "verify",

@@ -6,6 +6,7 @@ the recompute under the second; back from the forward, `Region.check` compares w
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 from collections.abc import Callable
@@ -14,13 +15,15 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import census, diagnosis, interception, torch_internals
-from fastac.census import Census, Observer
+from fastac import census, diagnosis, interception, observation, opaque, torch_internals
+from fastac.census import Census
+from fastac.entries import Tape
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
+from fastac.observation import Observer
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.preflight import is_compiled, refuse_switched, refuse_wrapped
 from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts, traced_failure
-from fastac.tape import Record, Replay, Tape
+from fastac.tape import Record, Replay
 
 logger = logging.getLogger("fastac")
 
@@ -67,6 +70,7 @@ def checkpoint(
             return function(*args, **kwargs)
         if policy.saves_nothing:
             return full()
+        _install_before_tracing()
         return full(context_fn=functools.partial(contexts_while_tracing, policy))
     if use_reentrant or context_fn is not None or engine not in ENGINES:
         _refuse_options(use_reentrant, context_fn, engine)
@@ -82,7 +86,7 @@ def checkpoint(
         )
     region = Region(function, args, kwargs, policy, engine, preserve_rng_state)
     outputs = full(context_fn=region.contexts)
-    region.check()
+    region.check(outputs)
     return outputs
 
 
@@ -110,6 +114,12 @@ def _refuse_options(use_reentrant: bool | None, context_fn: object, engine: str)
 @functools.cache
 def _warn_of_trace() -> None:
     logger.warning("a trace that is neither dynamo nor AOT: checkpointed regions are traced as they are")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
+def _install_before_tracing() -> None:
+    """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
+    interception.install()
 
 
 def contexts_while_tracing(policy: Policy) -> Contexts:
@@ -178,6 +188,7 @@ class Region:
         """torch's context_fn: what the forward and the recompute run under."""
         if torch_internals.in_proxy_trace() or any(map(torch_internals.is_fake, (*self.args, *self.kwargs.values()))):
             return traced_contexts(self.policy)
+        interception.install_if_loaded()
         block = self.block
         if block is not None and block.latest_key == self.key:  # cheaper than hashing the key
             self._known = block.latest
@@ -206,28 +217,33 @@ class Region:
         if self.observer is not None:
             self.observer.progress = lambda: len(record.calls) + len(record.missed)
 
-    def check(self) -> None:
+    def check(self, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when an attention call of the forward that the policy saves was not saved."""
         record, known = self.record, self._known
         if record is None or not record.entered:
             return  # gradients are off, here or around a reentrant checkpoint: there is nothing to save
         if known is None or record.missed or (known.ops != record.calls and record.calls not in known.others):
-            self._settle(record)
+            self._settle(record, outputs)
         else:
             self._remember(known)
 
-    def _settle(self, record: Record | SelectiveRecord) -> None:
+    def _settle(self, record: Record | SelectiveRecord, outputs: Any) -> None:
         """The slow way: the first region of its kind, or one that recorded other calls than its kind did before."""
         known = self._known
         mine = record.census() if isinstance(record, SelectiveRecord) else Census.of_tape(record)
-        seen: Observer | diagnosis.Look | None = self.observer
-        if seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops)):
-            # A compiled region can not be watched, and one that makes fewer calls than it should was not.
-            seen = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
         where = census.describe(self.function)
-        if seen is not None and seen.late:
-            interception.install()
-            logger.info("%s: the library of %s was loaded just now; saved from the next region on", where, seen.late[0])
+        late = opaque.make_known_visible()
+        seen: Observer | diagnosis.Look | None = self.observer
+        compiled = is_compiled(self.function) or (
+            seen is not None and observation.ran_compiled_code(outputs, self.args)
+        )
+        if compiled or (seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops))):
+            # Compiled code can not be watched, and a region that makes fewer calls than it should was not.
+            seen = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy, compiled)
+            self._leave_out_compiled_away(record, seen, where)
+            late += seen.late
+        if late:
+            logger.info("%s: the library of %s was loaded just now; saved from the next region on", where, late[0])
             return  # nothing is remembered: the next region is taken as the first of its kind
         if seen is not None:
             self._judge(record, mine, seen)
@@ -241,6 +257,13 @@ class Region:
         elif self.block is None and known is not None and mine.ops not in known.others:
             known.others.append(mine.ops)
         self._remember(mine)
+
+    def _leave_out_compiled_away(self, record: Record | SelectiveRecord, look: diagnosis.Look, where: str) -> None:
+        """What make_visible made visible is so in eager mode only: compiled it is recomputed, which is told."""
+        missing = collections.Counter(look.ops) - collections.Counter(record.calls)
+        for op in [op for op in missing if opaque.is_opaque(op)]:
+            logger.warning("%s: %s runs compiled here, where it can not be saved: it is recomputed", where, op.name)
+            look.ops = tuple(seen for seen in look.ops if seen is not op)
 
     def _judge(self, record: Record | SelectiveRecord, mine: Census, seen: Observer | diagnosis.Look) -> None:
         before = self.block.censuses.get(self.key) if self.block is not None else None

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
+import json
+import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
-from fastac import models, preflight, registry, verification
+from fastac import interception, models, opaque, plugins, preflight, registry, verification
+from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.errors import FastacError
 from fastac.policy import NAMED
-from fastac.registry import AttentionOp, Verdict
-from fastac.reporting import render
+from fastac.rows import AttentionOp, OpaqueFunction, Verdict
 
+WIDTH = 100  # of what is printed where there is no terminal
 CAN_BE_SAVED = "can be saved"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 0 when all is as promised, 1 when it is not, 2 for a wrong call."""
     parser = argparse.ArgumentParser(prog="fastac", description="Selective activation checkpointing for attention.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("backends", help="every attention backend of diffusers: what fastac can do for it here")
+    backends = commands.add_parser("backends", help="every attention library and backend: what fastac does for it here")
+    backends.add_argument("--json", action="store_true", help="the same as one JSON object")
     check = commands.add_parser("check", help="prove the promise on a tiny model with random weights, on this machine")
     check.add_argument("model", metavar="CLASS", help=f"a diffusers class: {', '.join(models.MODELS)}")
     check.add_argument("--policy", default="attn_only", choices=list(NAMED), help="default: %(default)s")
@@ -34,35 +42,131 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--device", default="cpu", help="default: %(default)s")
     options = parser.parse_args(arguments)
     try:
-        return _backends() if options.command == "backends" else _check(options)
+        return _backends(options.json) if options.command == "backends" else _check(options)
     except FastacError as error:
         print(f"fastac: {error}", file=sys.stderr)
         return 1
 
 
-def _backends() -> int:
-    table = Table(title=f"attention backends of diffusers, torch {torch.__version__}", title_justify="left")
-    for heading in ("backend", "on this machine", "verdict", "what it is, or why not"):
-        table.add_column(heading, max_width=56, overflow="fold")
-    here = {name: _here(backend) for name, backend in BACKENDS.items()}
-    for name, backend in sorted(BACKENDS.items(), key=lambda item: (here[item[0]] != CAN_BE_SAVED, item[0])):
-        table.add_row(name, here[name], backend.verdict.value.replace("_", " "), backend.reason)
-    print(render(table))
-    ops = Table(title="attention ops that are saved when they are called", title_justify="left")
-    for heading in ("op", "rows of"):
-        ops.add_column(heading)
-    for op in sorted(registry.present_ops(), key=lambda op: op.name):
-        if isinstance(op.row, AttentionOp):
-            ops.add_row(op.qualified_name, op.row.backend)
-    print(render(ops))
+def _backends(as_json: bool) -> int:
+    with contextlib.redirect_stdout(sys.stderr):  # plugins are imported, and may have something to say
+        found = _found()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return 0
+    console = Console(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+    for table in _tables(found):
+        console.print(table)
     return 0
 
 
-def _here(backend: DiffusersBackend) -> str:
-    if backend.verdict is not Verdict.SAVABLE:
-        return "refused"
-    missing = preflight.unavailable(backend.family, backend.op)
-    return CAN_BE_SAVED if missing is None else f"refused: {missing}"
+def _tables(found: dict[str, Any]) -> list[Table]:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    libraries = _table(versions, "library", "installed", "ops", "verdict", "how it is saved, what to do")
+    ops = _table("attention ops in this process, saved when they are called", "op", "of")
+    owners: dict[str, list[str]] = {}
+    for library in [*found["libraries"], *found["plugins"]]:
+        how = "; ".join(filter(None, (library["how"], library["advice"])))
+        count = str(len(library["ops"]) or "none")
+        libraries.add_row(library["name"], library["installed"] or "no", count, _words(library["verdict"]), how)
+        for op in library["ops"]:
+            owners.setdefault(op, []).append(library["name"])
+    for op, names in sorted(owners.items()):
+        ops.add_row(op, ", ".join(names))
+    diffusers = _table("attention backends of diffusers", "backend", "on this machine", "verdict", "what, or why not")
+    for backend in sorted(found["diffusers_backends"], key=lambda one: (not one["can_be_saved"], one["name"])):
+        here = CAN_BE_SAVED if backend["can_be_saved"] else "refused"
+        why = "; ".join(filter(None, (backend["what"], backend["missing"])))
+        diffusers.add_row(backend["name"], here, _words(backend["verdict"]), why)
+    broken = _table("plugins that were left out", "plugin", "why")
+    for plugin, problem in found["broken_plugins"].items():
+        broken.add_row(plugin, problem)
+    return [table for table in (libraries, ops, diffusers, broken) if table.row_count]
+
+
+def _table(title: str, *headings: str) -> Table:
+    """Its first and last columns are folded where the width asks for it, names and verdicts in between are not."""
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        prose = heading in ("library", headings[-1])
+        table.add_column(heading, overflow="fold", no_wrap=not prose, justify="right" if heading == "ops" else "left")
+    return table
+
+
+def _words(verdict: str) -> str:
+    return verdict.replace("_", " ")
+
+
+def _found() -> dict[str, Any]:
+    """What `fastac backends` tells, as JSON has it. No library is imported for it, but plugins are."""
+    interception.install()
+    ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp)]
+    return {
+        "versions": {name: _version(name) for name in ("fastac", "torch", "diffusers")},
+        "libraries": [
+            {
+                "name": library.name,
+                "backend": library.backend,
+                "distribution": library.distribution or "torch",
+                "installed": _version(library.distribution or "torch"),
+                "ops": sorted(op.qualified_name for op in ops if getattr(op.row, "backend", "") == library.backend),
+                "verdict": library.verdict.value,
+                "how": library.how,
+                "advice": library.advice,
+            }
+            for library in LIBRARIES
+        ],
+        "plugins": [_plugin(plugin, ops) for plugin in plugins.installed() if not plugin.problem],
+        "broken_plugins": plugins.broken(),
+        "diffusers_backends": [
+            {
+                "name": name,
+                "verdict": backend.verdict.value,
+                "what": backend.reason,
+                "missing": (missing := _missing(backend)),
+                "can_be_saved": backend.verdict is Verdict.SAVABLE and missing is None,
+            }
+            for name, backend in BACKENDS.items()
+        ],
+    }
+
+
+def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.ResolvedOp]) -> dict[str, Any]:
+    made_visible = {function.backend for function in plugin.functions}
+    mine = [
+        op.qualified_name
+        for op in ops
+        if op.row in plugin.rows or (opaque.is_opaque(op) and getattr(op.row, "backend", "") in made_visible)
+    ]
+    trains = any(getattr(row, "trains", True) for row in plugin.rows)
+    verdict = Verdict.SAVABLE if trains else Verdict.OPAQUE if plugin.functions else Verdict.NOT_TRAINABLE
+    functions = ", ".join(function.name for function in plugin.functions)
+    how = ["its ops"] * trains + [f"made visible when it is loaded: {functions}"] * bool(functions)
+    backends = {
+        row.backend for row in (*plugin.rows, *plugin.functions) if isinstance(row, (AttentionOp, OpaqueFunction))
+    }
+    return {
+        "name": str(plugin),
+        "entry_point": plugin.value,
+        "distribution": plugin.distribution,
+        "installed": plugin.version,
+        "backends": sorted(backends),
+        "ops": sorted(mine),
+        "verdict": verdict.value,
+        "how": "; ".join(how),
+        "advice": "",
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _missing(backend: DiffusersBackend) -> str | None:
+    return preflight.unavailable(backend.family, backend.op) if backend.verdict is Verdict.SAVABLE else None
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fastac import census, registry
+from fastac import census, observation, registry
+from fastac.entries import Tape
 from fastac.policy import Policy
 from fastac.preservation import buffers_preserved, generators_preserved
 from fastac.recognition import Decomposed, UnknownOp
-from fastac.registry import ResolvedOp, Verdict
-from fastac.tape import Scope, Tape, run_kernel, thread
+from fastac.registry import ResolvedOp
+from fastac.rows import Verdict
+from fastac.tape import Scope, run_kernel, thread
 
 
 @dataclasses.dataclass
@@ -33,11 +35,16 @@ class Attention:
     cause: str = ""
 
 
-class _Witness(Scope):
-    """Sees the attention calls of one eager run, without recording."""
+class _SeenEnough(Exception):  # noqa: N818 it is no error
+    """Ends a second look early."""
 
-    def __init__(self) -> None:
+
+class _Witness(Scope):
+    """Sees the attention calls of one eager run, without recording. compiled: of what otherwise runs compiled."""
+
+    def __init__(self, compiled: bool) -> None:
         super().__init__(Tape())
+        self.compiled = compiled
         self.seen: list[Attention] = []
         self.ops: list[ResolvedOp] = []
         self.modules: list[torch.nn.Module] = []
@@ -49,8 +56,11 @@ class _Witness(Scope):
         return next((name for module in reversed(self.modules) if (name := self.names.get(id(module)))), "")
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self.ops.append(resolved)
-        self.seen.append(Attention(self.where, resolved.name, resolved.keys(args, kwargs)))
+        if resolved.is_attention:
+            self.ops.append(resolved)
+            self.seen.append(Attention(self.where, resolved.name, resolved.keys(args, kwargs)))
+            if self.compiled and isinstance(resolved.op, torch._ops.HigherOrderOperator):
+                raise _SeenEnough  # eagerly it would take the memory that it is compiled to save
         return run_kernel(resolved, keyset, args, kwargs)
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -115,18 +125,23 @@ class Look:
     missed: list[Attention]
     unknown: list[UnknownOp]
     elsewhere: list[str]
-    late: list[str]
     silent: list[str]
+    late: list[str]
 
 
-def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> Look:
-    """Run a region's function eagerly and watched. Generator state and buffers are as before afterwards."""
+def look_again(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy, compiled: bool = False
+) -> Look:
+    """Run a region's function eagerly and watched. Generator state and buffers are as before afterwards.
+
+    compiled: it, or a part of it, otherwise runs compiled.
+    """
     module = census.module_of(function)
-    witness = _Witness()
+    witness = _Witness(compiled)
     if module is not None:
         witness.names = {id(inner): name for name, inner in module.named_modules()}
-    observer = census.Observer(function, (args, kwargs), policy, lambda: witness.where)
-    devices = {tensor.device for tensor in census.tensors_of((args, kwargs))}
+    observer = observation.Observer(function, (args, kwargs), policy, lambda: witness.where)
+    devices = {tensor.device for tensor in observation.tensors_of((args, kwargs))}
     observer.progress = lambda: len(witness.seen)
     outer, thread.scope = thread.scope, None
     try:
@@ -137,13 +152,14 @@ def look_again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pol
             witness,
             _SdpaCalls(witness),
             observer,
+            contextlib.suppress(_SeenEnough),
         ):
             _run_eagerly(function, args, kwargs)
     finally:
         thread.scope = outer
     missed = [attention for attention in witness.seen if attention.cause and policy.saves(attention.keys)]
     missed += [Attention(where, found.attention, found.keys, "it is not one op") for where, found in observer.missed]
-    return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.late, observer.silent)
+    return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.silent, observer.joined)
 
 
 def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -168,7 +184,8 @@ def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    function(*args, **kwargs)
+    with torch.compiler.set_stance("force_eager"):  # for compiled functions that are called inside
+        function(*args, **kwargs)
 
 
 @contextlib.contextmanager

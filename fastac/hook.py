@@ -16,7 +16,8 @@ from fastac.checkpointing import ENGINES, checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
 from fastac.preflight import refuse_wrapped, unavailable
-from fastac.registry import BackendUse, Verdict
+from fastac.registry import BackendUse
+from fastac.rows import Verdict
 
 logger = logging.getLogger("fastac")
 

@@ -9,6 +9,7 @@ other threads that are inside a call. With no region open it costs a few microse
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Collection
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 
 from fastac import registry, torch_internals
+from fastac.entries import generation
 from fastac.errors import FastacError
-from fastac.registry import AttentionOp, ResolvedOp
-from fastac.tape import generation, run_kernel, thread
+from fastac.registry import ResolvedOp
+from fastac.rows import DecompositionOp
+from fastac.tape import run_kernel, thread
 from fastac.torch_internals import BELOW_BACKEND_SELECT
 
 logger = logging.getLogger("fastac")
@@ -28,9 +31,13 @@ Watcher = Callable[[ResolvedOp, tuple[Any, ...], dict[str, Any]], None]
 watchers: list[Watcher] = []
 """Told of attention calls in threads without an open region; a census that is open in another thread listens."""
 
-_libraries: dict[str, torch.library.Library] = {}
+before_installation: list[Callable[[], object]] = []
+"""Called by `install` before it looks for ops: what was loaded since may have to be given an op first."""
+
+_libraries: dict[str, torch.library.Library | None] = {}
 _installing = threading.Lock()
 _known_op_names = 0
+_known_modules = 0
 
 
 def intercepted() -> Collection[str]:
@@ -44,6 +51,8 @@ def install() -> None:
     Raises FastacError when somebody else stands at BackendSelect of such an op: the later would shadow the earlier.
     """
     global _known_op_names
+    for listener in before_installation:
+        listener()
     with _installing:
         if install not in registry.after_registration:
             registry.after_registration.append(install)
@@ -56,6 +65,14 @@ def install() -> None:
         _known_op_names = count
 
 
+def install_if_loaded() -> None:
+    """Intercept what modules that were imported since bring along. Costs nothing when none was."""
+    global _known_modules
+    if len(sys.modules) != _known_modules:
+        _known_modules = len(sys.modules)
+        install()
+
+
 def _intercept(resolved: ResolvedOp) -> None:
     name = resolved.qualified_name
     if torch_internals.has_kernel(name, "BackendSelect"):
@@ -63,13 +80,16 @@ def _intercept(resolved: ResolvedOp) -> None:
             f"{name} can not be saved: another package has registered a function at its BackendSelect dispatch key, "
             f'where fastac must stand. Load fastac without that package, or use policy="full".'
         )
-    namespace, _, rest = name.partition("::")
-    library = torch.library.Library(namespace, "IMPL")
-    function = _attention if isinstance(resolved.row, AttentionOp) else _decomposition
+    function = (_decomposition if isinstance(resolved.row, DecompositionOp) else _attention)(resolved)
     # Counted only now: a region that is open meanwhile has begun without this op and goes on without it.
     resolved.generation = generation.current + 1
-    library.impl(rest, function(resolved), "BackendSelect", with_keyset=True)
-    _libraries[name] = library
+    if isinstance(resolved.op, torch._ops.HigherOrderOperator):
+        torch_internals.at_backend_select(resolved.op, function)
+        _libraries[name] = None
+    else:
+        namespace, _, rest = name.partition("::")
+        _libraries[name] = library = torch.library.Library(namespace, "IMPL")
+        library.impl(rest, function, "BackendSelect", with_keyset=True)
     generation.current += 1
     logger.debug("intercepting %s", name)
 

@@ -9,7 +9,7 @@ import torch
 from fastac import census, registry, torch_internals
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
-from fastac.registry import AttentionOp, Verdict
+from fastac.rows import AttentionOp, Verdict
 
 
 def is_compiled(function: Any) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac import torch_internals
-from fastac.registry import DecompositionOp, ResolvedOp
+from fastac.registry import ResolvedOp
+from fastac.rows import DecompositionOp
 
 
 @dataclasses.dataclass(frozen=True)

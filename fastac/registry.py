@@ -1,76 +1,33 @@
-"""Which dispatcher ops run an attention forward: rows, and one cached decision per op.
+"""Which ops run an attention forward: the registered rows, and one cached decision per op.
 
-A row is data. It names an op by a namespace pattern and a name, and says what fastac must know about its call: where
-the number of keys is, and whether the kernel draws random numbers. No library is imported to classify anything: an op
-is looked up in the dispatcher, where it is once its library was loaded by somebody else.
+No library is imported to classify anything: an op is looked up in the dispatcher, where it is once its library was
+loaded by somebody else.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 
 from fastac import torch_internals
 from fastac.errors import FastacError, UnsupportedBackendError
+from fastac.rows import ALWAYS, KEYS_DIMENSION, AttentionOp, DecompositionOp, Row, SelectionOp, Verdict
 
-KEYS_DIMENSION = {"bshd": -3, "bhsd": -2, "thd": -3}
-"""Layout of the key tensor (batch, sequence, heads, dim; thd is packed) -> its dimension that counts keys."""
-
-ALWAYS = "always"
+Op = torch._ops.OpOverload | torch._ops.HigherOrderOperator
 
 
-class Verdict(str, Enum):
-    """What fastac can do for an attention backend."""
-
-    SAVABLE = "savable"
-    OPAQUE = "opaque"  # savable once make_visible gave its kernel a dispatcher op
-    DECOMPOSED = "decomposed"  # many small ops: there is no attention output to save
-    NOT_TRAINABLE = "not_trainable"
-    UNKNOWN = "unknown"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionOp:
-    """One dispatcher op that runs an attention forward and returns its output and statistics.
-
-    namespace: regular expression that must match the whole namespace (hub builds carry a build-specific one).
-    layout: of the key tensor, a name in KEYS_DIMENSION; `key` is its argument.
-    max_kv: argument that holds the number of keys where the layout is packed; used when it is not None in a call.
-    dropout: the argument that makes the kernel draw random numbers, None for never, "always" when nobody knows.
-    trains: False refuses the op with `note` as the reason.
-    """
-
-    backend: str
-    namespace: str
-    name: str
-    layout: str = "bshd"
-    key: str = "key"
-    max_kv: str | None = None
-    dropout: str | None = ALWAYS
-    trains: bool = True
-    note: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecompositionOp:
-    """One dispatcher op that runs only where an attention call was decomposed into small ops.
-
-    scores: its argument with the attention scores; their last dimension counts the keys.
-    """
-
-    attention: str
-    namespace: str
-    name: str
-    scores: int = 0
-
-
-Row = AttentionOp | DecompositionOp
+def qualified_name(op: Op) -> str:
+    """`namespace::name`, with `.overload` where it has one."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return f"{op.namespace}::{op.name()}"
+    name: str = op._schema.name
+    return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
 
 
 class ResolvedOp:
@@ -80,39 +37,42 @@ class ResolvedOp:
     argument that the row names and the op lacks.
     """
 
-    def __init__(self, op: torch._ops.OpOverload, row: Row) -> None:
+    def __init__(self, op: Op, row: Row) -> None:
         self.op = op
-        self.redispatch = op.redispatch
+        self.redispatch = torch_internals.redispatch_of(op)
         self.row = row
         self.generation = sys.maxsize  # its place among the intercepted ops, once it is one
         self.name = str(op)
-        self.qualified_name = op._schema.name
-        if op._schema.overload_name:
-            self.qualified_name += "." + op._schema.overload_name
-        self._positions = {argument.name: i for i, argument in enumerate(op._schema.arguments)}
-        self._defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+        self.qualified_name = qualified_name(op)
+        arguments = torch_internals.arguments_of(op)
+        self._positions = {argument.name: i for i, argument in enumerate(arguments)}
+        self._defaults = {argument.name: argument.default for argument in arguments}
         self.written: list[str] = []
         self.trains = not isinstance(row, AttentionOp) or row.trains
         self.may_draw = isinstance(row, AttentionOp) and row.dropout is not None
+        self.is_attention = isinstance(row, AttentionOp)
+        self.has_selection = isinstance(row, AttentionOp) and bool(row.selection)
+        if self.trains and not isinstance(row, DecompositionOp):
+            self._check_schema(row, arguments)
         if isinstance(row, AttentionOp):
-            self._check_schema(row)
-            self._key, self._dimension = self._positions[row.key], KEYS_DIMENSION[row.layout]
+            self._key, self._dimension = self._positions.get(row.key, 0), KEYS_DIMENSION[row.layout]
 
-    def _check_schema(self, row: AttentionOp) -> None:
-        schema = self.op._schema
-        for argument in schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
+    def _check_schema(self, row: AttentionOp | SelectionOp, arguments: Sequence[torch_internals.Argument]) -> None:
+        for argument in arguments:
+            if argument.written:
                 self.written.append(argument.name)
-                if not isinstance(argument.type, torch.OptionalType):
+                if not argument.optional:
                     raise FastacError(
                         f"register: {self.name} writes its argument {argument.name!r}. On replay the kernel does not "
                         f"run and the write would be missing, with wrong gradients. Register a functional op."
                     )
-        if not any("Tensor" in str(output.type) for output in schema.returns):
-            raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save: {schema}")
-        named = [row.key, row.max_kv, None if row.dropout == ALWAYS else row.dropout]
+        if not torch_internals.returns_tensors(self.op):
+            raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save")
+        if isinstance(row, SelectionOp):
+            return
+        named = [row.key, row.max_kv, None if row.dropout == ALWAYS else row.dropout, row.coarse, *row.selection]
         for name in named:
-            if name is not None and name not in self._positions:
+            if name and name not in self._positions:
                 raise FastacError(
                     f"register: the row of {self.name} names the argument {name!r}, which the op does not have. "
                     f"Its arguments are {', '.join(self._positions)}."
@@ -128,12 +88,14 @@ class ResolvedOp:
     def keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Number of keys each query of this call may attend to (a SymInt under a trace with dynamic shapes)."""
         row = self.row
+        if isinstance(row, SelectionOp):
+            return sys.maxsize  # saved with any attention
         if isinstance(row, DecompositionOp):
             keys: int = args[row.scores].shape[-1]
             return keys
         if row.max_kv is not None:
             keys = self.argument(row.max_kv, args, kwargs)
-            if keys is not None:
+            if keys is not None and keys >= 0:  # some libraries pass -1 where nothing is packed
                 return keys
         key = args[self._key] if self._key < len(args) else kwargs[row.key]
         return key.shape[self._dimension]  # type: ignore[no-any-return]
@@ -144,6 +106,16 @@ class ResolvedOp:
         if dropout is None or dropout == ALWAYS:
             return dropout is not None
         return bool(self.argument(dropout, args, kwargs))
+
+    def selection(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call that hold the blocks it was told to attend to."""
+        names = self.row.selection if isinstance(self.row, AttentionOp) else ()
+        return [self.argument(name, args, kwargs) for name in names]
+
+    def coarse_keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """How many keys the coarse attention has that goes with this call; 0 for a kernel that is not sparse."""
+        name = self.row.coarse if isinstance(self.row, AttentionOp) else ""
+        return int(self.argument(name, args, kwargs).numel()) if name else 0
 
     def check_trains(self) -> None:
         """Raise UnsupportedBackendError when the row says that the op has no backward."""
@@ -183,6 +155,8 @@ BackendReader = Callable[[torch.nn.Module], Iterable[BackendUse]]
 after_registration: list[Callable[[], object]] = []
 """Called when rows came in. Interception listens once it began: a row that comes later must count, too."""
 
+logger = logging.getLogger("fastac")
+
 _rows: list[Row] = []
 _readers: list[BackendReader] = []
 _decisions: dict[object, ResolvedOp | None] = {}
@@ -205,7 +179,7 @@ def register(*new_rows: Row) -> None:
             _check_row(row)
             _rows.append(row)
         _decisions.clear()
-        present_ops()
+        present_ops(strict=True)
         for listener in after_registration:
             listener()
     except FastacError:
@@ -215,8 +189,16 @@ def register(*new_rows: Row) -> None:
 
 
 def _check_row(row: Row) -> None:
-    if not isinstance(row, (AttentionOp, DecompositionOp)):
+    if not isinstance(row, (AttentionOp, DecompositionOp, SelectionOp)):
         raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
+    for field in dataclasses.fields(row):
+        value = getattr(row, field.name)
+        if (
+            field.type in ("str", "str | None")
+            and not isinstance(value, str)
+            and (value is not None or "None" not in field.type)
+        ):
+            raise FastacError(f"register: {field.name}={value!r} of {row!r} is no {field.type}")
     try:
         re.compile(row.namespace)
     except re.error as error:
@@ -228,51 +210,72 @@ def _check_row(row: Row) -> None:
         )
     if isinstance(row, AttentionOp) and row.layout not in KEYS_DIMENSION:
         raise FastacError(f"register: layout {row.layout!r} of {row.name} is none of {', '.join(KEYS_DIMENSION)}")
-    if any((row.namespace, row.name) == (other.namespace, other.name) for other in _rows):
+    if any(_place(row) == _place(other) for other in _rows):
         raise FastacError(f"register: there is a row for {row.namespace}::{row.name} already")
 
 
-def _row_of(namespace: str, name: str) -> Row | None:
-    found = [row for row in _rows if row.name == name and re.fullmatch(row.namespace, namespace)]
+def _place(row: Row) -> tuple[str, str, str]:
+    return row.namespace, row.name, getattr(row, "with_argument", "")
+
+
+def _row_of(op: Op) -> Row | None:
+    namespace, _, name = qualified_name(op).partition(".")[0].partition("::")
+    found = []
+    for row in _rows:
+        if row.name == name and re.fullmatch(row.namespace, namespace):
+            told_by = getattr(row, "with_argument", "")
+            if not told_by or any(argument.name == told_by for argument in torch_internals.arguments_of(op)):
+                found.append(row)
     if len(found) > 1:
         raise FastacError(
             f"register: {namespace}::{name} is claimed by {len(found)} rows: "
             + "; ".join(f"{row.namespace}::{row.name}" for row in found)
         )
+    if found and isinstance(found[0], SelectionOp) and any(a.written for a in torch_internals.arguments_of(op)):
+        return None  # an overload with `out`: what it writes is the caller's own
     return found[0] if found else None
 
 
 def classify(op: object) -> ResolvedOp | None:
     """The row of an op, or None for an op fastac has nothing to say about. Answered from a dict after the first time.
 
-    op: an OpOverload; anything else (a higher-order op) has no row.
+    op: an OpOverload or a HigherOrderOperator; anything else has no row.
     """
     try:
         return _decisions[op]
     except KeyError:
         pass
     decision = None
-    if isinstance(op, torch._ops.OpOverload):
-        row = _row_of(*op._schema.name.split("::"))
+    if isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        row = _row_of(op)
         decision = ResolvedOp(op, row) if row is not None else None
     _decisions[op] = decision
     return decision
 
 
-def present_ops() -> list[ResolvedOp]:
-    """Every op of this process that a row names, all overloads."""
-    names = {row.name for row in _rows}
+def present_ops(strict: bool = False) -> list[ResolvedOp]:
+    """Every op of this process that a row names, all overloads. One that can not be saved is left out, or raises."""
+    rows_by_name: dict[str, list[Row]] = {}
+    for row in _rows:
+        rows_by_name.setdefault(row.name, []).append(row)
     found = []
-    for qualified in torch_internals.op_names():
+    for qualified in [*torch_internals.op_names(), *(f"higher_order::{name}" for name in rows_by_name)]:
         namespace, _, rest = qualified.partition("::")
         name, _, overload = rest.partition(".")
-        if name not in names or _row_of(namespace, name) is None:
+        if not any(re.fullmatch(row.namespace, namespace) for row in rows_by_name.get(name, ())):
             continue
         try:
-            op = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+            op = getattr(getattr(torch.ops, namespace), name)
+            op = op if namespace == "higher_order" else getattr(op, overload or "default")
         except AttributeError:
             continue  # an implementation came before its definition: it is no op yet
-        resolved = classify(op)
+        try:
+            resolved = classify(op)
+        except FastacError as error:
+            if strict:
+                raise
+            logger.error("%s (the row is left out: a region that calls the op raises)", error)
+            continue
         if resolved is not None:
             found.append(resolved)
     return found

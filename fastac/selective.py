@@ -6,6 +6,7 @@ gradients: a saved kernel that draws random numbers, and compiled code inside th
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,12 +14,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fastac import torch_internals
-from fastac.census import Call, Census, Observer
+from fastac import opaque, torch_internals
+from fastac.census import Call, Census
+from fastac.entries import choose_again
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
+from fastac.observation import Observer
 from fastac.policy import Policy
 from fastac.recognition import Decomposed, SoftmaxAttention, UnknownOp, looks_like_attention_forward
-from fastac.registry import DecompositionOp, ResolvedOp, classify
+from fastac.registry import ResolvedOp, classify
+from fastac.rows import DecompositionOp, SelectionOp
 
 COMPILED_CODE = (
     'engine="sac": torch\'s selective checkpointing around compiled code may keep buffers that the code reuses, with '
@@ -34,7 +38,8 @@ def traced_contexts(policy: Policy) -> Contexts:
     Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
     """
     softmax_attention = SoftmaxAttention()
-    small: list[str] = []
+    small: list[Decomposed] = []
+    coarse_keys = [0]
     unknown: list[UnknownOp] = []
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -44,20 +49,22 @@ def traced_contexts(policy: Policy) -> Contexts:
             if isinstance(op, torch._ops.OpOverload):
                 found = softmax_attention.follow(op, args, context.op_output)
             if found is not None and policy.saves(found.keys):
-                small.append(found.attention)
+                small.append(found)
             elif looks_like_attention_forward(name := _name(op), args):
                 unknown.append(UnknownOp(*name.rpartition("::")[::2]))
             return CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(resolved.row, DecompositionOp):
             missed = Decomposed.from_call(resolved, args, kwargs)
             if policy.saves(missed.keys):
-                small.append(missed.attention)
+                small.append(missed)
             return CheckpointPolicy.PREFER_RECOMPUTE
+        coarse_keys.append(resolved.coarse_keys(args, kwargs))
         return _verdict(resolved, policy, args, kwargs)
 
     def leave() -> None:
-        if small or unknown:
-            raise CompiledPolicyNotAppliedError(traced_failure(policy, small, unknown))
+        missed = [found.attention for found in small if found.keys > max(coarse_keys)]
+        if missed or unknown:
+            raise CompiledPolicyNotAppliedError(traced_failure(policy, missed, unknown))
 
     forward, recompute = create_selective_checkpoint_contexts(decide)
     return _then(forward, leave), recompute
@@ -82,6 +89,8 @@ def _then(mode: Any, leave: Callable[[], None]) -> Any:
     """A dispatch mode of torch's that calls `leave` after an orderly exit. AOT takes nothing but dispatch modes."""
 
     class Mode(type(mode)):  # type: ignore[misc]
+        supports_higher_order_operators = True  # torch has rules for some of them by the exact type of its own mode
+
         def __exit__(self, *exception: Any) -> None:
             super().__exit__(*exception)
             if exception[0] is None:
@@ -104,6 +113,23 @@ def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> Ch
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _choosing_again(mode: Any, chosen: collections.deque[Sequence[torch.Tensor]]) -> Any:
+    """torch's replaying mode, that first gives a saved call of sparse attention the blocks it had in the forward."""
+
+    class Mode(type(mode)):  # type: ignore[misc]
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            resolved = classify(func)
+            if resolved is not None and resolved.has_selection and chosen:
+                for kept, mine in zip(chosen.popleft(), resolved.selection(args, kwargs or {}), strict=True):
+                    choose_again(resolved, kept, mine)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    mode.__class__ = Mode
+    return mode
+
+
 class SelectiveRecord:
     """The forward of a region under torch's selective checkpointing, with what fastac must know about it."""
 
@@ -114,11 +140,14 @@ class SelectiveRecord:
         self.calls: list[ResolvedOp] = []
         self.missed: list[Decomposed] = []
         self._found: list[Call] = []
-        self._mode, self.replay = create_selective_checkpoint_contexts(self._decide)
+        self._selection_bytes = 0
+        self._chosen: collections.deque[Sequence[torch.Tensor]] = collections.deque()
+        self._mode, replay = create_selective_checkpoint_contexts(self._decide)
+        self.replay = _choosing_again(replay, self._chosen)
 
     def census(self) -> Census:
         """What the region did."""
-        return Census(list(self.calls), tuple(self._found))
+        return Census(list(self.calls), tuple(self._found), self._selection_bytes)
 
     def __enter__(self) -> SelectiveRecord:
         self.entered = True
@@ -155,6 +184,12 @@ class SelectiveRecord:
             )
         outputs = context.op_output if isinstance(context.op_output, (tuple, list)) else (context.op_output,)
         held = sum(t.untyped_storage().nbytes() for t in outputs if isinstance(t, torch.Tensor)) if saved else 0
+        if isinstance(resolved.row, SelectionOp):
+            self._selection_bytes += held
+            return verdict
+        if saved and resolved.has_selection:
+            self._chosen.append(torch_internals.clones(resolved.selection(args, kwargs)))
         self.calls.append(resolved)
-        self._found.append(Call(resolved.name, int(resolved.keys(args, kwargs)), saved, held))
+        extra = opaque.extra_bytes(resolved, outputs) if saved else 0
+        self._found.append(Call(resolved.name, int(resolved.keys(args, kwargs)), saved, held, extra))
         return verdict

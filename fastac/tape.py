@@ -1,4 +1,4 @@
-"""The tape of one region: attention outputs recorded in forward, replayed in recompute.
+"""The tape of one region: attention outputs, and what they depend on, recorded in forward, replayed in recompute.
 
 Reading order: `Record.call` is what happens to an attention call in the forward, `Replay.call` what happens to it in
 the recompute. Both are reached from `fastac.interception`, below autograd, with the thread's open scope. Every guard
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastac import torch_internals
+from fastac.entries import Entry, Tape, choose_again, described, readable
 from fastac.errors import FastacError
 from fastac.policy import Policy
 from fastac.preservation import generator_state, set_generator_state
@@ -49,55 +50,6 @@ def run_kernel(resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: d
         return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
     finally:
         thread.scope = scope
-
-
-class Entry:
-    """One attention call of a region. `kept` is None where the policy recomputes it."""
-
-    kept: Sequence[Any] | None = None
-    single = False
-    versions: Sequence[int | None] = ()
-    guarded = False
-    generator_state: torch.Tensor | None = None
-    device: torch.device | None = None
-
-    def __init__(self, resolved: ResolvedOp, keys: int, inputs: Sequence[Any]) -> None:
-        self.resolved = resolved
-        self.keys = keys
-        self.inputs = inputs
-
-    @property
-    def saved_bytes(self) -> int:
-        """Bytes of memory that the kept outputs hold."""
-        tensors = [value for value in self.kept or () if isinstance(value, torch.Tensor)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-class Tape(list[Entry | None]):
-    """The entries of one region. Ops that are intercepted later than `generation` are none of its business.
-
-    Without that, a row registered between a forward and its recompute would ask the tape for a call it never saw.
-    """
-
-    __slots__ = ("generation", "recording")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generation = generation.current
-        self.recording = False
-
-
-class _Generation:
-    """How many ops are intercepted so far."""
-
-    current = 0
-
-
-generation = _Generation()
-
-
-def _described(args: Sequence[Any]) -> list[Any]:
-    return [(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)]
 
 
 def _requires_grad(args: Sequence[Any]) -> bool:
@@ -186,19 +138,22 @@ class Record(Scope):
         keys = resolved.keys(args, kwargs)
         saves = self.policy.saves(keys)
         # On the tape before it runs: a call that raises, where the block then tries another kernel, does so again.
-        entry = Entry(resolved, keys, _described(args))
+        entry = Entry(resolved, keys, described(args))
         self.tape.append(entry)
         state = None
+        if not resolved.trains:
+            resolved.check_trains()
         if saves:
-            if not resolved.trains:
-                resolved.check_trains()
             if resolved.written:
                 resolved.check_writes(args, kwargs)
             if resolved.may_draw and self.preserves_generators and resolved.draws(args, kwargs):
                 entry.device = next(a.device for a in args if isinstance(a, torch.Tensor))
                 state = generator_state(entry.device)
+            if resolved.has_selection:
+                entry.selection = torch_internals.clones(resolved.selection(args, kwargs))
         outputs = self.run(resolved, keyset, args, kwargs)
-        self.calls.append(resolved)
+        if resolved.is_attention:
+            self.calls.append(resolved)
         if not saves:
             return outputs
         if state is not None and entry.device is not None:
@@ -209,8 +164,8 @@ class Record(Scope):
             entry.single, sequence = True, (outputs,)
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
-        # grad the user may write into the output. Keep a copy there.
-        if torch.is_grad_enabled() and _requires_grad(args):
+        # grad the user may write into the output. Keep a copy there. So it is for the indices of a selection.
+        if resolved.is_attention and torch.is_grad_enabled() and _requires_grad(args):
             entry.guarded = True
             entry.kept = torch_internals.aliases(sequence)
             entry.versions = torch_internals.versions(entry.kept)
@@ -261,10 +216,10 @@ class Replay(Scope):
                 "this checkpointed region was backpropagated already and its saved outputs are freed. "
                 "Use retain_graph=True on the first backward to go through it again."
             )
-        if entry.resolved.op is not resolved.op or entry.inputs != _described(args):
+        if entry.resolved.op is not resolved.op or entry.inputs != described(args):
             raise FastacError(
                 f"attention call {self.position} of recompute is not the one of the forward: {resolved.name} on "
-                f"{_readable(_described(args))} where {entry.resolved.name} on {_readable(entry.inputs)} was recorded. "
+                f"{readable(described(args))} where {entry.resolved.name} on {readable(entry.inputs)} was recorded. "
                 f"The checkpointed function took another path, or the attention backend changed in between."
             )
         # A backward inside the region replays what the forward that is still open will be asked for again.
@@ -279,13 +234,11 @@ class Replay(Scope):
             )
         if entry.generator_state is not None and entry.device is not None:
             set_generator_state(entry.generator_state, entry.device)  # what runs next must draw what it drew before
+        for mine, chosen in zip(entry.selection, resolved.selection(args, kwargs), strict=False):
+            choose_again(resolved, mine, chosen)
         outputs = entry.kept
         if not keep_graph:
             self.tape[position] = None
         else:  # for a second backward; an output that nobody guards must not be handed out itself
             outputs = torch_internals.aliases(outputs) if entry.guarded else torch_internals.clones(outputs)
         return outputs[0] if entry.single else outputs
-
-
-def _readable(inputs: Sequence[Any]) -> str:
-    return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, _, dtype in inputs)

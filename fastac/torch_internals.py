@@ -11,8 +11,8 @@ import inspect
 import operator
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
@@ -28,6 +28,9 @@ _REQUIRED = (
     "_C.DispatchKey.BackendSelect",
     "_C.DispatchKey.ADInplaceOrView",
     "_C._SetExcludeDispatchKeyGuard",
+    "_C._FunctionBase.dirty_tensors",
+    "_C._FunctionBase.non_differentiable",
+    "_C._FunctionBase.to_save",
     "_C._TorchDispatchModeKey.PROXY",
     "_C._autograd._get_current_graph_task_keep_graph",
     "_C._dispatch_get_all_op_names",
@@ -39,7 +42,11 @@ _REQUIRED = (
     "_C._dynamo.eval_frame.set_code_exec_strategy",
     "_C._get_dispatch_mode",
     "_C._has_storage",
+    "_C._len_torch_dispatch_stack",
     "_guards.TracingContext.try_get",
+    "_ops.HigherOrderOperator.dispatch",
+    "_ops.HigherOrderOperator.py_impl",
+    "_ops._compute_keyset",
     "utils.checkpoint._checkpoint_debug_enabled",
 )
 
@@ -66,6 +73,9 @@ BELOW_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(_BACKEND_SELECT)
 """Keys to redispatch a call to: the kernel below BackendSelect, which then runs with the GIL released."""
 
 _SKIP_FRAME = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+
+COMPILED_NODE = "CompiledFunctionBackward"
+"""Name of the autograd node that stands for code torch.compile made."""
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -170,12 +180,88 @@ def op_names() -> list[str]:
 
 def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
     """Whether an op has a kernel of its own at a dispatch key, such as "CPU" or "BackendSelect"."""
+    if qualified_name.startswith("higher_order::"):
+        op = getattr(torch.ops.higher_order, qualified_name.removeprefix("higher_order::"))
+        return getattr(torch._C.DispatchKey, dispatch_key) in op.py_kernels
     return torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key)
+
+
+class Argument(NamedTuple):
+    """One argument of an op. written: the op may change the tensor; optional: it may be None."""
+
+    name: str
+    default: Any
+    written: bool
+    optional: bool
+
+
+def arguments_of(op: torch._ops.OpOverload | torch._ops.HigherOrderOperator) -> list[Argument]:
+    """An op's arguments, from its schema; those of a higher-order op, which has none, from its signature."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        parameters = list(inspect.signature(op.__call__).parameters.values())
+        return [Argument(parameter.name, parameter.default, False, False) for parameter in parameters]
+    return [
+        Argument(
+            argument.name,
+            argument.default_value,
+            argument.alias_info is not None and argument.alias_info.is_write,
+            isinstance(argument.type, torch.OptionalType),
+        )
+        for argument in op._schema.arguments
+    ]
+
+
+def returns_tensors(op: torch._ops.OpOverload | torch._ops.HigherOrderOperator) -> bool:
+    """Whether an op has a tensor among its outputs; a higher-order op does not say, and counts as having one."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return True
+    return any("Tensor" in str(output.type) for output in op._schema.returns)
+
+
+def redispatch_of(op: torch._ops.OpOverload | torch._ops.HigherOrderOperator) -> Callable[..., Any]:
+    """A function (keyset, *args, **kwargs) that calls an op's kernel for a keyset."""
+    if not isinstance(op, torch._ops.HigherOrderOperator):
+        return op.redispatch
+
+    def redispatch(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return op.dispatch(keyset.highestPriorityTypeId(), *args, **kwargs)
+
+    return redispatch
+
+
+def at_backend_select(op: torch._ops.HigherOrderOperator, function: Callable[..., Any]) -> None:
+    """Let calls of a higher-order op pass by function(keyset, *args, **kwargs), as an implementation does for an op."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        keyset = torch._ops._compute_keyset(args, kwargs, op.non_fallthrough_keys)
+        return function(keyset, *args, **kwargs)
+
+    op.py_impl(_BACKEND_SELECT)(called)
 
 
 def is_composite(qualified_name: str) -> bool:
     """Whether an op only calls other ops, which are dispatched in turn. Modes see it under inference mode alone."""
     return has_kernel(qualified_name, "CompositeImplicitAutograd")
+
+
+def tensors_to_save(context: Any) -> tuple[Any, ...]:
+    """What an autograd.Function's forward has given to `save_for_backward` so far."""
+    return tuple(context.to_save or ())
+
+
+def non_differentiable(context: Any) -> tuple[Any, ...]:
+    """What an autograd.Function's forward has given to `mark_non_differentiable`."""
+    return tuple(context.non_differentiable or ())
+
+
+def dirty_tensors(context: Any) -> tuple[Any, ...]:
+    """What an autograd.Function's forward has given to `mark_dirty`."""
+    return tuple(context.dirty_tensors or ())
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a TorchDispatchMode is open in this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def checkpoint_debug_enabled() -> bool:

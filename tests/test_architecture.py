@@ -15,12 +15,17 @@ ORDER = (
     "errors",
     "torch_internals",
     "preservation",
+    "rows",
     "registry",
     "policy",
     "recognition",
+    "entries",
     "tape",
     "interception",
+    "opaque",
+    "plugins",
     "census",
+    "observation",
     "diagnosis",
     "preflight",
     "selective",
@@ -33,7 +38,7 @@ ORDER = (
 )
 """A module imports only from the ones before it. A module that is added gets a place here."""
 
-CATALOGUES = {"backends": {"errors", "registry", "opaque"}, "models": {"errors"}}
+CATALOGUES = {"backends": {"errors", "rows", "registry", "opaque"}, "models": {"errors"}}
 """Folder -> what of the engine its files may import, besides each other."""
 
 ENTRY_POINTS = {"__init__", "__main__"}  # import what they like
@@ -142,11 +147,12 @@ def test_allowed_private_names_are_used() -> None:
 
 @MODULES
 def test_no_error_is_swallowed(path: Path) -> None:
+    """Catching everything is right only where it is raised again, as an error that says what was going on."""
     for node in ast.walk(tree(path)):
-        if not isinstance(node, ast.ExceptHandler):
+        if not isinstance(node, ast.ExceptHandler) or isinstance(node.body[-1], ast.Raise):
             continue
-        caught = ast.unparse(node.type) if node.type else "everything"
-        assert caught not in ("everything", "Exception", "BaseException"), f"{path.name}:{node.lineno} catches {caught}"
+        caught = {ast.unparse(part) for part in ast.walk(node.type)} if node.type else {"everything"}
+        assert not caught & {"everything", "Exception", "BaseException"}, f"{path.name}:{node.lineno} catches {caught}"
 
 
 @MODULES

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import census, checkpointing, diagnosis, interception, registry
+from fastac import census, checkpointing, diagnosis, interception, observation, recognition, registry
 from fastac.policy import Policy
 from tests import support
 
@@ -100,7 +100,7 @@ def observers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every region that was watched op by op."""
     made = []
 
-    class Counted(census.Observer):
+    class Counted(observation.Observer):
         def __init__(self, *args: Any) -> None:
             made.append(args[0])
             super().__init__(*args)
@@ -549,16 +549,16 @@ def test_an_op_without_a_row_in_the_place_of_one_with() -> None:
 @pytest.mark.parametrize("name", ["attention_mask_of", "attn_bias_forward", "attention_backward", "flattened", "attnx"])
 def test_what_is_named_alike_is_no_attention(name: str) -> None:
     tensors = [torch.zeros(1, 2, 3, 4)] * 3
-    assert not census.looks_like_attention_forward(f"mine::{name}", tensors)
+    assert not recognition.looks_like_attention_forward(f"mine::{name}", tensors)
 
 
 def test_an_attention_forward_takes_three_tensors_of_three_or_four_dimensions() -> None:
     q = torch.zeros(1, 2, 3, 4)
-    assert census.looks_like_attention_forward("mine::attention_forward", [q, q, q])
-    assert census.looks_like_attention_forward("mine::attn_varlen", [q[0], q[0], q[0], 3])
-    assert not census.looks_like_attention_forward("mine::attention_forward", [q, q])
-    assert not census.looks_like_attention_forward("mine::attention_forward", [q, q, q.long()])
-    assert not census.looks_like_attention_forward("mine::attention_forward", [q[0, 0], q, q])
+    assert recognition.looks_like_attention_forward("mine::attention_forward", [q, q, q])
+    assert recognition.looks_like_attention_forward("mine::attn_varlen", [q[0], q[0], q[0], 3])
+    assert not recognition.looks_like_attention_forward("mine::attention_forward", [q, q])
+    assert not recognition.looks_like_attention_forward("mine::attention_forward", [q, q, q.long()])
+    assert not recognition.looks_like_attention_forward("mine::attention_forward", [q[0, 0], q, q])
 
 
 # A call past the dispatcher

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 
 from fastac import cli
+from fastac.backends import LIBRARIES
 
 
 def test_backends_lists_every_backend_and_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,6 +25,55 @@ def test_backends_lists_every_backend_and_what_this_machine_can_do(capsys: pytes
     assert "decomposed" in cells["_native_math"]
     assert "refused" in cells["sage"]
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in cells
+
+
+def test_backends_lists_every_library_and_how_it_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["backends"]) == 0
+    table = capsys.readouterr().out
+    assert max(map(len, table.splitlines())) <= cli.WIDTH
+    text = " ".join(" ".join(line.split("│")[1].split()) for line in table.splitlines() if "│" in line)
+    for library in LIBRARIES:
+        assert library.name in text, "names are whole, on as many lines as they need"
+
+    assert cli.main(["backends", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["versions"]) == {"fastac", "torch", "diffusers"}
+    assert found["versions"]["torch"] == torch.__version__
+    libraries = {library["name"]: library for library in found["libraries"]}
+    assert list(libraries) == [library.name for library in LIBRARIES]
+    for library in LIBRARIES:
+        told = libraries[library.name]
+        assert (told["verdict"], told["how"], told["advice"]) == (library.verdict, library.how, library.advice)
+        assert library.distribution or told["installed"] == torch.__version__
+    sdpa = libraries["scaled_dot_product_attention"]
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in sdpa["ops"]
+    assert all(op in table for op in sdpa["ops"])
+    backends = {backend["name"]: backend for backend in found["diffusers_backends"]}
+    assert {backend.value for backend in AttentionBackendName} <= set(backends)
+    assert (backends["native"]["can_be_saved"], backends["native"]["missing"]) == (True, None)
+    assert (backends["sage"]["can_be_saved"], backends["sage"]["verdict"]) == (False, "not_trainable")
+
+
+def test_backends_tells_versions_without_importing(tmp_path: Path) -> None:
+    """A library that is installed and can not be imported here, as CUDA libraries can not everywhere."""
+    (tmp_path / "flash_attn_4-4.5.dist-info").mkdir()
+    (tmp_path / "flash_attn_4-4.5.dist-info" / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.5\n")
+    (tmp_path / "xformers-0.1.dist-info").mkdir()
+    (tmp_path / "xformers-0.1.dist-info" / "METADATA").write_text("Name: xformers\nVersion: 0.1\n")
+    (tmp_path / "flash_attn").mkdir()
+    for module in ("flash_attn/__init__.py", "vsa.py", "fastvideo.py", "fastvideo_kernel.py"):
+        (tmp_path / module).write_text("import sys; sys.exit('imported')")
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[1])))
+    ran = subprocess.run(
+        [sys.executable, "-m", "fastac.cli", "backends", "--json"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    installed = {library["name"]: library["installed"] for library in json.loads(ran.stdout)["libraries"]}
+    assert (installed["flash-attn 4"], installed["xFormers"]) == ("4.5", "0.1")
 
 
 @pytest.mark.parametrize("class_name", ["WanTransformer3DModel", "LTXVideoTransformer3DModel"])

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 
 import fastac
-from fastac import interception, registry, tape, torch_internals
+from fastac import entries, interception, registry, torch_internals
+from fastac.entries import Tape
 from fastac.policy import Policy
-from fastac.tape import Record, Tape
+from fastac.tape import Record
 from tests import support
 
 
@@ -56,13 +57,13 @@ def test_installing_from_many_threads_intercepts_each_op_once(monkeypatch: pytes
         row = fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None)
         fastac.register(row)
     attends = [support.attention_function(support.define_attention_op(name)) for name in names]
-    before = tape.generation.current
+    before = entries.generation.current
     intercept = interception._intercept
     monkeypatch.setattr(interception, "_intercept", lambda resolved: time.sleep(0.01) or intercept(resolved))
     with ThreadPoolExecutor(4) as pool:
         for future in [pool.submit(interception.install) for _ in range(8)]:
             future.result()
-    assert tape.generation.current == before + len(names)
+    assert entries.generation.current == before + len(names)
     for attend in attends:
         with record() as scope:
             attend(*qkv())

@@ -13,7 +13,8 @@ import torch
 import fastac
 from fastac import preflight, registry
 from fastac.recognition import looks_like_attention_forward
-from fastac.registry import AttentionOp, DecompositionOp, ResolvedOp
+from fastac.registry import ResolvedOp
+from fastac.rows import AttentionOp, DecompositionOp
 from tests import support
 
 SDPA_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -172,11 +173,11 @@ def test_a_decision_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     registry._decisions.clear()
     lookups = []
     row_of = registry._row_of
-    monkeypatch.setattr(registry, "_row_of", lambda *name: lookups.append(name) or row_of(*name))
+    monkeypatch.setattr(registry, "_row_of", lambda op: lookups.append(str(op)) or row_of(op))
     ops = [SDPA_CPU, torch.ops.aten.mm.default]
     first = [registry.classify(op) for op in ops]
     assert [registry.classify(op) for op in ops] == first
-    assert lookups == [("aten", "_scaled_dot_product_flash_attention_for_cpu"), ("aten", "mm")]
+    assert lookups == [str(op) for op in ops]
 
 
 def test_registering_clears_what_was_decided(define: Define, namespace: str) -> None:

@@ -1,7 +1,34 @@
 """One file per attention library: rows, and at most one small adapter. Importing this package registers them."""
 
-from fastac import registry
-from fastac.backends import diffusers, sdpa
+from fastac import opaque, registry
+from fastac.backends import (
+    diffusers,
+    fastvideo,
+    flash_attn_2,
+    flash_attn_3,
+    flash_attn_4,
+    flex,
+    sage,
+    sdpa,
+    selection,
+    varlen,
+    xformers,
+)
 
-registry.register(*sdpa.ROWS)
+LIBRARIES = (
+    sdpa.LIBRARY,
+    varlen.LIBRARY,
+    flex.LIBRARY,
+    flash_attn_2.LIBRARY,
+    flash_attn_3.LIBRARY,
+    flash_attn_4.LIBRARY,
+    xformers.LIBRARY,
+    *fastvideo.LIBRARIES,
+    sage.LIBRARY,
+)
+"""What `fastac backends` and docs/backends.md tell about, in their order."""
+
+for _file in (sdpa, varlen, flex, flash_attn_2, flash_attn_3, xformers, fastvideo, sage, selection, diffusers):
+    registry.register(*_file.ROWS)
+opaque.know(*flash_attn_4.FUNCTIONS, *fastvideo.FUNCTIONS)
 registry.register_reader(diffusers.backend_uses)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from fastac.registry import BackendUse, Verdict
+from fastac.registry import BackendUse
+from fastac.rows import AttentionOp, Verdict
 
 
 class DiffusersBackend(NamedTuple):
@@ -57,9 +58,9 @@ BACKENDS: dict[str, DiffusersBackend] = {
     "_flash_varlen_3": DiffusersBackend(Verdict.SAVABLE, "fa3", "flash-attn 3, packed"),
     "_flash_3_hub": DiffusersBackend(Verdict.SAVABLE, "fa3", "flash-attn 3 from the hub"),
     "_flash_3_varlen_hub": DiffusersBackend(Verdict.SAVABLE, "fa3", "flash-attn 3 from the hub, packed"),
-    "flash_4_hub": DiffusersBackend(Verdict.OPAQUE, "", _OPAQUE),
+    "flash_4_hub": DiffusersBackend(Verdict.OPAQUE, "fa4", _OPAQUE),
     "aiter_fa2_hub": DiffusersBackend(Verdict.UNKNOWN, "", _OTHER_DEVICE),
-    "flex": DiffusersBackend(Verdict.UNKNOWN, "", "a higher-order op, which no row covers yet"),
+    "flex": DiffusersBackend(Verdict.SAVABLE, "flex", "flex_attention, in eager mode"),
     "sage": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
     "sage_hub": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
     "sage_blackwell_hub": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
@@ -70,6 +71,18 @@ BACKENDS: dict[str, DiffusersBackend] = {
     "_sage_qk_int8_pv_fp16_triton": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
     "xformers": DiffusersBackend(Verdict.SAVABLE, "xformers", "xFormers memory-efficient attention"),
 }
+
+ROWS = (
+    AttentionOp(
+        backend="diffusers",
+        namespace="_diffusers_flash_attn_3",
+        name="_flash_attn_forward",
+        key="key",
+        dropout=None,
+        trains=False,
+        note="diffusers' wrapper of flash-attn 3 has no autograd formula, so backward raises",
+    ),
+)
 
 _UNLISTED = DiffusersBackend(Verdict.UNKNOWN, "", "not in fastac's table: diffusers added it later")
 

@@ -8,7 +8,14 @@ row: it writes its argument.
 
 from functools import partial
 
-from fastac.registry import AttentionOp, DecompositionOp
+from fastac.rows import AttentionOp, DecompositionOp, Library, Verdict
+
+LIBRARY = Library(
+    backend="sdpa",
+    name="scaled_dot_product_attention",
+    verdict=Verdict.SAVABLE,
+    how="the aten op it ends in; the math kernel is refused",
+)
 
 _row = partial(AttentionOp, backend="sdpa", namespace="aten", dropout="dropout_p")
 

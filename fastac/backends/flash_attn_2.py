@@ -1,0 +1,30 @@
+"""flash-attn 2 (2.8.3): two ops, under `flash_attn` or a hub build's own namespace. All entry points end in them.
+
+Older versions (before torch custom ops, 2.7) call their extension past the dispatcher.
+"""
+
+from functools import partial
+
+from fastac.rows import AttentionOp, Library, Verdict
+
+LIBRARY = Library(
+    backend="fa2",
+    name="flash-attn 2",
+    distribution="flash-attn",
+    verdict=Verdict.SAVABLE,
+    how="its op",
+)
+
+_row = partial(
+    AttentionOp,
+    backend="fa2",
+    namespace=r"flash_attn|_flash_attn(_?2)?_(?!3_)\w+",
+    key="k",
+    dropout="dropout_p",
+    with_argument="dropout_p",
+)
+
+ROWS = (
+    _row(name="_flash_attn_forward"),
+    _row(name="_flash_attn_varlen_forward", layout="thd", max_kv="max_seqlen_k"),
+)

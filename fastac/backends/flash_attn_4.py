@@ -1,0 +1,23 @@
+"""flash-attn 4 (4.0.0b36): CuTe kernels called from two autograd.Functions, made visible when the library is loaded."""
+
+from functools import partial
+
+from fastac.rows import Library, OpaqueFunction, Verdict
+
+LIBRARY = Library(
+    backend="fa4",
+    name="flash-attn 4",
+    distribution="flash-attn-4",
+    verdict=Verdict.OPAQUE,
+    how="made visible when it is loaded; recomputed under torch.compile",
+)
+
+# The package itself, and builds from the hub, which live in a module of their own.
+_function = partial(
+    OpaqueFunction, backend="fa4", module=r"(flash_attn|_?flash_attn_?4\w*)(\.\w+)*\.interface", dropout=None
+)
+
+FUNCTIONS = (
+    _function(name="FlashAttnFunc"),
+    _function(name="FlashAttnVarlenFunc", layout="thd", max_kv="max_seqlen_k"),
+)

@@ -1,0 +1,9 @@
+"""What sparse attention chooses its blocks with: VSA, VMoBA, SLA, NABLA, LongCat, and routers of experts as well."""
+
+from functools import partial
+
+from fastac.rows import SelectionOp
+
+_row = partial(SelectionOp, namespace="aten")
+
+ROWS = (_row(name="topk"), _row(name="sort"), _row(name="argsort"))

@@ -1,0 +1,16 @@
+"""torch.nn.attention.varlen (torch 2.13). Its variant with an `out` argument writes it, and has no row."""
+
+from fastac.rows import AttentionOp, Library, Verdict
+
+LIBRARY = Library(
+    backend="varlen",
+    name="torch.nn.attention.varlen",
+    verdict=Verdict.SAVABLE,
+    how="its op",
+)
+
+ROWS = (
+    AttentionOp(
+        backend="varlen", namespace="torch_attn", name="_varlen_attn", layout="thd", max_kv="max_k", dropout=None
+    ),
+)

@@ -1,0 +1,284 @@
+"""make_visible: gives the kernel inside an autograd.Function a dispatcher op, so that its output can be saved.
+
+A kernel that Triton, CuTe or pybind launches is seen by nobody: autograd knows the Function, the dispatcher nothing.
+`make_visible` puts its forward inside an op, in place. The op returns the outputs and whatever the forward saved for
+backward beyond its inputs; on replay both come from the tape and the kernel does not run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fastac import interception, registry, torch_internals
+from fastac.errors import FastacError
+from fastac.registry import ResolvedOp
+from fastac.rows import ALWAYS, KEYS_DIMENSION, AttentionOp, OpaqueFunction
+from fastac.tape import thread
+
+logger = logging.getLogger("fastac")
+
+NAMESPACE = "fastac_opaque"
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_visible: dict[str, type[torch.autograd.Function]] = {}
+_known: list[OpaqueFunction] = []
+_settled: set[tuple[OpaqueFunction, str]] = set()
+_looked_at = 0
+_handles = itertools.count()
+_calls: dict[int, _Call] = {}
+
+
+class _Call(NamedTuple):
+    """A call on its way through the dispatcher, which takes tensors and numbers only."""
+
+    original: Callable[..., Any]
+    context: Any
+    args: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+
+
+def make_visible(
+    function: type[torch.autograd.Function],
+    *,
+    name: str = "",
+    backend: str = "opaque",
+    key: str = "",
+    layout: str = "bshd",
+    max_kv: str | None = None,
+    dropout: str | None = ALWAYS,
+) -> torch._ops.OpOverload:
+    """Make the forward of an autograd.Function savable, in place: also where its `apply` was captured before.
+
+    function: its outputs are tensors or None. name: of the op, unique; by default that of the class.
+    key, layout, max_kv, dropout: as in fastac.AttentionOp, by the names of the forward's parameters. key: the second
+    tensor it is called with, where it is not given.
+    Returns the op, `fastac_opaque::<name>`. Outside checkpointed regions the forward runs as before. Under
+    torch.compile the Function is traced as it is, so its call is recomputed, and a warning says so.
+    Raises FastacError for a Function with `setup_context`, for an argument its forward does not have, and for a name
+    that another Function has; when it is called in a region, for `mark_dirty` and for outputs that are no tensors.
+    """
+    name = name or re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
+    if _visible.get(name) is function:
+        return _op(name)
+    original = _forward_of(function, name)
+    parameters = list(inspect.signature(original).parameters)[1:]
+    for parameter in filter(None, (key, max_kv, None if dropout == ALWAYS else dropout)):
+        if parameter not in parameters:
+            raise FastacError(
+                f"make_visible: the forward of {function.__qualname__} has no argument {parameter!r}. "
+                f"It has {', '.join(parameters)}."
+            )
+    if layout not in KEYS_DIMENSION:
+        raise FastacError(f"make_visible: layout {layout!r} is none of {', '.join(KEYS_DIMENSION)}")
+
+    _library.define(f"{name}(Tensor first, Tensor[] others, int keys, bool draws, int handle) -> Tensor[]")
+    _library.impl(name, _kernel, "CompositeExplicitAutograd")
+    op = _op(name)
+    registry.register(
+        AttentionOp(backend=backend, namespace=NAMESPACE, name=name, key="first", max_kv="keys", dropout="draws")
+    )
+
+    def value_of(parameter: str, args: tuple[Any, ...]) -> Any:
+        position = parameters.index(parameter)
+        return args[position] if position < len(args) else None
+
+    def keys_of(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> int:
+        given = value_of(max_kv, args) if max_kv else None
+        if given is not None:
+            return int(given)
+        tensor = value_of(key, args) if key else tensors[min(1, len(tensors) - 1)]
+        return int(tensor.shape[KEYS_DIMENSION[layout]])
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            _tell_compiled(name)
+            return original(ctx, *args)
+        tensors = [leaf for leaf in torch_internals.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if not tensors or not _is_watched(tensors):
+            return original(ctx, *args)
+        draws = dropout == ALWAYS or (dropout is not None and bool(value_of(dropout, args)))
+        handle = next(_handles)
+        _calls[handle] = _Call(original, ctx, args, tensors)
+        try:
+            flat = op(tensors[0], tensors[1:], keys_of(args, tensors), draws, handle)
+        finally:
+            del _calls[handle]
+        return _unpack(ctx, flat, tensors)
+
+    _visible[name] = function
+    function.forward = staticmethod(forward)  # type: ignore[method-assign]
+    logger.info("%s.%s is visible as %s::%s", function.__module__, function.__qualname__, NAMESPACE, name)
+    return op
+
+
+def is_opaque(resolved: ResolvedOp) -> bool:
+    """Whether an op is one that make_visible made."""
+    return resolved.qualified_name.startswith(f"{NAMESPACE}::")
+
+
+def extra_bytes(resolved: ResolvedOp, kept: Sequence[Any]) -> int:
+    """Bytes, among what a call kept, of tensors that are none of its outputs: what its backward needs besides."""
+    if not is_opaque(resolved) or not kept:
+        return 0
+    *tensors, layout = kept
+    outputs = layout.tolist()[1]
+    own = {int(index) for index in layout.tolist()[2 : 2 + outputs]}
+    return sum(tensor.untyped_storage().nbytes() for i, tensor in enumerate(tensors) if i not in own)
+
+
+def know(*functions: OpaqueFunction) -> None:
+    """Add Functions that are made visible as soon as their module is loaded and a model is enabled."""
+    global _looked_at
+    _known.extend(functions)
+    _looked_at = 0
+
+
+def make_known_visible() -> list[str]:
+    """Make every known Function visible whose module is loaded; names of those that are new. Cheap when none is.
+
+    One that can not be made visible stays as it is, and a warning says why: its backend is refused where it is used.
+    """
+    global _looked_at
+    if len(sys.modules) == _looked_at:
+        return []
+    _looked_at = len(sys.modules)
+    made = []
+    for module_name, module in list(sys.modules.items()):
+        for known in _known:
+            if (known, module_name) in _settled or not re.fullmatch(known.module, module_name):
+                continue
+            function = getattr(module, known.name, None)
+            if function is None:
+                _looked_at = 0  # still being imported
+                continue
+            _settled.add((known, module_name))
+            try:
+                op = make_visible(
+                    function,
+                    backend=known.backend,
+                    key=known.key,
+                    layout=known.layout,
+                    max_kv=known.max_kv,
+                    dropout=known.dropout,
+                )
+                made.append(str(op))
+            except FastacError as error:
+                logger.warning("%s.%s can not be saved: %s", module_name, known.name, error)
+    return made
+
+
+interception.before_installation.append(make_known_visible)
+
+
+def _forward_of(function: Any, name: str) -> Callable[..., Any]:
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise FastacError(f"make_visible: expected a subclass of torch.autograd.Function, got {function!r}")
+    if function.setup_context is not torch.autograd.Function.setup_context:
+        raise FastacError(
+            f"make_visible: {function.__qualname__} has a setup_context, which gets at the context apart from the "
+            f"forward. Write both as one forward(ctx, ...), or register its kernel as a torch.library.custom_op."
+        )
+    if name in _visible:
+        raise FastacError(f"make_visible: the name {name!r} is taken by {_visible[name].__qualname__}. Give another.")
+    if not name.isidentifier():
+        raise FastacError(f"make_visible: {name!r} is no name for an op. Use letters, digits and underscores.")
+    return function.forward
+
+
+def _op(name: str) -> torch._ops.OpOverload:
+    op: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return op
+
+
+def _is_watched(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether somebody is there who saves or counts the call. Elsewhere, and in traces, the forward just runs."""
+    if torch_internals.in_proxy_trace() or any(torch_internals.is_fake(tensor) for tensor in tensors):
+        return False
+    return thread.scope is not None or bool(interception.watchers) or torch_internals.in_dispatch_mode()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces the call, once per graph
+def _tell_compiled(name: str) -> None:
+    logger.warning(
+        "%s::%s is in a compiled graph, where its kernel has no op: its output is recomputed there. "
+        "Register the kernel as a torch.library.custom_op to have it saved.",
+        NAMESPACE,
+        name,
+    )
+
+
+def _kernel(first: torch.Tensor, others: list[torch.Tensor], keys: int, draws: bool, handle: int) -> list[torch.Tensor]:
+    """Run the forward itself. Returns its outputs, what it saved beyond its inputs, and how to find both again."""
+    call = _calls[handle]
+    outputs = call.original(call.context, *call.args)
+    single = not isinstance(outputs, (tuple, list))
+    return _pack(call, (outputs,) if single else tuple(outputs), single)
+
+
+# How outputs and saved tensors are written down: a list of tensors, and last in it one of numbers.
+# [single, number of outputs, outputs..., number of saved tensors, saved..., number not differentiable, these...]
+# where a tensor is its place in the list, an input -2 - its place among the inputs, and None -1.
+_NONE, _INPUTS = -1, -2
+
+
+def _pack(call: _Call, outputs: tuple[Any, ...], single: bool) -> list[torch.Tensor]:
+    name = getattr(call.context, "name", lambda: "the Function")()
+    if torch_internals.dirty_tensors(call.context):
+        raise FastacError(
+            f"{name} calls mark_dirty: on replay its kernel does not run, and the write would be missing. "
+            f'Return a new tensor instead, or use policy="full" for this block.'
+        )
+    inputs = {id(tensor): place for place, tensor in enumerate(call.tensors)}
+    tensors: list[torch.Tensor] = []
+    places: dict[int, int] = {}
+
+    def place_of(value: Any) -> int:
+        if value is None:
+            return _NONE
+        if id(value) in inputs:
+            return _INPUTS - inputs[id(value)]
+        if id(value) not in places:
+            places[id(value)] = len(tensors)
+            tensors.append(value)
+        return places[id(value)]
+
+    for output in outputs:
+        if output is not None and not isinstance(output, torch.Tensor):
+            raise FastacError(
+                f"{name} returns a {type(output).__name__}, which can not be saved: make_visible needs outputs that "
+                f'are tensors or None. Keep other values on the context, or use policy="full" for this block.'
+            )
+    numbers = [int(single), len(outputs), *map(place_of, outputs)]
+    # An input of whole numbers may be a choice of blocks, which recompute must not make again: kept, like an output.
+    inputs = {id(tensor): place for place, tensor in enumerate(call.tensors) if tensor.is_floating_point()}
+    saved = torch_internals.tensors_to_save(call.context)
+    numbers += [len(saved), *map(place_of, saved)]
+    constant = torch_internals.non_differentiable(call.context)
+    numbers += [len(constant), *map(place_of, constant)]
+    return [*tensors, torch.tensor(numbers)]
+
+
+def _unpack(context: Any, flat: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+    *tensors, layout = flat
+    numbers = iter(layout.tolist())
+
+    def next_value() -> torch.Tensor | None:
+        place = next(numbers)
+        return None if place == _NONE else inputs[_INPUTS - place] if place <= _INPUTS else tensors[place]
+
+    single = next(numbers)
+    outputs = tuple([next_value() for _ in range(next(numbers))])
+    saved = [next_value() for _ in range(next(numbers))]
+    constant = [next_value() for _ in range(next(numbers))]
+    context.save_for_backward(*saved)
+    if constant:
+        context.mark_non_differentiable(*constant)
+    return outputs[0] if single else outputs

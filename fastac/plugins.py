@@ -1,0 +1,131 @@
+"""Rows that other packages bring: entry points of the group `fastac.backends`, in the package's pyproject.toml.
+
+    [project.entry-points."fastac.backends"]
+    my_kernel = "my_kernel.fastac_rows"
+
+An entry point names a module, of which ROWS and FUNCTIONS are registered; or an object in a module, which is an
+iterable of rows and OpaqueFunctions, or a function that returns one. They are loaded when interception is first
+installed, never at `import fastac`, which they import themselves. A plugin that is broken is left out whole, and
+named; the others come in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import re
+import threading
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from fastac import interception, opaque, registry
+from fastac.errors import FastacError
+from fastac.rows import KEYS_DIMENSION, OpaqueFunction, Row
+
+logger = logging.getLogger("fastac")
+
+GROUP = "fastac.backends"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugin:
+    """One entry point and what it brought. problem: why nothing of it is registered, "" when all of it is."""
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    rows: tuple[Row, ...] = ()
+    functions: tuple[OpaqueFunction, ...] = ()
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.distribution} {self.version})"
+
+
+_plugins: list[Plugin] = []
+_loading = threading.RLock()
+_begun = _done = False
+
+
+def load() -> None:
+    """Register what the installed plugins bring, once. Other threads wait until it is done."""
+    global _begun, _done
+    if _done:
+        return
+    with _loading:
+        if _begun:  # done meanwhile, or a plugin that is being imported uses fastac itself
+            return
+        _begun = True
+        for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda found: found.name):
+            _plugins.append(_load(entry_point))
+        _done = True
+
+
+def installed() -> tuple[Plugin, ...]:
+    """Every plugin of this environment, broken ones too. Loads them when that was not done yet."""
+    load()
+    return tuple(_plugins)
+
+
+def broken() -> dict[str, str]:
+    """The plugins of which nothing is registered, as `name (distribution version)`, and why."""
+    return {str(plugin): plugin.problem for plugin in installed() if plugin.problem}
+
+
+# In front: a Function that a plugin names is made visible by the same installation.
+interception.before_installation.insert(0, load)
+
+
+def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
+    distribution = entry_point.dist
+    plugin = Plugin(
+        name=entry_point.name,
+        value=entry_point.value,
+        distribution=distribution.name if distribution is not None else "unknown distribution",
+        version=distribution.version if distribution is not None else "",
+    )
+    try:
+        found = _read(entry_point)
+        functions = tuple(item for item in found if isinstance(item, OpaqueFunction))
+        rows = tuple(item for item in found if not isinstance(item, OpaqueFunction))
+        for function in functions:
+            _check_function(function)
+        registry.register(*rows)  # all of them or none
+        opaque.know(*functions)
+    except FastacError as error:
+        logger.error("plugin %s = %r left out: %s", plugin, plugin.value, error)
+        logger.debug("plugin %s", plugin, exc_info=True)
+        return dataclasses.replace(plugin, problem=str(error))
+    logger.info("plugin %s: %d rows, %d functions", plugin, len(rows), len(functions))
+    return dataclasses.replace(plugin, rows=rows, functions=functions)
+
+
+def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
+    """What an entry point names. Raises FastacError, whatever it was that went wrong."""
+    try:
+        found = entry_point.load()
+        if isinstance(found, types.ModuleType):
+            parts = [getattr(found, name) for name in ("ROWS", "FUNCTIONS") if hasattr(found, name)]
+            if not parts:
+                raise FastacError("the module has neither ROWS nor FUNCTIONS")
+            return [item for part in parts for item in part]
+        content: Iterable[Any] = found() if callable(found) else found
+        return list(content)
+    except FastacError:
+        raise
+    except (Exception, SystemExit) as error:
+        # Code of other people runs here: a library that was uninstalled, a missing driver, sys.exit for want of a GPU.
+        # No such thing may keep a user, who perhaps does not use that kernel at all, from training.
+        raise FastacError(f"it can not be loaded: {type(error).__name__}: {error}") from error
+
+
+def _check_function(function: OpaqueFunction) -> None:
+    try:
+        re.compile(function.module)
+    except (re.error, TypeError) as error:
+        raise FastacError(f"module {function.module!r} of {function.name} is no regular expression: {error}") from error
+    if function.layout not in KEYS_DIMENSION:
+        raise FastacError(f"layout {function.layout!r} of {function.name} is none of {', '.join(KEYS_DIMENSION)}")

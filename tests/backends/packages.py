@@ -1,0 +1,193 @@
+"""The real attention packages that the files in tests/backends/libraries test, and how each is had.
+
+They are downloaded and unpacked, not installed: an installed flash_attn without CUDA breaks `import diffusers`, and two
+of them share a name. Only their Python files are used, so wheels for another Python or another machine will do.
+
+    python -m tests.backends.packages FOLDER
+
+puts each into FOLDER/<name>-<version>, those that are there already aside. What cannot be had is named on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+VERSION_FILES = r"[^/]+\.(dist|egg)-info/(METADATA|PKG-INFO|entry_points\.txt)"
+"""Kept of every package: what diffusers and others ask for its version."""
+
+FOLDER = Path(sys.prefix, "backends")
+"""Where `make test` puts them: in the virtual environment that runs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Package:
+    """One release on the package index.
+
+    wheel_for: Python version and platforms of the wheel that is taken, whatever runs here; empty for one that fits.
+    source: take the source release. keep: regular expression for the files that are unpacked.
+    module: the module that makes it superfluous where it is installed.
+    """
+
+    version: str
+    wheel_for: tuple[str, ...] = ()
+    source: bool = False
+    keep: str = r".*\.(py|json)"
+    module: str = ""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def options(self, name: str) -> list[str]:
+        """For `pip download`."""
+        if self.source:
+            # pip asks a source release for its name, by running its setup.py: that needs what is installed here.
+            return ["--no-binary", name, "--no-build-isolation"]
+        found = ["--only-binary", ":all:"]
+        if self.wheel_for:
+            version, *platforms = self.wheel_for
+            found += ["--python-version", version, "--implementation", "cp"]
+            found += [option for platform in platforms for option in ("--platform", platform)]
+        return found
+
+
+PACKAGES = {
+    # With the folder `hopper`, which is flash-attn 3.
+    "flash-attn": Package(
+        version="2.8.3.post2",
+        source=True,
+        keep=r"(flash_attn|hopper)/.*\.py",
+        environment={"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE", "FLASH_ATTENTION_FORCE_BUILD": "TRUE"},
+    ),
+    "flash-attn-4": Package(version="4.0.0b36"),
+    "xformers": Package(version="0.0.35", wheel_for=("3.12", "manylinux_2_28_x86_64")),
+    "fastvideo": Package(version="0.2.1", source=True, keep=r"fastvideo/.*\.(py|json)"),
+    "fastvideo-kernel": Package(
+        version="0.3.5", wheel_for=("3.12", "manylinux_2_35_x86_64", "manylinux_2_34_x86_64"), keep=r".*\.py"
+    ),
+    "vsa": Package(version="0.0.4", wheel_for=("3.11", "manylinux2014_x86_64")),
+    "sageattention": Package(version="1.0.6"),
+    # For its interpreter, which needs neither the tools of CUDA and ROCm nor the compiler's headers. Triton 3.9 has no
+    # block pointers any more, which VSA and LongCat use; the interpreter of 3.6 fails with numpy 2.4.
+    "triton": Package(version="3.8.0", keep=r".*\.(py|json)|triton/_C/.*", module="triton"),
+}
+
+LIBRARIES = {
+    "flash_attn_2": ("flash-attn",),
+    "flash_attn_3": ("flash-attn/hopper",),
+    "flash_attn_4": ("flash-attn-4",),
+    "xformers": ("xformers",),
+    "varlen": (),
+    "fastvideo": ("fastvideo", "flash-attn"),
+    "fastvideo_kernel": ("fastvideo-kernel", "triton"),
+    "vsa": ("vsa", "triton"),
+    "vmoba": ("fastvideo-kernel", "flash-attn", "triton"),
+    "sla": ("fastvideo-kernel", "triton"),
+    "attn_qat": ("fastvideo-kernel", "triton"),
+    "longcat": ("fastvideo", "triton"),
+    "sage": ("sageattention", "triton"),
+}
+"""File in tests/backends/libraries -> what it finds on sys.path: a package, or a folder in one."""
+
+
+def _needed(package: Package) -> bool:
+    return not package.module or importlib.util.find_spec(package.module) is None
+
+
+def _place(name: str, folder: Path = FOLDER) -> Path:
+    return folder / f"{name}-{PACKAGES[name].version}"
+
+
+def _names(library: str) -> list[str]:
+    names = [PurePosixPath(path).parts[0] for path in LIBRARIES[library]]
+    return [name for name in names if _needed(PACKAGES[name])]
+
+
+def missing(library: str) -> list[str]:
+    """The packages that the file of a library needs and that are not here, with their versions."""
+    return [f"{name} {PACKAGES[name].version}" for name in _names(library) if not _place(name).is_dir()]
+
+
+def use(library: str) -> None:
+    """Put the packages that the file of a library needs first on sys.path.
+
+    Raises ModuleNotFoundError when one is not here.
+    """
+    if absent := missing(library):
+        raise ModuleNotFoundError(f"{library} needs {', '.join(absent)} in {FOLDER}: `make test` downloads them")
+    needed = _names(library)
+    paths = [PurePosixPath(path).parts for path in LIBRARIES[library]]
+    sys.path[:0] = [str(_place(name).joinpath(*inside)) for name, *inside in paths if name in needed]
+
+
+def download(name: str, folder: Path) -> None:
+    """Unpack a package into FOLDER/<name>-<version>, which is there only when it is complete.
+
+    Raises CalledProcessError, with pip's output, when it can not be had.
+    """
+    package, place = PACKAGES[name], _place(name, folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
+        archives, unpacked = Path(temporary, "archives"), Path(temporary, "unpacked")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += [*package.options(name), "--dest", str(archives), f"{name}=={package.version}"]
+        environment = {**os.environ, **package.environment}
+        subprocess.run(
+            command, env=environment, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        (archive,) = archives.iterdir()
+        for path, content in _files(archive):
+            if re.fullmatch(rf"{package.keep}|{VERSION_FILES}", path):
+                target = unpacked / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+        unpacked.rename(place)
+
+
+def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Path and content of every file; paths without the folder that a source release has around everything."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for name in wheel.namelist():
+                if not name.endswith("/"):
+                    yield name, wheel.read(name)
+        return
+    with tarfile.open(archive) as source:
+        for member in source:
+            if member.isfile():
+                content = source.extractfile(member)
+                assert content is not None
+                yield PurePosixPath(*PurePosixPath(member.name).parts[1:]).as_posix(), content.read()
+
+
+def main() -> None:
+    """Download what is not there. With --stamp, touch that file when nothing is missing."""
+    parser = argparse.ArgumentParser(prog="python -m tests.backends.packages", description=main.__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--stamp", type=Path)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    complete = True
+    for name, package in PACKAGES.items():
+        if not _needed(package) or _place(name, arguments.folder).is_dir():
+            continue
+        print(f"downloading {name} {package.version}", flush=True)
+        try:
+            download(name, arguments.folder)
+        except (subprocess.CalledProcessError, OSError) as error:
+            complete = False
+            reason = getattr(error, "stdout", None) or str(error)
+            print(f"cannot be had, so not covered: {name} {package.version}\n{reason.strip()}", file=sys.stderr)
+    if complete and arguments.stamp is not None:
+        arguments.stamp.touch()
+
+
+if __name__ == "__main__":
+    main()
