@@ -11,7 +11,7 @@ SOURCES := fastac tests examples benchmarks
 train: $(VENV)/installed-train
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/train_wan.py $(ARGS)
 
-test: $(VENV)/installed-dev
+test: $(VENV)/installed-dev $(VENV)/installed-backends
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/installed-dev
@@ -44,3 +44,7 @@ $(VENV)/installed-train: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(VENV)/installed-train $@
+
+# Real attention packages, for the tests alone. The stamp comes when none is missing: what could not be had is tried again.
+$(VENV)/installed-backends: tests/backends/packages.py $(VENV)/installed-dev
+	$(BIN)/python -m tests.backends.packages $(VENV)/backends --stamp $@

@@ -1,73 +1,203 @@
-"""Writes docs/support.md from the catalogues; `tests/test_docs.py` fails when the file is stale.
+"""Writes docs/backends.md and docs/models.md from the catalogues; `tests/test_docs.py` fails when one is stale.
 
 python docs/generate.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import runpy
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
+
+import torch
 
 import fastac  # registers the rows
 from fastac import registry
+from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS
 from fastac.models import MODELS
-from fastac.rows import AttentionOp, Verdict
+from fastac.rows import AttentionOp, DecompositionOp, SelectionOp, Verdict
 
-SUPPORT = Path(__file__).parent / "support.md"
+ROOT = Path(__file__).resolve().parents[1]
+HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"
+
+TESTS = {
+    "scaled_dot_product_attention": ("test_sdpa.py",),
+    "torch.nn.attention.varlen": ("libraries/varlen.py",),
+    "flex_attention": ("test_flex.py",),
+    "flash-attn 2": ("libraries/flash_attn_2.py",),
+    "flash-attn 3": ("libraries/flash_attn_3.py",),
+    "flash-attn 4": ("libraries/flash_attn_4.py",),
+    "xFormers": ("libraries/xformers.py",),
+    "FastVideo's flash-attn wrappers": ("libraries/fastvideo.py",),
+    "video sparse attention": ("libraries/fastvideo_kernel.py", "libraries/vsa.py"),
+    "VMoBA": ("libraries/vmoba.py",),
+    "sparse-linear attention (SLA)": ("libraries/sla.py",),
+    "attention with quantization-aware training": ("libraries/attn_qat.py",),
+    "block-sparse attention (LongCat)": ("libraries/longcat.py",),
+    "SageAttention": ("libraries/sage.py",),
+}
+"""Library -> its files in tests/backends."""
+
+VERDICTS = {
+    Verdict.SAVABLE: "its attention forward is an op, whose output fastac saves",
+    Verdict.OPAQUE: "no op shows its forward: savable once `fastac.make_visible` gave it one",
+    Verdict.DECOMPOSED: "it runs as many small ops: there is no attention output to save",
+    Verdict.NOT_TRAINABLE: "it has no backward",
+    Verdict.UNKNOWN: "nobody looked",
+}
 
 
-def support() -> str:
-    """The support matrix as Markdown."""
-    rows = [row for row in registry.rows() if isinstance(row, AttentionOp)]
-    families = {row.backend for row in rows}
+def backends() -> str:
+    """The attention libraries, ops and diffusers backends as Markdown."""
+    rows = registry.rows()
+    files = [value for value in vars(fastac.backends).values() if isinstance(value, ModuleType)]
+    functions = [function for file in files for function in getattr(file, "FUNCTIONS", ())]
     order = list(Verdict)
     listed = sorted(BACKENDS.items(), key=lambda item: (order.index(item[1].verdict), item[0]))
-    return (
-        "\n\n".join(
+    return _document(
+        "# Attention backends",
+        f"fastac {fastac.__version__}. What one machine really has: `fastac backends`. One that is missing here can be "
+        "[added](adding_a_backend.md), in a package of its own, too.",
+        _table(("verdict", "meaning"), ((_words(verdict), meaning) for verdict, meaning in VERDICTS.items())),
+        "## Libraries",
+        "*Tested with* names the releases whose real Python code goes through the parity tests, over kernels for the "
+        "CPU: outputs and gradients against attention in float64, gradients bitwise equal to no checkpointing, and 1 / "
+        "2 / 1 executions of the kernel without checkpointing, under `full` and under `attn_only`, with both engines.",
+        _table(
+            ("library", "verdict", "how its output is saved, what to do", "tested with"),
             (
-                "<!-- Written by docs/generate.py. Do not edit. -->",
-                "# What is supported",
-                f"fastac {fastac.__version__}. What a machine really has: `fastac backends`.",
-                "## Attention backends of diffusers",
-                _table(
-                    ("backend", "verdict", "in this version", "what it is, or why not"),
-                    (
-                        (
-                            f"`{name}`",
-                            backend.verdict.value.replace("_", " "),
-                            "saved"
-                            if backend.family in families
-                            else ("refused: no rows yet" if backend.family else "refused"),
-                            backend.reason,
-                        )
-                        for name, backend in listed
-                    ),
+                (
+                    library.name,
+                    _words(library.verdict),
+                    "; ".join(filter(None, (library.how, library.advice))),
+                    _tested_with(library.name),
+                )
+                for library in LIBRARIES
+            ),
+        ),
+        "## Attention ops",
+        "The rows. A namespace is a regular expression. A row that is not run by a case of its library's test file is "
+        "named there with the reason (`not_run`).",
+        _table(
+            ("op", "rows of", "layout of keys", "draws random numbers", "note"),
+            (
+                (
+                    f"`{row.namespace}::{row.name}`",
+                    row.backend,
+                    row.layout + (f", `{row.max_kv}`" if row.max_kv else ""),
+                    _draws(row.dropout),
+                    _note(row),
+                )
+                for row in rows
+                if isinstance(row, AttentionOp)
+            ),
+        ),
+        "## Kernels that no op shows",
+        "Their `autograd.Function`s are [made visible](adding_a_backend.md#an-autogradfunction-made-visible) when "
+        "their module is loaded and fastac is enabled.",
+        _table(
+            ("module", "Function", "backend", "layout of keys", "draws random numbers"),
+            (
+                (
+                    f"`{function.module}`",
+                    f"`{function.name}`",
+                    function.backend,
+                    function.layout + (f", `{function.max_kv}`" if function.max_kv else ""),
+                    _draws(function.dropout),
+                )
+                for function in functions
+            ),
+        ),
+        "## Ops that are saved beside attention, and ops that give a decomposition away",
+        _table(
+            ("op", "what it is for"),
+            (
+                *(
+                    (f"`{row.namespace}::{row.name}`", "sparse attention chooses its blocks with it: saved")
+                    for row in rows
+                    if isinstance(row, SelectionOp)
                 ),
-                "## Attention ops",
-                _table(
-                    ("op", "rows of", "layout of keys", "draws random numbers"),
-                    (
-                        (f"`{row.namespace}::{row.name}`", row.backend, row.layout, row.dropout or "never")
-                        for row in rows
-                    ),
+                *(
+                    (f"`{row.namespace}::{row.name}`", f"runs only where {row.attention} is decomposed: refused")
+                    for row in rows
+                    if isinstance(row, DecompositionOp)
                 ),
-                "## Models with a catalogue row",
-                "Every other diffusers model with gradient checkpointing goes through the generic reading.",
-                _table(
-                    ("class", "block containers"),
-                    ((f"`{name}`", ", ".join(f"`{c}`" for c in row.containers)) for name, row in MODELS.items()),
-                ),
-            )
-        )
-        + "\n"
+            ),
+        ),
+        "## Attention backends of diffusers",
+        "What `transformer.set_attention_backend(...)` takes in diffusers 0.42.",
+        _table(
+            ("backend", "verdict", "rows of", "what it is, or why not"),
+            ((f"`{name}`", _words(found.verdict), found.family, found.reason) for name, found in listed),
+        ),
     )
 
 
+def models() -> str:
+    """The models with a catalogue row as Markdown."""
+    return _document(
+        "# Models",
+        f"fastac {fastac.__version__}. These have a catalogue row: a tiny configuration, by which the parity test and "
+        "`fastac check` run them. Every other diffusers model with gradient checkpointing goes through the generic "
+        "reading.",
+        _table(
+            ("class", "block containers"),
+            ((f"`{name}`", ", ".join(f"`{c}`" for c in row.containers)) for name, row in MODELS.items()),
+        ),
+    )
+
+
+DOCUMENTS: dict[str, Callable[[], str]] = {"backends.md": backends, "models.md": models}
+
+
+def _tested_with(library: str) -> str:
+    packages = runpy.run_path(str(ROOT / "tests" / "backends" / "packages.py"))
+    tested = []
+    for name in TESTS[library]:
+        path = ROOT / "tests" / "backends" / name
+        if not path.exists():
+            continue
+        needed = [path.partition("/")[0] for path in packages["LIBRARIES"].get(path.stem, ())]
+        releases = [f"{package} {packages['PACKAGES'][package].version}" for package in needed]
+        tested.append(f"[{', '.join(releases) or _torch()}](../{path.relative_to(ROOT).as_posix()})")
+    return ", ".join(tested) or "not covered"
+
+
+def _torch() -> str:
+    return f"torch {torch.__version__.partition('+')[0]}"
+
+
+def _draws(dropout: str | None) -> str:
+    return "never" if dropout is None else f"`{dropout}`"
+
+
+def _note(row: AttentionOp) -> str:
+    chosen = " and ".join(f"`{argument}`" for argument in row.selection)
+    notes = (
+        f"refused: {row.note}" if not row.trains else "",
+        f"known by its `{row.with_argument}`" if row.with_argument else "",
+        f"{chosen} saved with it" if chosen else "",
+        f"attention over as many keys as `{row.coarse}` has entries is recomputed" if row.coarse else "",
+    )
+    return "; ".join(filter(None, notes))
+
+
+def _words(verdict: Verdict) -> str:
+    return verdict.value.replace("_", " ")
+
+
+def _document(*parts: str) -> str:
+    return "\n\n".join((HEAD, *parts)) + "\n"
+
+
 def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [headings, tuple("---" for _ in headings), *rows]
+    escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    lines = [list(headings), ["---"] * len(headings), *escaped]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 if __name__ == "__main__":
-    SUPPORT.write_text(support(), encoding="utf-8")
+    for name, write in DOCUMENTS.items():
+        (ROOT / "docs" / name).write_text(write(), encoding="utf-8")

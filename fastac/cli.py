@@ -124,7 +124,7 @@ def _found() -> dict[str, Any]:
                 "verdict": backend.verdict.value,
                 "what": backend.reason,
                 "missing": (missing := _missing(backend)),
-                "can_be_saved": backend.verdict is Verdict.SAVABLE and missing is None,
+                "can_be_saved": bool(backend.family) and missing is None,
             }
             for name, backend in BACKENDS.items()
         ],
@@ -166,7 +166,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _missing(backend: DiffusersBackend) -> str | None:
-    return preflight.unavailable(backend.family, backend.op) if backend.verdict is Verdict.SAVABLE else None
+    return preflight.unavailable(backend.family, backend.op) if backend.family else None
 
 
 def _check(options: argparse.Namespace) -> int:

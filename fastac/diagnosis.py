@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fastac import census, observation, registry
+from fastac import census, observation, plugins, registry
 from fastac.entries import Tape
 from fastac.policy import Policy
 from fastac.preservation import buffers_preserved, generators_preserved
@@ -219,12 +219,11 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
             f"- {attention.op} in {place} over {attention.keys} keys ran as small ops, which leave no attention output "
             f"to save: {attention.cause}."
         )
-    for namespace, name in sorted(set(look.unknown)):
+    for unknown in sorted(set(look.unknown)):
         lines.append(
-            f"- {namespace}::{name} looks like an attention forward and has no row. If it is one, say so: "
-            f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{namespace}", name="{name}")).'
-            if namespace
-            else f"- {name} is a higher-order op: fastac can not save its output yet."
+            f"- {unknown.namespace}::{unknown.name} looks like an attention forward and has no row. If it is one, add "
+            f"one (layout is where its keys are: bshd, bhsd or thd; dropout None if it never draws random numbers):\n"
+            f"{unknown.suggested_row()}"
         )
     for name in sorted(set(look.elsewhere)):
         lines.append(
@@ -236,12 +235,18 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
             f"(from an autograd.Function, by pybind or ctypes), where nothing can be saved."
         )
     for use in registry.backend_uses(function) if isinstance(function, torch.nn.Module) else ():
-        if use.verdict is not Verdict.SAVABLE:
+        if use.verdict not in (Verdict.SAVABLE, Verdict.OPAQUE):
             lines.append(
                 f"- {where}.{use.module} is set to backend {use.backend!r} ({use.verdict.value}): {use.reason}."
             )
     if len(lines) == 1:
-        if made < len(look.ops):
+        higher_order = [op.name for op in look.ops if isinstance(op.op, torch._ops.HigherOrderOperator)]
+        if made < len(look.ops) and higher_order:
+            lines.append(
+                f"- {higher_order[0]} is compiled into code of its own here, in which no call is left to save. Leave it "
+                f"to an eager block, or compile the model as a whole, with its checkpointed blocks inside."
+            )
+        elif made < len(look.ops):
             lines.append(
                 "- Run eagerly the block makes every call. Compiled code called a kernel past the dispatcher "
                 "(inductor's cpp_wrapper does), or the block takes another path from call to call."
@@ -251,6 +256,7 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
                 "- This block made more attention calls on equal inputs before. Its attention was replaced by a kernel "
                 "that fastac can not see, or it takes another path from call to call."
             )
+    lines += [f"- plugin {plugin} is left out, and with it its rows: {why}" for plugin, why in plugins.broken().items()]
     ran = ", ".join(dict.fromkeys(op.name for op in look.ops)) or "none"
     lines.append(f'Registered ops that did run: {ran}. Mend the cause, or use policy="full" for this block.')
     return "\n".join(lines)

@@ -165,7 +165,7 @@ def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> No
     for use in registry.backend_uses(model):
         if isinstance(policy, BlockPolicies):
             saves = not _block_policy(model, policy, use.module).saves_nothing
-        if use.verdict is Verdict.NOT_TRAINABLE or (saves and use.verdict is not Verdict.SAVABLE):
+        if use.verdict is Verdict.NOT_TRAINABLE or (saves and not use.family):
             verdict = use.verdict.value.replace("_", " ")
             raise UnsupportedBackendError(_refusal(model, policy, use, f"is {verdict}: {use.reason}"))
         if saves and (missing := unavailable(use.family, use.op)) is not None:

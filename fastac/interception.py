@@ -34,7 +34,17 @@ watchers: list[Watcher] = []
 before_installation: list[Callable[[], object]] = []
 """Called by `install` before it looks for ops: what was loaded since may have to be given an op first."""
 
-_libraries: dict[str, torch.library.Library | None] = {}
+
+class _Holder:
+    """What stands at BackendSelect of one op for good, and the op it is now."""
+
+    library: torch.library.Library | None = None
+
+    def __init__(self, resolved: ResolvedOp) -> None:
+        self.resolved = resolved
+
+
+_holders: dict[str, _Holder] = {}
 _installing = threading.Lock()
 _known_op_names = 0
 _known_modules = 0
@@ -42,7 +52,7 @@ _known_modules = 0
 
 def intercepted() -> Collection[str]:
     """Qualified names of the ops that pass by the open scope."""
-    return _libraries.keys()
+    return _holders.keys()
 
 
 def install() -> None:
@@ -57,12 +67,21 @@ def install() -> None:
         if install not in registry.after_registration:
             registry.after_registration.append(install)
         count = len(torch_internals.op_names()) + len(registry.rows())
-        if count == _known_op_names:
+        if count == _known_op_names and not any(_was_defined_again(holder.resolved) for holder in _holders.values()):
             return
         for resolved in registry.present_ops():
-            if resolved.qualified_name not in _libraries:
+            holder = _holders.get(resolved.qualified_name)
+            if holder is None:
                 _intercept(resolved)
+            elif holder.resolved is not resolved and holder.resolved.op is not resolved.op:
+                resolved.generation = holder.resolved.generation
+                holder.resolved = resolved
         _known_op_names = count
+
+
+def _was_defined_again(resolved: ResolvedOp) -> bool:
+    """Whether a notebook cell, say, defined an op anew under a name that is intercepted: its arguments may differ."""
+    return resolved.op is not registry.find_op(resolved.qualified_name)
 
 
 def install_if_loaded() -> None:
@@ -80,23 +99,25 @@ def _intercept(resolved: ResolvedOp) -> None:
             f"{name} can not be saved: another package has registered a function at its BackendSelect dispatch key, "
             f'where fastac must stand. Load fastac without that package, or use policy="full".'
         )
-    function = (_decomposition if isinstance(resolved.row, DecompositionOp) else _attention)(resolved)
+    holder = _Holder(resolved)
+    function = _decomposition(holder) if isinstance(resolved.row, DecompositionOp) else _attention(holder)
     # Counted only now: a region that is open meanwhile has begun without this op and goes on without it.
     resolved.generation = generation.current + 1
     if isinstance(resolved.op, torch._ops.HigherOrderOperator):
         torch_internals.at_backend_select(resolved.op, function)
-        _libraries[name] = None
     else:
         namespace, _, rest = name.partition("::")
-        _libraries[name] = library = torch.library.Library(namespace, "IMPL")
-        library.impl(rest, function, "BackendSelect", with_keyset=True)
+        holder.library = torch.library.Library(namespace, "IMPL")
+        holder.library.impl(rest, function, "BackendSelect", with_keyset=True)
+    _holders[name] = holder
     generation.current += 1
     logger.debug("intercepting %s", name)
 
 
-def _attention(resolved: ResolvedOp) -> Callable[..., Any]:
+def _attention(holder: _Holder) -> Callable[..., Any]:
     def attention_called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
+        resolved = holder.resolved
         if scope is not None:
             return scope.call(resolved, keyset, args, kwargs)
         for watcher in watchers:
@@ -106,9 +127,10 @@ def _attention(resolved: ResolvedOp) -> Callable[..., Any]:
     return attention_called
 
 
-def _decomposition(resolved: ResolvedOp) -> Callable[..., Any]:
+def _decomposition(holder: _Holder) -> Callable[..., Any]:
     def attention_decomposed(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
+        resolved = holder.resolved
         if scope is not None:
             scope.decomposed(resolved, args, kwargs)
         else:

@@ -96,14 +96,17 @@ class Observer(TorchDispatchMode):
         return self.progress() + recognized + self._softmax_attention.products
 
     def _join_late(self, op: Any) -> None:
-        """Intercept an op whose library was loaded by this very forward, before it is called for the first time."""
+        """Let what was loaded by this very forward count in it, before it is called for the first time."""
+        joined: list[str] = []
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
-            opaque.make_known_visible()
+            joined += opaque.make_known_visible()
         resolved = registry.classify(op)
         if resolved is not None and resolved.qualified_name not in interception.intercepted():
             interception.install()
-            self.joined.append(resolved.name)
+            joined.append(resolved.name)
+        if joined:
+            self.joined += joined
             scope = thread.scope
             while scope is not None:
                 scope.tape.generation = generation.current
@@ -118,7 +121,7 @@ class Observer(TorchDispatchMode):
             return
         if not isinstance(op, torch._ops.OpOverload):
             if looks_like_attention_forward(op.name(), args):
-                self.unknown.append(UnknownOp("", op.name()))
+                self.unknown.append(UnknownOp("higher_order", op.name()))
             return
         found = self._softmax_attention.follow(op, args, outputs)
         if found is not None and self.policy.saves(found.keys):

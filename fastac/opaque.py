@@ -65,9 +65,13 @@ def make_visible(
     Raises FastacError for a Function with `setup_context`, for an argument its forward does not have, and for a name
     that another Function has; when it is called in a region, for `mark_dirty` and for outputs that are no tensors.
     """
-    name = name or re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
-    if _visible.get(name) is function:
-        return _op(name)
+    for given, visible in _visible.items():
+        if visible is function and name in ("", given):
+            return _op(given)
+    if not name and isinstance(function, type):
+        name = own = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
+        while name in _visible:  # defined again, in a notebook or a local scope
+            name = f"{own}_{next(_handles)}"
     original = _forward_of(function, name)
     parameters = list(inspect.signature(original).parameters)[1:]
     for parameter in filter(None, (key, max_kv, None if dropout == ALWAYS else dropout)):

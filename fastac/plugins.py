@@ -123,9 +123,12 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
 
 
 def _check_function(function: OpaqueFunction) -> None:
+    for name, value in dataclasses.asdict(function).items():
+        if not isinstance(value, str) and not (value is None and name in ("max_kv", "dropout")):
+            raise FastacError(f"{name} is no text in {function!r}")
     try:
         re.compile(function.module)
-    except (re.error, TypeError) as error:
+    except re.error as error:
         raise FastacError(f"module {function.module!r} of {function.name} is no regular expression: {error}") from error
     if function.layout not in KEYS_DIMENSION:
         raise FastacError(f"layout {function.layout!r} of {function.name} is none of {', '.join(KEYS_DIMENSION)}")

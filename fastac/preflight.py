@@ -42,7 +42,8 @@ def refuse_switched(function: Any, policy: Policy) -> None:
     """Raise PolicyNotAppliedError for a block whose backend was switched since fastac.enable looked at it."""
     block = census.block_of(function)
     for use in registry.backend_uses(block) if block is not None else ():
-        if use.verdict in (Verdict.OPAQUE, Verdict.NOT_TRAINABLE):
+        hopeless = use.verdict is Verdict.NOT_TRAINABLE
+        if hopeless or (use.verdict is Verdict.OPAQUE and unavailable(use.family, use.op) is not None):
             where = ".".join(filter(None, (census.describe(function), use.module)))
             raise PolicyNotAppliedError(
                 f"{policy}: {where} is set to backend {use.backend!r} ({use.verdict.value.replace('_', ' ')}): "

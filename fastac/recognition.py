@@ -55,10 +55,26 @@ def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
 
 
 class UnknownOp(NamedTuple):
-    """An op that seems to be an attention forward and has no row. namespace is "" for a higher-order op."""
+    """An op that seems to be an attention forward and has no row."""
 
     namespace: str
     name: str
+
+    def suggested_row(self) -> str:
+        """The lines that register a row for it, as far as its schema tells: the layout is the user's to check."""
+        name = self.name.partition(".")[0]
+        op = getattr(getattr(torch.ops, self.namespace), name)
+        overloads = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else ()
+        arguments = torch_internals.arguments_of(getattr(op, overloads[0]) if overloads else op)
+        key = arguments[1].name if len(arguments) > 1 else "key"
+        drawing = [argument.name for argument in arguments if "dropout" in argument.name or argument.name == "p"]
+        dropout = repr(drawing[0]) if drawing else "None"
+        return (
+            f"    import fastac\n"
+            f'    row = fastac.AttentionOp(backend="mine", namespace="{self.namespace}", name="{name}", '
+            f'key="{key}", layout="bshd", dropout={dropout})\n'
+            f"    fastac.register(row)"
+        )
 
 
 class SoftmaxAttention:

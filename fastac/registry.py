@@ -192,13 +192,9 @@ def _check_row(row: Row) -> None:
     if not isinstance(row, (AttentionOp, DecompositionOp, SelectionOp)):
         raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
     for field in dataclasses.fields(row):
-        value = getattr(row, field.name)
-        if (
-            field.type in ("str", "str | None")
-            and not isinstance(value, str)
-            and (value is not None or "None" not in field.type)
-        ):
-            raise FastacError(f"register: {field.name}={value!r} of {row!r} is no {field.type}")
+        allowed = (str, type(None)) if "None" in str(field.type) else str
+        if str(field.type).startswith("str") and not isinstance(getattr(row, field.name), allowed):
+            raise FastacError(f"register: {field.name} is no text in {row!r}")
     try:
         re.compile(row.namespace)
     except re.error as error:
@@ -253,6 +249,17 @@ def classify(op: object) -> ResolvedOp | None:
     return decision
 
 
+def find_op(qualified: str) -> Op | None:
+    """The op of a qualified name, as it is now; None where an implementation came before its definition."""
+    namespace, _, rest = qualified.partition("::")
+    name, _, overload = rest.partition(".")
+    try:
+        op = getattr(getattr(torch.ops, namespace), name)
+        return op if namespace == "higher_order" else getattr(op, overload or "default")  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
+
+
 def present_ops(strict: bool = False) -> list[ResolvedOp]:
     """Every op of this process that a row names, all overloads. One that can not be saved is left out, or raises."""
     rows_by_name: dict[str, list[Row]] = {}
@@ -261,14 +268,9 @@ def present_ops(strict: bool = False) -> list[ResolvedOp]:
     found = []
     for qualified in [*torch_internals.op_names(), *(f"higher_order::{name}" for name in rows_by_name)]:
         namespace, _, rest = qualified.partition("::")
-        name, _, overload = rest.partition(".")
-        if not any(re.fullmatch(row.namespace, namespace) for row in rows_by_name.get(name, ())):
+        if not any(re.fullmatch(row.namespace, namespace) for row in rows_by_name.get(rest.partition(".")[0], ())):
             continue
-        try:
-            op = getattr(getattr(torch.ops, namespace), name)
-            op = op if namespace == "higher_order" else getattr(op, overload or "default")
-        except AttributeError:
-            continue  # an implementation came before its definition: it is no op yet
+        op = find_op(qualified)
         try:
             resolved = classify(op)
         except FastacError as error:

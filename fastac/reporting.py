@@ -16,7 +16,11 @@ from fastac.policy import saves_nothing
 
 @dataclasses.dataclass(frozen=True)
 class ContainerReport:
-    """One block container. Calls and bytes are sums over the latest region of each block."""
+    """One block container. Calls and bytes are sums over the latest region of each block.
+
+    extra_bytes: of saved_bytes, what only the backward of opaque kernels needs. selection_bytes: beside saved_bytes,
+    the choices of sparse attention.
+    """
 
     container: str
     block_class: str
@@ -27,6 +31,8 @@ class ContainerReport:
     recomputed: int
     ops: tuple[str, ...]
     saved_bytes: int
+    extra_bytes: int = 0
+    selection_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Report:
                 str(row.attention_calls),
                 str(row.saved),
                 str(row.recomputed),
-                readable_bytes(row.saved_bytes),
+                _bytes_of(row),
                 "\n".join(row.ops) or "none seen",
             )
         return render(table)
@@ -83,6 +89,8 @@ def report(model: torch.nn.Module) -> Report:
                 recomputed=len(calls) - saved,
                 ops=tuple(dict.fromkeys(call.op.removesuffix(".default") for call in calls)),
                 saved_bytes=sum(call.saved_bytes for call in calls),
+                extra_bytes=sum(call.extra_bytes for call in calls),
+                selection_bytes=sum(seen.selection_bytes for seen in latest),
             )
         )
     function = hook.enabled_function(model)
@@ -109,6 +117,12 @@ def _problem(model: torch.nn.Module, function: Any, rows: list[ContainerReport])
     if not seen and not saves_nothing(function.keywords["policy"]):
         return "no forward with gradients was seen yet (a model compiled as a whole decides while it compiles)"
     return ""
+
+
+def _bytes_of(row: ContainerReport) -> str:
+    notes = [(row.extra_bytes, "of it extra"), (row.selection_bytes, "choices")]
+    parts = [f"{readable_bytes(count)} {note}" for count, note in notes if count]
+    return readable_bytes(row.saved_bytes) + (f" ({', '.join(parts)})" if parts else "")
 
 
 def readable_bytes(count: int) -> str:

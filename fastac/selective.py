@@ -21,7 +21,7 @@ from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.observation import Observer
 from fastac.policy import Policy
 from fastac.recognition import Decomposed, SoftmaxAttention, UnknownOp, looks_like_attention_forward
-from fastac.registry import ResolvedOp, classify
+from fastac.registry import ResolvedOp, classify, qualified_name
 from fastac.rows import DecompositionOp, SelectionOp
 
 COMPILED_CODE = (
@@ -50,8 +50,8 @@ def traced_contexts(policy: Policy) -> Contexts:
                 found = softmax_attention.follow(op, args, context.op_output)
             if found is not None and policy.saves(found.keys):
                 small.append(found)
-            elif looks_like_attention_forward(name := _name(op), args):
-                unknown.append(UnknownOp(*name.rpartition("::")[::2]))
+            elif looks_like_attention_forward(name := qualified_name(op), args):
+                unknown.append(UnknownOp(*name.split("::")))
             return CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(resolved.row, DecompositionOp):
             missed = Decomposed.from_call(resolved, args, kwargs)
@@ -78,7 +78,7 @@ def traced_failure(policy: Policy, small: Sequence[str], unknown: Sequence[Unkno
             f"dropout, unequal head dims, a query that is not 4-D, the math kernel forced, or attention written out)"
         )
     else:
-        what = f"{'::'.join(filter(None, unknown[0]))} looks like an attention forward and has no row (fastac.register)"
+        what = f"{'::'.join(unknown[0])} looks like an attention forward and has no row (fastac.register)"
     return (
         f"{policy}: not every attention call of a checkpointed region in a compiled graph can be saved. {what}. "
         f'Mend the cause, or use policy="full" for this block.'
@@ -98,11 +98,6 @@ def _then(mode: Any, leave: Callable[[], None]) -> Any:
 
     mode.__class__ = Mode
     return mode
-
-
-def _name(op: Any) -> str:
-    name: str = op._schema.name if isinstance(op, torch._ops.OpOverload) else op.name()
-    return name
 
 
 def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> CheckpointPolicy:

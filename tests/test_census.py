@@ -7,6 +7,7 @@ forward, before any gradient is used.
 from __future__ import annotations
 
 import re
+import textwrap
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -517,15 +518,19 @@ def test_an_op_that_looks_like_attention_is_named(pattern: str, engine: str) -> 
     assert f"at {WAN}.blocks.0 was saved (1 of 2 reached a registered op)" in message
 
 
-def test_the_line_that_the_error_gives_registers_the_op(attention_executions: Any) -> None:
+@pytest.mark.parametrize("kind", ["plain", "dropout"])
+def test_the_lines_that_the_error_gives_register_the_op(kind: str, attention_executions: Any) -> None:
     name = f"my_attention_forward_{uuid.uuid4().hex[:6]}"
-    model, inputs = wan(unregistered(name))
+    model, inputs = wan(support.attention_function(support.define_attention_op(name, kind)))
     expected = support.train_step(model, inputs)
     fastac.enable(model)
-    (line,) = re.findall(r"fastac\.register\(.*\)\)", error_of(model, **inputs))
+    message = error_of(model, **inputs)
+    lines = re.search(r"    import fastac\n    row = .*\n    fastac\.register\(row\)\n", message)
+    assert lines, message
+    assert f"dropout={'None' if kind == 'plain' else repr('dropout_p')}" in message
     before = list(registry._rows)
     try:
-        eval(line)
+        exec(textwrap.dedent(lines.group()).replace("bshd", "bhsd"), {})
         for _ in range(2):
             attention_executions.clear()
             support.assert_same(support.train_step(model, inputs), expected)

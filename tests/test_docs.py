@@ -1,37 +1,112 @@
-"""Documents that are made from code are as the code makes them, and what documents point to is there."""
+"""Documents that are made from code are as the code makes them, their code runs, and what they point to is there."""
 
-import importlib.util
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from fastac import plugins
+from fastac.backends import LIBRARIES
+from fastac.rows import AttentionOp
+from tests.backends import packages
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+GUIDE = ROOT / "docs" / "adding_a_backend.md"
 
 
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def made() -> dict[str, str]:
+    """Documents by name, made in a fresh process: rows that other tests register are left out."""
+    script = (
+        "import json, runpy; documents = runpy.run_path('docs/generate.py')['DOCUMENTS']; "
+        "print(json.dumps({name: make() for name, make in documents.items()}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    documents: dict[str, str] = json.loads(ran.stdout)
+    return documents
 
 
-def test_support_matrix_is_not_stale() -> None:
-    """It is made in the state of a fresh process: rows that other tests register are left out."""
-    import subprocess
-    import sys
+@pytest.mark.parametrize("name", ["backends.md", "models.md"])
+def test_made_documents_are_not_stale(name: str, made: dict[str, str]) -> None:
+    assert made[name] == (ROOT / "docs" / name).read_text(encoding="utf-8"), "run: python docs/generate.py"
 
-    script = "import runpy; print(runpy.run_path('docs/generate.py')['support'](), end='')"
-    made = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert made == generator().SUPPORT.read_text(encoding="utf-8"), "run: python docs/generate.py"
+
+def test_every_made_document_is_looked_at(made: dict[str, str]) -> None:
+    assert set(made) == {"backends.md", "models.md"}
+    written = {path.name for path in ROOT.glob("docs/*.md") if "Written by docs/generate.py" in path.read_text()}
+    assert written == set(made)
+
+
+def test_every_library_with_a_parity_test_is_told_about() -> None:
+    """docs/generate.py names the test files of a library; one that it does not know would be left out."""
+    told = runpy.run_path(str(ROOT / "docs" / "generate.py"))["TESTS"]
+    assert set(told) == {library.name for library in LIBRARIES}
+    assert {Path(name).stem for names in told.values() for name in names} >= set(packages.LIBRARIES)
+
+
+def test_a_backend_is_added_as_the_guide_says(tmp_path: Path) -> None:
+    """All of its Python, one after the other, is a test file that passes."""
+    blocks = code_blocks(GUIDE, "python")
+    (tmp_path / "test_guide.py").write_text("\n\n".join(blocks), encoding="utf-8")
+    options = ["-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "--config-file", str(ROOT / "pyproject.toml")]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(tmp_path / "test_guide.py")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 20, "test_op, test_function and the parity tests of two cases"
+    assert "skipped" not in ran.stdout
+
+
+def test_the_guide_explains_every_field_of_a_row() -> None:
+    explained = {
+        name
+        for cell in re.findall(r"^\| (`[^|]*) \|", GUIDE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", cell)
+    }
+    assert explained == {field.name for field in dataclasses.fields(AttentionOp)}
+
+
+@pytest.mark.parametrize("document", [GUIDE, ROOT / "README.md"], ids=lambda path: path.name)
+def test_the_group_that_documents_name_is_the_one_that_is_read(document: Path) -> None:
+    (block,) = code_blocks(document, "toml")
+    assert block == f'[project.entry-points."{plugins.GROUP}"]\nmy_kernels = "my_kernels.fastac_rows"\n'
+
+
+def code_blocks(document: Path, language: str) -> list[str]:
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+
+
+def anchors(document: Path) -> set[str]:
+    """Those that GitHub gives the headings of a document."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_files_that_a_document_links_to_exist(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#:\s]+)\)", document.read_text(encoding="utf-8"))
-    missing = [link for link in links if not (document.parent / link).exists()]
+def test_what_a_document_links_to_exists(document: Path) -> None:
+    missing = []
+    for path, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", document.read_text(encoding="utf-8")):
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(f"{path}#{anchor}")
     assert not missing

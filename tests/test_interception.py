@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import types
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import fastac
-from fastac import entries, interception, registry, torch_internals
+from fastac import census, entries, interception, registry, torch_internals
 from fastac.entries import Tape
 from fastac.policy import Policy
 from fastac.tape import Record
@@ -43,11 +46,11 @@ def test_every_op_with_a_row_is_intercepted() -> None:
 
 
 def test_installing_again_changes_nothing() -> None:
-    before = {name: interception._libraries[name] for name in interception.intercepted()}
+    before = {name: (holder, holder.resolved) for name, holder in interception._holders.items()}
     interception.install()
     interception._known_op_names = 0  # as if a library had been loaded
     interception.install()
-    assert {name: interception._libraries[name] for name in interception.intercepted()} == before
+    assert {name: (holder, holder.resolved) for name, holder in interception._holders.items()} == before
 
 
 def test_installing_from_many_threads_intercepts_each_op_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,3 +228,82 @@ def test_attention_ops_leave_the_dispatch_key_to_us() -> None:
     """
     assert subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], text=True).strip() == "[]"
     assert torch_internals.has_kernel(support.CPU_ATTENTION, "BackendSelect")
+
+
+def test_an_op_that_is_defined_again_is_read_by_its_new_schema() -> None:
+    """As a notebook cell does that runs again, here with one argument more in front of the dropout."""
+    name = f"again_{uuid.uuid4().hex[:8]}"
+    row = fastac.AttentionOp(
+        backend="tests", namespace="fastac_tests", name=name, key="k", layout="bhsd", dropout="dropout_p"
+    )
+
+    def define(extra: str) -> Any:
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return torch.nn.functional.dropout(support.attention_math(q, k, v)[0], rest[-1])
+
+        schema = f"(Tensor q, Tensor k, Tensor v{extra}, float dropout_p) -> Tensor"
+        op = torch.library.custom_op(f"fastac_tests::{name}", forward, mutates_args=(), schema=schema)
+
+        def setup(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+            ctx.save_for_backward(output)
+            ctx.more = len(inputs) - 3
+
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return *[grad * ctx.saved_tensors[0]] * 3, *[None] * ctx.more
+
+        op.register_autograd(backward, setup_context=setup)
+        return op
+
+    inputs = {n: torch.randn(1, 2, 8, 4).requires_grad_() for n in ("query", "key", "value")}
+    fastac.register(row)
+    for extra, more in (("", ()), (", bool causal", (False,))):
+        op = define(extra)
+
+        def region(query: Any, key: Any, value: Any, op: Any = op, more: Any = more) -> Any:
+            return torch.nn.functional.dropout(torch.tanh(op(torch.tanh(query), key, value, *more, 0.3)), 0.3)
+
+        reference = support.train_step(region, inputs)
+        census._kinds.clear()
+        support.assert_same(support.train_step(functools.partial(fastac.checkpoint, region), inputs), reference)
+
+
+def test_a_module_that_was_imported_since_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a region that has been known for long: its op is saved from the first call on."""
+    name = f"imported_{uuid.uuid4().hex[:8]}"
+    fastac.register(
+        fastac.AttentionOp(backend="tests", namespace="fastac_tests", name=name, layout="bhsd", dropout=None)
+    )
+    inputs = {n: torch.randn(1, 2, 8, 4).requires_grad_() for n in ("query", "key", "value")}
+    attend: list[Any] = [torch.nn.functional.scaled_dot_product_attention]
+
+    def region(query: Any, key: Any, value: Any) -> Any:
+        return torch.tanh(attend[0](torch.tanh(query), key, value))
+
+    support.train_step(functools.partial(fastac.checkpoint, region), inputs)
+    attend[0] = support.attention_function(support.define_attention_op(name))
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    reference = support.train_step(region, inputs)
+    support.executions.clear()
+    support.assert_same(support.train_step(functools.partial(fastac.checkpoint, region), inputs), reference)
+    assert support.executions == {f"fastac_tests::{name}": 1}
+
+
+def test_a_row_whose_op_turns_out_not_to_be_savable_is_left_out_until_it_is_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = f"late_{uuid.uuid4().hex[:8]}"
+    before = list(registry._rows)
+    try:
+        fastac.register(fastac.AttentionOp(backend="tests", namespace="fastac_tests", name=name, layout="bhsd"))
+        op = support.define_attention_op(name, "always_writes")
+        with caplog.at_level(logging.ERROR, logger="fastac"):
+            interception.install()
+        assert "writes its argument 'out'" in caplog.text
+        inputs = {n: torch.randn(1, 2, 8, 4) for n in ("query", "key", "value")}
+        inputs["query"].requires_grad_()
+        attend = support.attention_function(op)
+        with pytest.raises(fastac.FastacError, match="writes its argument 'out'"):
+            fastac.checkpoint(attend, *inputs.values(), torch.empty(1, 2, 8, 4))
+    finally:
+        registry._rows[:] = before
+        registry._decisions.clear()

@@ -107,7 +107,7 @@ GOOD = {
 GOOD_ENTRY_POINTS = {
     "a_module": "attention_plugin.fastac_rows",
     "an_iterable": "attention_plugin.more_rows:TWO",
-    "the_function": "attention_plugin.more_rows:slowly",
+    "a_function": "attention_plugin.more_rows:slowly",
 }
 
 BROKEN = {
@@ -134,6 +134,8 @@ BROKEN = {
         FUNCTION = (
             row("before_a_function"), OpaqueFunction(backend="broken", module="x", name="F", layout="sideways")
         )
+        NO_TEXT = (row("before_no_text"), AttentionOp(backend="broken", namespace=None, name="no_text"))
+        NO_NAME = (row("before_no_name"), OpaqueFunction(backend="broken", module="x", name=None))
         PATTERN = (row("before_a_pattern"), OpaqueFunction(backend="broken", module="(", name="F"))
 
         library = torch.library.Library("broken_plugin", "DEF")
@@ -156,6 +158,8 @@ BROKEN_ENTRY_POINTS = {
     "malformed": "broken_plugin.rows:MALFORMED",
     "function": "broken_plugin.rows:FUNCTION",
     "pattern": "broken_plugin.rows:PATTERN",
+    "no_text": "broken_plugin.rows:NO_TEXT",
+    "no_name": "broken_plugin.rows:NO_NAME",
     "writes": "broken_plugin.rows:WRITES",
     "raises": "broken_plugin.rows:raises",
 }
@@ -170,6 +174,8 @@ REASONS = {
     "malformed": "layout 'sideways'",
     "function": "layout 'sideways'",
     "pattern": "is no regular expression",
+    "no_text": "namespace is no text",
+    "no_name": "name is no text",
     "writes": "writes its argument 'out'",
     "raises": "KeyError: 'of its own'",
 }
@@ -322,6 +328,7 @@ def test_nothing_is_loaded_where_fastac_is_ruled_out(good: Path, broken: Path) -
 def test_threads_wait_for_plugins_that_are_being_loaded(good: Path) -> None:
     script = """
         import threading
+        import attention_plugin.kernel
         import fastac
 
         seen = []
@@ -335,9 +342,31 @@ def test_threads_wait_for_plugins_that_are_being_loaded(good: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        print(seen)
+        print(seen, "fastac_opaque::attention_plugin_kernel_OpaqueAttention" in fastac.interception.intercepted())
     """
-    assert run_python("-c", textwrap.dedent(script), paths=(good,)).strip() == str([True] * 4)
+    assert run_python("-c", textwrap.dedent(script), paths=(good,)).strip() == f"{[True] * 4} True"
+
+
+def test_an_attention_that_a_broken_plugin_was_for_names_it(broken: Path) -> None:
+    script = """
+        import fastac
+        import torch
+
+        @torch.library.custom_op("no_row::attention_forward", mutates_args=())
+        def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return (query @ key.transpose(-1, -2)) @ value
+
+        attention.register_autograd(lambda ctx, grad: (grad, grad, grad))
+        inputs = [torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3)]
+        try:
+            fastac.checkpoint(attention, *inputs)
+        except fastac.PolicyNotAppliedError as error:
+            print(error)
+    """
+    message = run_python("-c", textwrap.dedent(script), paths=(broken,))
+    assert "no_row::attention_forward" in message
+    assert "plugin no_import (broken-plugin 1.5)" in message
+    assert REASONS["no_import"] in message
 
 
 def test_the_command_line_lists_plugins(good: Path, broken: Path) -> None:

@@ -74,6 +74,7 @@ ROWS = (
     _inference(backend="vsa", namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_inference"),
     _inference(backend="vsa", namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_from_mask_inference"),
     _inference(backend="vsa", namespace="fastvideo", name="h3_vsa_sm100a_from_mask_compat"),
+    _inference(backend="fastvideo", namespace="fastvideo", name="_flash_attn_cute_fp4_forward"),
 )
 
 FUNCTIONS = (

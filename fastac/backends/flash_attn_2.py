@@ -18,7 +18,7 @@ LIBRARY = Library(
 _row = partial(
     AttentionOp,
     backend="fa2",
-    namespace=r"flash_attn|_flash_attn(_?2)?_(?!3_)\w+",
+    namespace=r"flash_attn|_flash_attn2?_\w+",
     key="k",
     dropout="dropout_p",
     with_argument="dropout_p",

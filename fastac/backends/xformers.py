@@ -1,6 +1,7 @@
 """xFormers (0.0.35): memory_efficient_attention and the ops it may end in.
 
-Its cutlass kernel is torch's own `aten::_efficient_attention_forward`, which has a row in `sdpa`.
+Its cutlass kernel is torch's own `aten::_efficient_attention_forward`, which has a row in `sdpa`; the one for Blackwell
+is an op of fbgemm-gpu-genai. Its split-KV kernel in Triton, for inference with few queries, is no op: nobody sees it.
 """
 
 from functools import partial
@@ -12,13 +13,23 @@ LIBRARY = Library(
     name="xFormers",
     distribution="xformers",
     verdict=Verdict.SAVABLE,
-    how="its ops (flash, flash3, ck), torch's for cutlass",
+    how="its ops (flash, flash3, ck), torch's for cutlass, fbgemm's for Blackwell",
 )
 
 _row = partial(AttentionOp, backend="xformers")
 
 ROWS = (
     _row(namespace="xformers_flash", name="flash_fwd", max_kv="max_seqlen_k", dropout="p"),
-    _row(namespace="xformers_flash3", name="flash_fwd", max_kv="max_seqlen_k", dropout="p"),
+    _row(namespace="xformers_flash3", name="flash_fwd", max_kv="max_seqlen_k", dropout=None),  # ignores its `p`
+    # Is not told the longest sequence of a packed batch: there the keys of all sequences count.
     _row(namespace="xformers", name="efficient_attention_forward_ck", dropout="dropout_p"),
+    _row(namespace="fbgemm", name="fmha_fwd", max_kv="max_seq_len_k", dropout=None),
+    _row(
+        namespace="xformer",
+        name="memory_efficient_attention_forward",
+        key="k",
+        dropout=None,
+        trains=False,
+        note="it is the forward alone; call xformers.ops.memory_efficient_attention",
+    ),
 )

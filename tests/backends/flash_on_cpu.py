@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +22,17 @@ RETURNS = ("out", "logsumexp", "mask", "seed")
 
 
 def stand_in(name: str) -> ModuleType:
-    """An empty module in the place of a compiled one. What would be called in it is an op with a CPU kernel here."""
+    """An empty module in the place of a compiled one. What would be called in it is an op with a CPU kernel here.
+
+    Those who ask the import system whether there is such a module, or a module in it, are told yes.
+    """
     module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
     sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], last, module)
     return module
 
 

@@ -23,6 +23,7 @@ ONE_NAME = {
     "k": "key",
     "v": "value",
     "dout": "grad",
+    "dOutput": "grad",
     "grad_out": "grad",
     "grad_out_": "grad",
     "output": "out",
@@ -242,20 +243,21 @@ def forward_kernel(
     def kernel(*args: Any, **kwargs: Any) -> Any:
         support.executions[counted_as] += 1
         call = _named(op, args, kwargs)
-        assert getattr(call, "compute_logsumexp", True), "computed whenever a gradient will be needed"
         # As a fused kernel does: takes from the default generator only when it drops out.
         seed = torch.randint(2**31, ()) if call.dropout_p else torch.zeros((), dtype=torch.int64)
         attention, tensors = _attention(call, seed), Layout(call, layout, aligned)
         keys = tensors.apart(call.key, True)
         parts = zip(tensors.apart(call.query), keys, tensors.apart(call.value, True), strict=True)
         outs, statistics = zip(*(attention.forward(*part) for part in parts), strict=True)
-        results = {
+        results: dict[str, Any] = {
             "out": tensors.together(outs),
             "logsumexp": tensors.statistics_together(statistics),
             "seed": seed,
             "max_q": max(out.shape[-2] for out in outs),
             "max_k": max(part.shape[-2] for part in keys),
         }
+        if not getattr(call, "compute_logsumexp", True):  # as it is where no gradient will be needed
+            results["logsumexp"] = torch.empty(0)
         found = [
             int(results.get(name, 0)) if number else results.get(name, torch.empty(0))
             for name, number in zip(names, numbers, strict=True)

@@ -90,7 +90,7 @@ LIBRARIES = {
     "fastvideo_kernel": ("fastvideo-kernel", "triton"),
     "vsa": ("vsa", "triton"),
     "vmoba": ("fastvideo-kernel", "flash-attn", "triton"),
-    "sla": ("fastvideo-kernel", "triton"),
+    "sla": ("fastvideo", "fastvideo-kernel", "triton"),
     "attn_qat": ("fastvideo-kernel", "triton"),
     "longcat": ("fastvideo", "triton"),
     "sage": ("sageattention", "triton"),
@@ -102,8 +102,8 @@ def _needed(package: Package) -> bool:
     return not package.module or importlib.util.find_spec(package.module) is None
 
 
-def _place(name: str, folder: Path = FOLDER) -> Path:
-    return folder / f"{name}-{PACKAGES[name].version}"
+def _place(name: str, folder: Path | None = None) -> Path:
+    return (folder or FOLDER) / f"{name}-{PACKAGES[name].version}"
 
 
 def _names(library: str) -> list[str]:
@@ -148,7 +148,11 @@ def download(name: str, folder: Path) -> None:
                 target = unpacked / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
-        unpacked.rename(place)
+        try:
+            unpacked.rename(place)
+        except OSError:
+            if not place.is_dir():  # else somebody else was first
+                raise
 
 
 def _files(archive: Path) -> Iterator[tuple[str, bytes]]:

@@ -1,8 +1,4 @@
-"""flex_attention in eager mode, where it is a higher-order op, through its eager math implementation.
-
-On a CPU flex_attention refuses inputs that require grad, as inductor has no backward for it there. Its math
-implementation has one; so the refusal is taken out, and nothing else.
-"""
+"""flex_attention in eager mode, where it is a higher-order op, through its eager math implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -23,30 +18,17 @@ from fastac import interception
 from fastac.backends.flex import ROWS
 from fastac.tape import thread
 from tests import support
+from tests.backends import flex_on_cpu
 from tests.backends.parity import QUERIES, Case, Parity, causal
 from tests.support import assert_same, train_step
 
-OP = "higher_order::flex_attention"
-
-higher_order = torch.ops.higher_order.flex_attention
-EAGER = torch._C.DispatchKey.CompositeExplicitAutograd
+OP = flex_on_cpu.OP
 
 
 @pytest.fixture(autouse=True)
-def _trains_on_cpu_and_counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    kernel = higher_order.py_kernels[EAGER]
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._len_torch_dispatch_stack() and not isinstance(args[0], torch._subclasses.FakeTensor):
-            support.executions[OP] += 1
-        return kernel(*args, **kwargs)
-
-    monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
-    monkeypatch.setitem(higher_order.py_kernels, EAGER, counted)
-    higher_order._dispatch_cache.clear()
-    yield
-    monkeypatch.undo()
-    higher_order._dispatch_cache.clear()
+def _on_cpu() -> Iterator[None]:
+    with flex_on_cpu.registered():
+        yield
 
 
 def attend(**options: Any) -> Callable[..., torch.Tensor]:

@@ -24,8 +24,8 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 import fastac
 from fastac import interception
 from fastac.backends import varlen
-from tests.backends import aten_on_cpu
-from tests.backends.parity import KEY_LENGTHS, KEYS, QUERY_LENGTHS, Case, Parity, causal, ends, window
+from tests.backends import aten_on_cpu, kernels_on_cpu
+from tests.backends.parity import KEY_LENGTHS, QUERY_LENGTHS, Case, Parity, causal, ends, window
 from tests.support import Tensors, assert_same, train_step
 
 OP, KERNEL = "torch_attn::_varlen_attn", "aten::_flash_attention_forward"
@@ -60,13 +60,96 @@ CASES = [
 ]
 
 
-class TestParity(Parity):
-    cases = CASES
-    rows = varlen.ROWS
+# activate_flash_attention_impl: the exchange of kernels
 
 
 def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.tanh(cross(torch.tanh(query), torch.tanh(key), torch.tanh(value), 0.0))
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    output = torch.ops.aten._scaled_dot_product_flash_attention(torch.tanh(query), key, value)[0]
+    return torch.tanh(output)
+
+
+OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Tensors]]] = {
+    "aten::_flash_attention_forward": (region, CASES[0].inputs),
+    "aten::_scaled_dot_product_flash_attention": (dense, Case("", dense).inputs),
+}
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    yield
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+
+
+class Replacement:
+    """Kernels in the place of others for as long as it is active, as those of FA3 and FA4. Twice the output."""
+
+    def __init__(self, *ops: str) -> None:
+        self.library = torch.library.Library("aten", "IMPL")
+        for op in ops:
+            name = op.removeprefix("aten::")
+            packet = getattr(torch.ops.aten, name)
+            kernel = kernels_on_cpu.forward_kernel(f"replaced {op}", packet.default, aten_on_cpu.FORWARD[name])
+            self.library.impl(name, functools.partial(self._twice, kernel), "CPU", allow_override=True)
+
+    @staticmethod
+    def _twice(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, *others = kernel(*args, **kwargs)
+        return (2 * output, *others)
+
+    def remove(self) -> None:
+        """As torch asks a handle."""
+        self.library._destroy()
+
+
+def _saves_what_the_kernel_of_the_moment_computes(op: str, executions: Counter[str]) -> None:
+    run, inputs_of = OPS[op]
+    inputs = inputs_of()
+    executions.clear()
+    expected = train_step(run, inputs)
+    (kernel,) = executions
+    for engine in ("tape", "sac"):
+        executions.clear()
+        assert_same(train_step(functools.partial(fastac.checkpoint, run, engine=engine), inputs), expected)
+        assert executions == {kernel: 1}
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.usefixtures("_restored")
+def test_another_kernel_was_activated_before(attention_executions: Counter[str]) -> None:
+    """In a process where fastac has not met the ops yet, so this is the first test."""
+    register_flash_attention_impl("twice", register_fn=lambda: Replacement(*OPS))
+    activate_flash_attention_impl("twice")
+    assert not set(OPS) & set(interception.intercepted())
+    for op in OPS:
+        _saves_what_the_kernel_of_the_moment_computes(op, attention_executions)
+        assert attention_executions == {f"replaced {op}": 1}
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.usefixtures("_restored")
+def test_another_kernel_is_activated_after(op: str, attention_executions: Counter[str]) -> None:
+    """Where fastac already stands at the op; and when the first kernel is restored."""
+    register_flash_attention_impl("twice", register_fn=lambda: Replacement(*OPS))
+    _saves_what_the_kernel_of_the_moment_computes(op, attention_executions)
+    assert attention_executions == {op: 1}
+    activate_flash_attention_impl("twice")
+    interception.install()
+    _saves_what_the_kernel_of_the_moment_computes(op, attention_executions)
+    assert attention_executions == {f"replaced {op}": 1}
+    restore_flash_attention_impl()
+    _saves_what_the_kernel_of_the_moment_computes(op, attention_executions)
+    assert attention_executions == {op: 1}
+
+
+class TestParity(Parity):
+    cases = CASES
+    rows = varlen.ROWS
 
 
 @pytest.mark.parametrize("engine", ["tape", "sac"])
@@ -91,77 +174,6 @@ def test_the_variant_that_writes_its_output_is_refused(engine: str) -> None:
 def _writes_its_output(out: torch.Tensor, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     out.copy_(query)
     return query.new_zeros(query.shape[1], query.shape[0])
-
-
-# activate_flash_attention_impl
-
-
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    output = torch.ops.aten._scaled_dot_product_flash_attention(torch.tanh(query), key, value)[0]
-    return torch.tanh(output)
-
-
-OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Tensors]]] = {
-    "aten::_flash_attention_forward": (region, CASES[0].inputs),
-    "aten::_scaled_dot_product_flash_attention": (dense, Case("", dense).inputs),
-}
-
-
-@pytest.fixture
-def _restored() -> Iterator[None]:
-    yield
-    if current_flash_attention_impl() is not None:
-        restore_flash_attention_impl()
-
-
-class Replacement:
-    """A kernel in the place of another for as long as it is active, as those of FA3 and FA4. Twice the output."""
-
-    def __init__(self, op: str) -> None:
-        namespace, name = op.split("::")
-        packet = getattr(getattr(torch.ops, namespace), name)
-        kernel = aten_on_cpu.forward_kernel(f"replaced {op}", packet.default, aten_on_cpu.FORWARD[name])
-
-        def twice(*args: Any, **kwargs: Any) -> Any:
-            output, *others = kernel(*args, **kwargs)
-            return (2 * output, *others)
-
-        self.library: torch.library.Library | None = torch.library.Library(namespace, "IMPL")
-        self.library.impl(name, twice, "CPU", allow_override=True)
-
-    def remove(self) -> None:
-        assert self.library is not None
-        self.library._destroy()
-        self.library = None
-
-
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.usefixtures("_restored")
-def test_another_kernel_is_activated(op: str, when: str, attention_executions: Counter[str]) -> None:
-    """Before fastac met the op, or after: the new kernel runs, once, and what it computed is what is saved."""
-    run, inputs_of = OPS[op]
-    inputs = inputs_of()
-    register_flash_attention_impl("twice", register_fn=lambda: Replacement(op))
-    if when == "after":
-        plain = train_step(run, inputs)
-        assert_same(train_step(functools.partial(fastac.checkpoint, run), inputs), plain)
-        assert attention_executions == {op: 2}
-    activate_flash_attention_impl("twice")
-    interception.install()
-    attention_executions.clear()
-    expected = train_step(run, inputs)
-    if when == "after":
-        assert not torch.equal(expected["output"], plain["output"])
-    for engine in ("tape", "sac"):
-        attention_executions.clear()
-        assert_same(train_step(functools.partial(fastac.checkpoint, run, engine=engine), inputs), expected)
-        assert attention_executions == {f"replaced {op}": 1}
-    restore_flash_attention_impl()
-    attention_executions.clear()
-    train_step(functools.partial(fastac.checkpoint, run), inputs)
-    assert attention_executions == {op: 1}
 
 
 def test_a_kernel_that_changes_between_forward_and_backward(attention_executions: Counter[str]) -> None:

@@ -1,0 +1,136 @@
+"""xFormers on any machine: its real Python layer, dispatcher and autograd.Function, with CPU kernels of `kernels_on_cpu`.
+
+Its custom ops run with their own bodies, which call torch's flash op, or `flash_attn_3::fwd`, or an op of C++: these
+get kernels. Of xFormers' own conditions three are widened: the device, the dtypes (float32 beside half precision) and
+that half precision needs a GPU.
+
+The package must be on sys.path (tests/backends/packages.py) before this is imported; `import diffusers` comes later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends import aten_on_cpu
+from tests.backends.flash_on_cpu import stand_in
+from tests.backends.kernels_on_cpu import backward_kernel, forward_kernel
+
+# C++ ops, with the schemas that they have in ROCm builds of xFormers (ck), in flash-attn 3 and in fbgemm-gpu-genai 1.9.
+SCHEMAS = (
+    "xformers::efficient_attention_forward_ck(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+    "Tensor? seqstart_q, Tensor? seqstart_k, int? max_seqlen_q, float dropout_p, bool compute_logsumexp, "
+    "int custom_mask_type, float? scale, Tensor? seqlen_k, int? window_size, Tensor? block_tables, int? page_size) "
+    "-> (Tensor, Tensor?, int, int)",
+    "xformers::efficient_attention_backward_ck(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor? attn_bias, Tensor? seqstart_q, Tensor? seqstart_k, int? max_seqlen_q, int? max_seqlen_k, "
+    "Tensor? seqlen_k, Tensor logsumexp, Tensor output, float dropout_p, int rng_seed, int rng_offset, "
+    "int custom_mask_type, float? scale, int? window_size) -> (Tensor, Tensor, Tensor, Tensor)",
+    "flash_attn_3::fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, "
+    "Tensor? q_v=None, Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, "
+    "int? max_seqlen_k=None, Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, "
+    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, "
+    "Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, "
+    "int window_size_left=-1, int window_size_right=-1, int attention_chunk=0, float softcap=0., "
+    "bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, "
+    "int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)",
+    "flash_attn_3::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(dq!)? dq=None, Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, "
+    "int? max_seqlen_k=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
+    "int window_size_right=-1, float softcap=0., bool deterministic=False, int sm_margin=0) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "fbgemm::fmha_fwd(Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "SymInt? max_seq_len_q=None, SymInt? max_seq_len_k=None, float? softmax_scale=None, bool causal=False, "
+    "Tensor? seqlen_kv=None, Tensor? page_table=None, SymInt? seqlen_k=None, SymInt window_size_left=-1, "
+    "SymInt window_size_right=-1, bool bottom_right=True) -> (Tensor, Tensor)",
+    "fbgemm::fmha_bwd(Tensor dOutput, Tensor query, Tensor key, Tensor value, Tensor output, Tensor softmax_lse, "
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seq_len_q=None, SymInt? max_seq_len_k=None, "
+    "float? softmax_scale=None, bool causal=False, SymInt window_size_left=-1, SymInt window_size_right=-1, "
+    "bool bottom_right=True, bool deterministic=False) -> (Tensor, Tensor, Tensor)",
+)
+RETURNS = {
+    "xformers::efficient_attention_forward_ck": ("out", "logsumexp", "seed", "offset"),
+    "flash_attn_3::fwd": ("out", "logsumexp", "out_accum", "logsumexp_accum"),
+    "fbgemm::fmha_fwd": ("out", "logsumexp"),
+}
+
+
+def _define(schema: str) -> torch.library.Library:
+    qualified, _, rest = schema.partition("(")
+    namespace, name = qualified.split("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(f"{name}({rest}")
+    op = getattr(getattr(torch.ops, namespace), name).default
+    if qualified in RETURNS:
+        kernel = forward_kernel(qualified, op, "bshd", RETURNS[qualified])
+    else:
+        kernel = backward_kernel(op, "bshd")
+    library.impl(name, functools.partial(_as_a_batch_of_one, kernel) if name == "fmha_fwd" else kernel, "CPU")
+    return library
+
+
+def _as_a_batch_of_one(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """fbgemm's statistics of a packed batch."""
+    output, statistics = kernel(*args, **kwargs)
+    return output, statistics[None] if statistics.dim() == 2 else statistics
+
+
+_libraries = [_define(schema) for schema in SCHEMAS]
+
+
+def _fmha_forward(q: Any, k: Any, v: Any, window_left: int, window_right: int, **options: Any) -> Any:
+    sizes = {"window_size_left": window_left, "window_size_right": window_right}
+    return torch.ops.fbgemm.fmha_fwd(q, k, v, **options, **sizes)
+
+
+def _fmha_backward(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, window_left: int, window_right: int, **options: Any
+) -> Any:
+    sizes = {"window_size_left": window_left, "window_size_right": window_right}
+    return torch.ops.fbgemm.fmha_bwd(dout, q, k, v, out, softmax_lse, **options, **sizes)
+
+
+stand_in("flash_attn_3")
+stand_in("flash_attn_3._C")  # the extension; its ops are defined above
+_place = ["fbgemm_gpu", "experimental", "gen_ai", "attention", "cutlass_blackwell_fmha"]
+for _depth in range(len(_place)):
+    stand_in(".".join(_place[: _depth + 1]))
+_interface = stand_in(".".join([*_place, "cutlass_blackwell_fmha_interface"]))
+# In the real one, too, each is a call of the op.
+vars(_interface).update(_cutlass_blackwell_fmha_forward=_fmha_forward, _cutlass_blackwell_fmha_backward=_fmha_backward)
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)  # torch's flash op, on a GPU
+    import xformers.ops  # noqa: F401 the order in which xFormers imports itself
+    from xformers.ops.fmha import ck, common, cutlass, cutlass_blackwell, flash, flash3
+
+for _module, _names in ((flash, ("_flash_fwd", "_flash_bwd")), (flash3, ("mha_fwd", "mha_bwd"))):
+    for _name in _names:
+        _op = getattr(_module, _name)
+        _op.register_kernel("cpu")(_op._init_fn)
+
+KERNELS = (flash, flash3, cutlass, ck, cutlass_blackwell)
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """xFormers takes tensors on the CPU inside; forwards count themselves by the op that does the arithmetic."""
+    reasons_of = common.AttentionOpBase.not_supported_reasons.__func__
+
+    def reasons(cls: type, inputs: Any) -> list[str]:
+        return [reason for reason in reasons_of(cls, inputs) if not reason.startswith("bf16 is only supported")]
+
+    with pytest.MonkeyPatch.context() as patch, aten_on_cpu.registered():
+        patch.setattr(common.AttentionOpBase, "not_supported_reasons", classmethod(reasons))
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        for module in KERNELS:
+            for op in (module.FwOp, module.BwOp):
+                patch.setattr(op, "SUPPORTED_DEVICES", {"cpu"})
+                patch.setattr(op, "SUPPORTED_DTYPES", {torch.float32, torch.bfloat16})
+        yield

@@ -1,0 +1,502 @@
+"""make_visible: autograd.Functions over kernels that nobody sees, saved in place."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import types
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fastac
+from fastac import interception, opaque, registry
+from fastac.policy import Policy
+from fastac.rows import OpaqueFunction
+from tests import support
+from tests.support import assert_same, train_step
+
+KERNEL = "the test's opaque kernel"
+
+
+def kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention that reaches no dispatcher op of its own name. blocks: indices of the keys to attend to."""
+    support.executions[KERNEL] += 1
+    if blocks is not None:
+        key, value = key[..., blocks, :], value[..., blocks, :]
+    return support.attention_math(query, key, value)
+
+
+def function(**options: Any) -> type[torch.autograd.Function]:
+    """A new Function over the kernel: two outputs, and for backward inputs, an extra tensor, None and an output."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, q: Any, k: Any, v: Any, blocks: Any = None, settings: Any = None, dropout_p: Any = 0.0
+        ) -> Any:
+            with torch.no_grad():
+                output, statistics = kernel(q, k, v, blocks)
+                if dropout_p or options.get("draws"):
+                    output = output * (torch.rand_like(output) > 0.3)
+            half = q * 0.5  # what a quantized kernel keeps besides: as large as the query
+            ctx.save_for_backward(q, k, v, None, blocks, statistics, output, half)
+            ctx.settings = settings
+            ctx.mark_non_differentiable(statistics)
+            ctx.set_materialize_grads(False)
+            if options.get("view"):
+                output = output.transpose(1, 2).contiguous().transpose(1, 2)
+            return (output, None, statistics) if options.get("none") else (output, statistics)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+            q, k, v, nothing, blocks, statistics, output, half = ctx.saved_tensors
+            assert nothing is None
+            assert ctx.settings in (None, "kept on the context", 10)
+            assert torch.equal(half, q * 0.5)
+            chosen = slice(None) if blocks is None else blocks
+            grads = support.attention_math_backward(grad, q, k[..., chosen, :], v[..., chosen, :], output, statistics)
+            if blocks is None:
+                return (*grads, None, None, None)
+            whole = [torch.zeros_like(t).index_add(-2, blocks, g) for t, g in zip((k, v), grads[1:], strict=True)]
+            return (grads[0], *whole, None, None, None)
+
+    Attention.__qualname__ = f"Attention_{uuid.uuid4().hex[:8]}"
+    return Attention
+
+
+def block(attention: Callable[..., Any], *rest: Any, select: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        more = (select(key), *rest[1:]) if select is not None else rest
+        output = torch.tanh(attention(torch.tanh(query), torch.tanh(key), value, *more)[0])
+        return torch.nn.functional.dropout(output, 0.2)
+
+    return attend
+
+
+def inputs(requires_grad: bool = True, keys: int = 10, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (2, 3, 12, 8), "key": (2, 3, keys, 8), "value": (2, 3, keys, 8)}
+    made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {name: tensor.requires_grad_(requires_grad) for name, tensor in made.items()}
+
+
+@pytest.fixture
+def counted() -> Counter[str]:
+    support.executions.clear()
+    return support.executions
+
+
+WAYS = {"plain": {}, "a view": {"view": True}, "None among the outputs": {"none": True}}
+
+
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_executions_and_gradients(way: str, dtype: torch.dtype, engine: str, counted: Counter[str]) -> None:
+    opaque_function = function(**WAYS[way])
+    captured = opaque_function.apply  # before it is made visible, as libraries do
+    attend = block(captured, None, "kept on the context")
+    data = inputs(dtype=dtype)
+    reference = train_step(attend, data)
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=None)
+    for policy, executions in (("none", 1), ("torch", 2), ("full", 2), ("attn_only", 1), ("attn_only", 1)):
+        counted.clear()
+        assert_same(
+            train_step(functools.partial(support.run_checkpointed, attend, policy=policy, engine=engine), data),
+            reference,
+        )
+        assert counted == {KERNEL: executions}, policy
+
+
+def test_without_it_the_output_is_recomputed_or_the_region_refused(counted: Counter[str]) -> None:
+    """What the other tests would look like if make_visible did nothing."""
+    attend = block(function().apply)
+    train_step(functools.partial(fastac.checkpoint, attend), inputs())
+    assert counted == {KERNEL: 2}
+
+
+@pytest.mark.parametrize("frozen", ["query", "key", "value"])
+def test_inputs_that_do_not_require_grad(frozen: str, counted: Counter[str]) -> None:
+    opaque_function = function()
+    attend = block(opaque_function.apply)
+    data = inputs()
+    data[frozen].requires_grad_(False)
+    reference = train_step(attend, data)
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=None)
+    counted.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, attend), data), reference)
+    assert counted == {KERNEL: 1}
+
+
+def test_under_autocast(counted: Counter[str]) -> None:
+    opaque_function = function()
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        mixed = [tensor @ torch.ones(8, 8) for tensor in (query, key, value)]
+        return opaque_function.apply(*mixed)[0].float().tanh()
+
+    data = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        reference = train_step(attend, data)
+        fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=None)
+        counted.clear()
+        assert_same(train_step(functools.partial(fastac.checkpoint, attend), data), reference)
+    assert counted == {KERNEL: 1}
+
+
+def test_two_backwards_through_one_graph(counted: Counter[str]) -> None:
+    opaque_function = function()
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=None)
+    data = inputs()
+    output = fastac.checkpoint(block(opaque_function.apply), *data.values())
+    first = torch.autograd.grad(output.sum(), list(data.values()), retain_graph=True)
+    second = torch.autograd.grad(output.sum(), list(data.values()))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    assert counted == {KERNEL: 1}
+
+
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+def test_a_choice_of_blocks_is_not_made_again(engine: str, counted: Counter[str]) -> None:
+    """Saved for backward among the inputs: an input of whole numbers is kept, the recomputed one not used."""
+    opaque_function = function()
+    choices = [torch.tensor([0, 3, 5]), torch.tensor([1, 2, 9])]
+    asked: list[int] = []
+
+    def select(_: torch.Tensor) -> torch.Tensor:
+        asked.append(1)
+        return choices[len(asked) > 1]
+
+    attend = block(opaque_function.apply, None, select=select)
+    data = inputs()
+    reference = train_step(attend, data)
+    asked.clear()
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=None)
+    assert_same(train_step(functools.partial(fastac.checkpoint, attend, engine=engine), data), reference)
+    assert len(asked) == 2, "the region was recomputed, and chose otherwise"
+
+
+@pytest.mark.parametrize("dropout", ["dropout_p", "always"])
+def test_dropout_in_the_kernel_and_after_it(dropout: str, counted: Counter[str]) -> None:
+    opaque_function = function(draws=dropout == "always")
+    attend = block(opaque_function.apply, None, None, 0.3)
+    data = inputs()
+    reference = train_step(attend, data)
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=dropout)
+    counted.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, attend), data), reference)
+    assert counted == {KERNEL: 1}
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{"key": "k", "layout": "bhsd"}, {"layout": "bhsd"}, {"max_kv": "settings"}],
+    ids=["key", "second", "max_kv"],
+)
+def test_number_of_keys(named: dict[str, str], counted: Counter[str]) -> None:
+    opaque_function = function()
+    fastac.make_visible(opaque_function, dropout=None, **named)
+    attend = block(opaque_function.apply, None, 10)
+    for min_kv, executions in ((10, 1), (11, 2)):
+        counted.clear()
+        policy = Policy("attn_only", min_kv=min_kv)
+        train_step(functools.partial(fastac.checkpoint, attend, policy=policy), inputs())
+        assert counted == {KERNEL: executions}
+
+
+def test_outside_regions_and_in_traces_the_forward_just_runs(counted: Counter[str]) -> None:
+    opaque_function = function()
+    op = fastac.make_visible(opaque_function, dropout=None)
+    data = inputs()
+    with torch.profiler.profile() as profile:
+        block(opaque_function.apply)(*data.values()).sum().backward()
+    names = {event.name for event in profile.events()}
+    assert "aten::bmm" in names
+    assert op._schema.name not in names
+    graph = make_fx(lambda q, k, v: opaque_function.apply(q, k, v)[0])(*[t.detach() for t in data.values()])
+    assert not any(node.target is op for node in graph.graph.nodes)
+    assert not opaque._calls
+
+
+def test_bytes_beyond_the_outputs_are_reported(counted: Counter[str]) -> None:
+    opaque_function = function()
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=None)
+    attend = opaque_function.apply
+
+    class Block(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return attend(query, key, value)[0]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([Block()])
+
+        def forward(self, **data: torch.Tensor) -> torch.Tensor:
+            return fastac.checkpoint(self.blocks[0], *data.values())
+
+    model = Model()
+    with support.reported_blocks({"blocks.0": model.blocks[0]}):
+        train_step(model, inputs())
+        row = fastac.report(model).rows[0]
+        text = str(fastac.report(model))
+    output, statistics = 2 * 3 * 12 * 8 * 4, 2 * 3 * 12 * 4
+    assert row.extra_bytes == output, "the halved query"
+    layout = row.saved_bytes - row.extra_bytes - output - statistics
+    assert 0 < layout <= 200, "the numbers that say which tensor is which"
+    assert "2.2 KiB of it extra" in text
+
+
+# What can not be made visible
+
+
+def test_setup_context_is_refused() -> None:
+    class Apart(torch.autograd.Function):
+        @staticmethod
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            return kernel(q, k, v)[0]
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    forward = Apart.forward
+    with pytest.raises(fastac.FastacError, match=r"Apart has a setup_context.*torch\.library\.custom_op"):
+        fastac.make_visible(Apart)
+    assert Apart.forward is forward
+
+
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+def test_mark_dirty_is_refused_in_a_region_alone(engine: str) -> None:
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            ctx.mark_dirty(q)
+            return q.add_(kernel(q, k, v)[0])
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad, None, None
+
+    fastac.make_visible(Writes, dropout=None)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return Writes.apply(query * 1.0, key, value)
+
+    train_step(attend, inputs())
+    with pytest.raises(fastac.FastacError, match=r"Writes.*mark_dirty.*policy=\"full\""):
+        train_step(functools.partial(fastac.checkpoint, attend, engine=engine), inputs())
+    assert not opaque._calls
+
+
+def test_an_output_that_is_no_tensor_is_refused_in_a_region_alone() -> None:
+    class Counts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            return kernel(q, k, v)[0], k.shape[-2]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+            return grad, None, None
+
+    fastac.make_visible(Counts, dropout=None)
+    attend = block(Counts.apply)
+    train_step(attend, inputs())
+    with pytest.raises(fastac.FastacError, match=r"Counts.* returns a int, which can not be saved"):
+        train_step(functools.partial(fastac.checkpoint, attend), inputs())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": "nothing"}, "has no argument 'nothing'. It has q, k, v, blocks"),
+        ({"max_kv": "nothing"}, "has no argument 'nothing'"),
+        ({"dropout": "nothing"}, "has no argument 'nothing'"),
+        ({"layout": "hsbd"}, "layout 'hsbd' is none of bshd"),
+        ({"name": "not a name"}, "no name for an op"),
+    ],
+    ids=["key", "max_kv", "dropout", "layout", "name"],
+)
+def test_wrong_options_change_nothing(options: dict[str, str], message: str) -> None:
+    opaque_function = function()
+    forward = opaque_function.forward
+    with pytest.raises(fastac.FastacError, match=message):
+        fastac.make_visible(opaque_function, **options)
+    assert opaque_function.forward is forward
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(fastac.FastacError, match=r"expected a subclass of torch\.autograd\.Function, got <built-in"):
+        fastac.make_visible(print)  # type: ignore[arg-type]
+
+
+def test_a_name_is_given_once_and_a_function_made_visible_once() -> None:
+    name = f"attention_{uuid.uuid4().hex[:8]}"
+    first, second = function(), function()
+    op = fastac.make_visible(first, name=name, dropout=None)
+    forward = first.forward
+    assert fastac.make_visible(first, name=name, dropout=None) is op
+    assert first.forward is forward
+    with pytest.raises(fastac.FastacError, match=f"{name!r} is taken by {first.__qualname__}"):
+        fastac.make_visible(second, name=name)
+
+
+# Known Functions
+
+
+@pytest.fixture
+def library() -> Iterator[types.ModuleType]:
+    """A module that is not imported yet, with a Function that fastac knows."""
+    module = types.ModuleType(f"opaque_library_{uuid.uuid4().hex[:8]}")
+    module.Attention = function()
+    known, settled = list(opaque._known), set(opaque._settled)
+    opaque.know(
+        OpaqueFunction(backend="tests", module=module.__name__, name="Attention", layout="bhsd", dropout=None),
+    )
+    yield module
+    opaque._known[:] = known
+    opaque._settled.clear()
+    opaque._settled.update(settled)
+    sys.modules.pop(module.__name__, None)
+
+
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+@pytest.mark.parametrize("when", ["before enable", "between two steps", "in the first forward"])
+def test_a_known_function_is_made_visible_when_its_library_is_loaded(
+    when: str, engine: str, library: types.ModuleType, counted: Counter[str]
+) -> None:
+    def load() -> None:
+        sys.modules[library.__name__] = library
+
+    if when == "before enable":
+        load()
+    interception.install()
+    data = inputs()
+    attend = block(library.Attention.apply)
+    reference = train_step(attend, data)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if when == "in the first forward" and library.__name__ not in sys.modules:
+            load()
+        return attend(query, key, value)
+
+    if when == "between two steps":
+        train_step(functools.partial(fastac.checkpoint, region, engine=engine), data)
+        load()
+    for _ in range(2):
+        counted.clear()
+        assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+        assert counted == {KERNEL: 1}
+
+
+def test_a_known_function_that_can_not_be_made_visible_is_named(
+    library: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Apart(torch.autograd.Function):
+        @staticmethod
+        def forward(q: Any, k: Any, v: Any) -> Any: ...
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    library.Attention = Apart
+    sys.modules[library.__name__] = library
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        interception.install()
+        interception.install()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert said[0].startswith(f"{library.__name__}.Attention can not be saved: make_visible: ")
+
+
+def test_every_known_function_has_the_arguments_its_row_names() -> None:
+    """What the catalogue says of layouts and the like is checked without the libraries; the rest by their own tests."""
+    from fastac.rows import KEYS_DIMENSION
+
+    assert {known.backend for known in opaque._known} >= {"fa4", "sla", "attn_qat", "bsa", "vsa"}
+    assert all(known.layout in KEYS_DIMENSION for known in opaque._known)
+
+
+# Under torch.compile
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attention = attention
+        self.out = torch.nn.Linear(8, 8)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.out(self.attention(torch.tanh(query), key, value)[0])
+
+
+class Traceable(torch.autograd.Function):
+    """A Function that dynamo traces through, as it does through Triton kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+        output, statistics = support.attention_math(q, k, v)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        return output, statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        return support.attention_math_backward(grad, *ctx.saved_tensors)
+
+
+@pytest.mark.parametrize("compiled", ["block", "model"])
+def test_compiled_it_is_recomputed_and_told(compiled: str, caplog: pytest.LogCaptureFixture) -> None:
+    name = f"traceable_{uuid.uuid4().hex[:8]}"
+    fresh = type("Fresh", (Traceable,), {})
+    op = fastac.make_visible(fresh, name=name, key="k", layout="bhsd", dropout=None)
+    torch.manual_seed(0)
+    layer = Layer(fresh.apply)
+    data = inputs()
+    reference = train_step(layer, data)
+    region: Any = functools.partial(fastac.checkpoint, layer)
+    if compiled == "block":
+        layer.compile(backend="aot_eager")
+    else:
+        region = torch.compile(region, backend="aot_eager")
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        found = train_step(region, data)
+    for key, tensor in reference.items():
+        if key in found:
+            assert support.relative_error(found[key], tensor) < 1e-5, key
+    assert layer.out.weight.grad is not None
+    said = [record.getMessage() for record in caplog.records]
+    assert any(op._schema.name in message and "recomputed" in message for message in said), said
+
+
+def test_behind_a_graph_break_it_is_saved(counted: Counter[str]) -> None:
+    """A kernel that dynamo can not trace runs eagerly between two graphs, where it is saved as ever."""
+    opaque_function = function()
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=None)
+    torch.manual_seed(0)
+    layer = Layer(torch.compiler.disable(opaque_function.apply))
+    data = inputs()
+    reference = train_step(layer, data)
+    layer.compile(backend="aot_eager")
+    for _ in range(2):
+        counted.clear()
+        found = train_step(functools.partial(fastac.checkpoint, layer), data)
+        for key in found:
+            assert support.relative_error(found[key], reference[key]) < 1e-6, key
+    assert counted == {KERNEL: 1}
+
+
+def test_it_is_a_row_like_any_other() -> None:
+    op = fastac.make_visible(function(), backend="tests", key="k", layout="bhsd")
+    resolved = registry.classify(op)
+    assert resolved is not None
+    assert opaque.is_opaque(resolved)
+    assert resolved.row.backend == "tests"  # type: ignore[union-attr]
+    assert resolved.qualified_name in interception.intercepted()

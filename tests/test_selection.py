@@ -1,0 +1,298 @@
+"""Sparse attention: what it chooses its blocks by is saved with its outputs, and the coarse attention it has beside."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fastac
+from fastac import registry
+from fastac.backends import selection
+from fastac.policy import Policy
+from tests import support
+from tests.support import assert_same, train_step
+
+KEYS, CHOSEN, DIM = 12, 5, 8
+
+ENGINES = pytest.mark.parametrize("engine", ["tape", "sac"])
+
+CHOICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "topk": lambda scores: scores.topk(CHOSEN).indices,
+    "unsorted topk": lambda scores: torch.topk(scores, CHOSEN, sorted=False)[1],
+    "sort": lambda scores: scores.sort(descending=True).indices[:CHOSEN],
+    "stable sort": lambda scores: torch.sort(scores, stable=True)[1][-CHOSEN:],
+    "argsort": lambda scores: scores.argsort()[:CHOSEN],
+    "changed in place": lambda scores: scores[1:].topk(CHOSEN).indices.add_(1),
+}
+
+
+class Wavering:
+    """Scores of keys that differ from call to call, as those of a kernel may that does not repeat itself exactly."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, key: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        noise = torch.randn(KEYS, generator=torch.Generator().manual_seed(self.calls))
+        return key.mean(dim=(0, 1, 3)) + noise
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (2, 3, 7, DIM), "key": (2, 3, KEYS, DIM), "value": (2, 3, KEYS, DIM)}
+    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+
+
+def sparse(choose: Callable[[torch.Tensor], torch.Tensor], scores: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A region that attends to the keys it chooses."""
+    attend = support.custom_attention(f"sparse_{uuid.uuid4().hex[:8]}")
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query, key = torch.tanh(query), torch.tanh(key)
+        blocks = choose(scores(key))
+        return torch.tanh(attend(query, key[:, :, blocks], value[:, :, blocks]))
+
+    return region
+
+
+@ENGINES
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_is_not_made_again(choice: str, engine: str) -> None:
+    if (choice, engine) == ("changed in place", "sac"):
+        with pytest.raises(RuntimeError, match="has been mutated"):  # torch's own limit, and its own word
+            train_step(
+                functools.partial(fastac.checkpoint, sparse(CHOICES[choice], Wavering()), engine=engine), inputs()
+            )
+        return
+    scores = Wavering()
+    region, data = sparse(CHOICES[choice], scores), inputs()
+    reference = train_step(region, data)
+    for _ in range(2):
+        scores.calls = 0
+        assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+        assert scores.calls == 2, "the scores were recomputed, and came out differently"
+
+
+@pytest.fixture
+def _without_rows() -> Iterator[None]:
+    before = list(registry._rows)
+    registry._rows[:] = [row for row in before if row not in selection.ROWS]
+    registry._decisions.clear()
+    yield
+    registry._rows[:] = before
+    registry._decisions.clear()
+
+
+@pytest.mark.usefixtures("_without_rows")
+def test_without_the_rows_it_is() -> None:
+    """So the test above would fail: torch's selective checkpointing, which asks the registry, chooses again."""
+    scores = Wavering()
+    region, data = sparse(CHOICES["topk"], scores), inputs()
+    reference = train_step(region, data)
+    scores.calls = 0
+    found = train_step(functools.partial(fastac.checkpoint, region, engine="sac"), data)
+    wrong = max(support.relative_error(found[name], reference[name]) for name in reference)
+    assert wrong > 0.1
+
+
+@ENGINES
+def test_values_that_are_chosen_carry_gradients(engine: str) -> None:
+    """The values of a top-k are differentiable: a router weighs its experts by them."""
+    attend = support.custom_attention(f"weighed_{uuid.uuid4().hex[:8]}")
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        weights, blocks = torch.tanh(key).mean(dim=(0, 1, 3)).topk(CHOSEN)
+        ordered, _ = torch.tanh(value).sort(dim=-1)
+        chosen = ordered[:, :, blocks] * weights.softmax(0)[:, None]
+        return torch.tanh(attend(query, torch.tanh(key)[:, :, blocks], chosen))
+
+    data = inputs()
+    reference = train_step(region, data)
+    assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+
+
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+@pytest.mark.parametrize("policy", ["attn_only", "long_attn_only", "full"])
+def test_bytes_of_choices_are_reported_apart(policy: str, engine: str) -> None:
+    class Sparse(support.AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            blocks = video.mean(dim=(0, 2)).topk(CHOSEN).indices
+            return super().forward(video, text[:, : int(blocks.numel())])
+
+    model = support.stack(layers=2, policy=policy, engine=engine, block=Sparse)
+    train_step(model, support.stack_inputs())
+    with support.reported_blocks({f"blocks.{i}": block for i, block in enumerate(model.blocks)}):
+        report = fastac.report(model)
+    row = report.rows[0]
+    assert row.selection_bytes == (0 if policy == "full" else 2 * CHOSEN * (8 + 4)), "indices and values, two blocks"
+    assert (row.attention_calls, row.saved) == {"attn_only": (4, 4), "long_attn_only": (4, 0), "full": (0, 0)}[policy]
+    assert ("choices)" in str(report)) == (policy != "full")
+
+
+# A choice that comes into the attention op as an argument
+
+
+@functools.cache
+def _sparse_op(name: str, row: bool = True) -> Callable[..., torch.Tensor]:
+    """An op (q, k, v, blocks, sizes) with its autograd formula, and a row that says what its arguments are."""
+
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, sizes: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        support.executions[f"fastac_tests::{name}"] += 1
+        return support.attention_math(q, k[:, :, blocks], v[:, :, blocks])
+
+    schema = "(Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor sizes) -> (Tensor, Tensor)"
+    op = torch.library.custom_op(f"fastac_tests::{name}", forward, mutates_args=(), schema=schema)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:4], *output)
+
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        q, k, v, blocks, output, statistics = ctx.saved_tensors
+        grads = support.attention_math_backward(grad, q, k[:, :, blocks], v[:, :, blocks], output, statistics)
+        whole = [torch.zeros_like(t).index_add(2, blocks, g) for t, g in zip((k, v), grads[1:], strict=True)]
+        return grads[0], *whole, None, None
+
+    op.register_autograd(backward, setup_context=setup)
+    if row:
+        fastac.register(
+            fastac.AttentionOp(
+                backend="tests",
+                namespace="fastac_tests",
+                name=name,
+                key="k",
+                layout="bhsd",
+                dropout=None,
+                selection=("blocks",),
+                coarse="sizes",
+            )
+        )
+    return op
+
+
+def chosen_outside(choices: list[torch.Tensor], name: str) -> Any:
+    """A region whose choice is made by nothing the dispatcher shows: the first of `choices`, then the next."""
+    op, calls = _sparse_op(name), itertools.count()
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        blocks = choices[min(next(calls), len(choices) - 1)].clone()
+        return torch.tanh(op(torch.tanh(query), torch.tanh(key), value, blocks, torch.ones(3))[0])
+
+    return region
+
+
+@ENGINES
+def test_an_argument_that_holds_the_choice_is_kept(engine: str) -> None:
+    name = f"chosen_{uuid.uuid4().hex[:8]}"
+    first, second = torch.tensor([0, 3, 7]), torch.tensor([1, 2, 11])
+    data = inputs()
+    reference = train_step(chosen_outside([first], name), data)
+    region = chosen_outside([first, second], name)
+    support.executions.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+    assert support.executions == {f"fastac_tests::{name}": 1}
+
+
+@ENGINES
+def test_a_choice_of_another_size_is_an_error(engine: str) -> None:
+    region = chosen_outside([torch.tensor([0, 3, 7]), torch.tensor([1, 2])], f"sized_{uuid.uuid4().hex[:8]}")
+    with pytest.raises(fastac.FastacError, match=r"chose other blocks .* \(2,\) where there was one of \(3,\)"):
+        train_step(functools.partial(fastac.checkpoint, region, engine=engine), inputs())
+
+
+def test_bytes_of_the_argument_count() -> None:
+    """Held for the block: the output, the statistics and the choice."""
+    from fastac import census
+
+    seen: list[Any] = []
+    census.listeners.append(seen.append)
+    try:
+        region = chosen_outside([torch.tensor([0, 3, 7])], f"counted_{uuid.uuid4().hex[:8]}")
+        train_step(functools.partial(fastac.checkpoint, region), inputs())
+    finally:
+        census.listeners.clear()
+    (call,) = seen[0].calls
+    assert call.saved_bytes == 2 * 3 * 7 * (DIM + 1) * 4 + 3 * 8
+
+
+# The coarse attention that goes with it
+
+
+def coarse(name: str, blocks: int, claimed: int, sparse_too: bool = True) -> Any:
+    """Attention in small ops over one key per block, and the sparse one, told of so many blocks."""
+    op = _sparse_op(name)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = torch.tanh(key)[:, :, :blocks], torch.tanh(value)[:, :, :blocks]
+        probabilities = (torch.tanh(query) @ keys.transpose(-1, -2)).softmax(-1)
+        output = probabilities @ values
+        if sparse_too:
+            output = output + op(torch.tanh(query), key, value, torch.tensor([0, 3]), torch.ones(claimed))[0]
+        return torch.tanh(output)
+
+    return region
+
+
+@ENGINES
+@pytest.mark.parametrize("claimed", [4, 6])
+def test_coarse_attention_is_recomputed(claimed: int, engine: str) -> None:
+    name = f"coarse_{uuid.uuid4().hex[:8]}"
+    region, data = coarse(name, 4, claimed), inputs()
+    reference = train_step(region, data)
+    support.executions.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+    assert support.executions == {f"fastac_tests::{name}": 1}
+
+
+@ENGINES
+@pytest.mark.parametrize(("blocks", "claimed", "sparse_too"), [(5, 4, True), (4, 4, False)], ids=["larger", "alone"])
+def test_other_attention_in_small_ops_is_still_an_error(
+    blocks: int, claimed: int, sparse_too: bool, engine: str
+) -> None:
+    region = coarse(f"not_coarse_{uuid.uuid4().hex[:8]}", blocks, claimed, sparse_too)
+    with pytest.raises(fastac.PolicyNotAppliedError, match=f"over {blocks} keys ran as small ops"):
+        train_step(functools.partial(fastac.checkpoint, region, engine=engine), inputs())
+
+
+def test_coarse_attention_in_a_compiled_graph() -> None:
+    name = f"coarse_{uuid.uuid4().hex[:8]}"
+    data = inputs()
+    for blocks, raises in ((4, False), (5, True)):
+        torch._dynamo.reset()
+        region = torch.compile(functools.partial(fastac.checkpoint, coarse(name, blocks, 4)), backend="aot_eager")
+        _fake(name)
+        if raises:
+            with pytest.raises(fastac.PolicyNotAppliedError, match="ran as small ops"):
+                train_step(region, data)
+        else:
+            support.executions.clear()
+            train_step(region, data)
+            assert support.executions == {f"fastac_tests::{name}": 1}
+
+
+@functools.cache
+def _fake(name: str) -> None:
+    @torch.library.register_fake(f"fastac_tests::{name}")
+    def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, sizes: torch.Tensor) -> Any:
+        return torch.empty_like(q), q.new_empty(q.shape[:-1])
+
+    with FakeTensorMode():
+        assert torch.empty(1) is not None
+
+
+def test_a_choice_is_made_as_ever_outside_regions_and_under_full() -> None:
+    scores = Wavering()
+    region, data = sparse(CHOICES["topk"], scores), inputs()
+    for policy in ("none", "full"):
+        train_step(functools.partial(support.run_checkpointed, region, policy=policy), data)
+    assert scores.calls == 3
+    assert Policy("full").saves(10**6) is False
