@@ -24,6 +24,7 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix $(SOURCES)
 
 benchmark: $(VENV)/installed-dev
+	$(BIN)/python benchmarks/classification.py --check
 	$(BIN)/python benchmarks/held_bytes.py --check
 	$(BIN)/python benchmarks/host_time.py --check
 

@@ -37,6 +37,7 @@ TESTS = {
     "attention with quantization-aware training": ("libraries/attn_qat.py",),
     "block-sparse attention (LongCat)": ("libraries/longcat.py",),
     "SageAttention": ("libraries/sage.py",),
+    "diffusers": ("libraries/diffusers_backends.py",),
 }
 """Library -> its files in tests/backends."""
 
@@ -127,7 +128,8 @@ def backends() -> str:
             ),
         ),
         "## Attention backends of diffusers",
-        "What `transformer.set_attention_backend(...)` takes in diffusers 0.42.",
+        "What `transformer.set_attention_backend(...)` takes in diffusers 0.42. Those that run on a CPU are tried on "
+        f"Wan, with {_tested_with('diffusers')}.",
         _table(
             ("backend", "verdict", "rows of", "what it is, or why not"),
             ((f"`{name}`", _words(found.verdict), found.family, found.reason) for name, found in listed),

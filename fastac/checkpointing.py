@@ -6,7 +6,6 @@ the recompute under the second; back from the forward, `Region.check` compares w
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import census, diagnosis, interception, observation, opaque, torch_internals
+from fastac import autograd_graph, census, diagnosis, interception, opaque, torch_internals
 from fastac.census import Census
 from fastac.entries import Tape
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
@@ -234,13 +233,15 @@ class Region:
         where = census.describe(self.function)
         late = opaque.make_known_visible()
         seen: Observer | diagnosis.Look | None = self.observer
-        compiled = is_compiled(self.function) or (
-            seen is not None and observation.ran_compiled_code(outputs, self.args)
-        )
+        compiled = is_compiled(self.function)
+        if seen is not None:
+            nodes = autograd_graph.nodes_between(outputs, (self.args, self.kwargs))
+            compiled = compiled or autograd_graph.ran_compiled_code(nodes)
+            seen.hidden = autograd_graph.hidden_functions(nodes, len(record.calls))
         if compiled or (seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops))):
             # Compiled code can not be watched, and a region that makes fewer calls than it should was not.
             seen = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy, compiled)
-            self._leave_out_compiled_away(record, seen, where)
+            diagnosis.leave_out_compiled_away(seen, record.calls, where)
             late += seen.late
         if late:
             logger.info("%s: the library of %s was loaded just now; saved from the next region on", where, late[0])
@@ -258,26 +259,25 @@ class Region:
             known.others.append(mine.ops)
         self._remember(mine)
 
-    def _leave_out_compiled_away(self, record: Record | SelectiveRecord, look: diagnosis.Look, where: str) -> None:
-        """What make_visible made visible is so in eager mode only: compiled it is recomputed, which is told."""
-        missing = collections.Counter(look.ops) - collections.Counter(record.calls)
-        for op in [op for op in missing if opaque.is_opaque(op)]:
-            logger.warning("%s: %s runs compiled here, where it can not be saved: it is recomputed", where, op.name)
-            look.ops = tuple(seen for seen in look.ops if seen is not op)
-
     def _judge(self, record: Record | SelectiveRecord, mine: Census, seen: Observer | diagnosis.Look) -> None:
         before = self.block.censuses.get(self.key) if self.block is not None else None
         expected = max(len(seen.ops), len(before.ops) if before is not None else 0)
-        if not (
-            record.missed or seen.missed or seen.unknown or seen.elsewhere or seen.silent or len(mine.ops) < expected
+        if (
+            not (record.missed or seen.missed or seen.unknown or seen.elsewhere or seen.silent or seen.hidden)
+            and len(mine.ops) >= expected
         ):
             return
         look = seen
         if isinstance(look, Observer):
             look = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
             look.elsewhere = look.elsewhere or seen.elsewhere
+            look.hidden = seen.hidden
         made = len(mine.ops)
-        expected = max(expected, made + len(look.elsewhere), len(look.ops) + len(look.missed) + len(look.unknown))
+        expected = max(
+            expected,
+            made + len(look.elsewhere) + len(look.hidden),
+            len(look.ops) + len(look.missed) + len(look.unknown),
+        )
         raise PolicyNotAppliedError(diagnosis.explain(self.function, self.policy, look, made, expected))
 
     def _remember(self, mine: Census) -> None:

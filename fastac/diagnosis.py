@@ -7,15 +7,18 @@ block makes other calls than its class did before.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fastac import census, observation, plugins, registry
+from fastac import census, observation, opaque, plugins, registry
+from fastac.autograd_graph import tensors_of
 from fastac.entries import Tape
 from fastac.policy import Policy
 from fastac.preservation import buffers_preserved, generators_preserved
@@ -23,6 +26,8 @@ from fastac.recognition import Decomposed, UnknownOp
 from fastac.registry import ResolvedOp
 from fastac.rows import Verdict
 from fastac.tape import Scope, run_kernel, thread
+
+logger = logging.getLogger("fastac")
 
 
 @dataclasses.dataclass
@@ -118,7 +123,8 @@ def why_decomposed(
 class Look:
     """What a second look saw. missed: attention that the policy saves and no row can. late: ops loaded just now.
 
-    silent: attention modules that ran without any attention that can be seen.
+    silent: attention modules that ran without any attention that can be seen. hidden: autograd.Functions that say they
+    are attention, and show no op.
     """
 
     ops: tuple[ResolvedOp, ...]
@@ -127,6 +133,7 @@ class Look:
     elsewhere: list[str]
     silent: list[str]
     late: list[str]
+    hidden: list[type] = dataclasses.field(default_factory=list)
 
 
 def look_again(
@@ -141,7 +148,7 @@ def look_again(
     if module is not None:
         witness.names = {id(inner): name for name, inner in module.named_modules()}
     observer = observation.Observer(function, (args, kwargs), policy, lambda: witness.where)
-    devices = {tensor.device for tensor in observation.tensors_of((args, kwargs))}
+    devices = {tensor.device for tensor in tensors_of((args, kwargs))}
     observer.progress = lambda: len(witness.seen)
     outer, thread.scope = thread.scope, None
     try:
@@ -160,6 +167,14 @@ def look_again(
     missed = [attention for attention in witness.seen if attention.cause and policy.saves(attention.keys)]
     missed += [Attention(where, found.attention, found.keys, "it is not one op") for where, found in observer.missed]
     return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.silent, observer.joined)
+
+
+def leave_out_compiled_away(look: Look, recorded: Sequence[ResolvedOp], where: str) -> None:
+    """What make_visible made visible is so in eager mode only: compiled it is recomputed, which is told."""
+    missing = collections.Counter(look.ops) - collections.Counter(recorded)
+    for op in [op for op in missing if opaque.is_opaque(op)]:
+        logger.warning("%s: %s runs compiled here, where it can not be saved: it is recomputed", where, op.name)
+        look.ops = tuple(seen for seen in look.ops if seen is not op)
 
 
 def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -229,6 +244,12 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
         lines.append(
             f"- {name} was called in another thread, where no region is open. Call it in the block's own thread."
         )
+    for function_class in look.hidden:
+        lines.append(
+            f"- {function_class.__module__}.{function_class.__qualname__}, an autograd.Function, says it is attention, "
+            f"and no op shows its kernel. Once, before training: fastac.make_visible({function_class.__qualname__}, "
+            f'layout="bshd") (bshd, bhsd or thd: where its keys are).'
+        )
     for name in sorted(set(look.silent)):
         lines.append(
             f"- {where}.{name} ran, and no attention call was seen: its kernel is called past the dispatcher "
@@ -243,8 +264,8 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
         higher_order = [op.name for op in look.ops if isinstance(op.op, torch._ops.HigherOrderOperator)]
         if made < len(look.ops) and higher_order:
             lines.append(
-                f"- {higher_order[0]} is compiled into code of its own here, in which no call is left to save. Leave it "
-                f"to an eager block, or compile the model as a whole, with its checkpointed blocks inside."
+                f"- {higher_order[0]} is compiled into code of its own here, in which no call is left to save. "
+                f"Leave it to an eager block, or compile the model as a whole, with its checkpointed blocks inside."
             )
         elif made < len(look.ops):
             lines.append(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import census, interception, opaque, registry, torch_internals
+from fastac.autograd_graph import graph_roots, leads_to, tensors_of
 from fastac.entries import generation
 from fastac.policy import Policy
 from fastac.recognition import Decomposed, SoftmaxAttention, UnknownOp, looks_like_attention_forward
@@ -35,13 +36,14 @@ class Observer(TorchDispatchMode):
         self.elsewhere: list[str] = []
         self.silent: list[str] = []
         self.joined: list[str] = []
+        self.hidden: list[type] = []
         self.progress: Callable[[], int] = lambda: 0
         self.ops: tuple[ResolvedOp, ...] = ()  # what the tape records is not seen twice
         module = census.module_of(function)
         parameters = list(module.parameters()) if module is not None else []
         tensors = list(tensors_of(inputs))
         self._softmax_attention = SoftmaxAttention(tensors)
-        self._roots = _graph_roots([*parameters, *tensors])
+        self._roots = graph_roots([*parameters, *tensors])
         self._coarse_keys = 0
         self._thread = 0
         self._modules = len(sys.modules)
@@ -132,48 +134,5 @@ class Observer(TorchDispatchMode):
     def _outside(self, resolved: ResolvedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == self._thread:
             return  # this thread is being watched; engine "sac" opens no scope of ours
-        if torch.is_grad_enabled() and _leads_to(args, self._roots) and self.policy.saves(resolved.keys(args, kwargs)):
+        if torch.is_grad_enabled() and leads_to(args, self._roots) and self.policy.saves(resolved.keys(args, kwargs)):
             self.elsewhere.append(resolved.name)
-
-
-def tensors_of(value: Any) -> Iterable[torch.Tensor]:
-    """Every tensor in nested inputs."""
-    return [leaf for leaf in torch_internals.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def ran_compiled_code(outputs: Any, inputs: Any, limit: int = 20000) -> bool:
-    """Whether the autograd graph between a region's inputs and its outputs holds code that torch.compile made."""
-    ends = {id(tensor.grad_fn) for tensor in tensors_of(inputs)}
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_of(outputs)]
-    seen: dict[int, object] = {id(None): None}
-    while waiting and len(seen) < limit:
-        node = waiting.pop()
-        if id(node) not in seen and id(node) not in ends:
-            seen[id(node)] = node
-            if node.name() == torch_internals.COMPILED_NODE:
-                return True
-            waiting.extend(parent for parent, _ in node.next_functions)
-    return False
-
-
-def _graph_roots(tensors: Iterable[torch.Tensor]) -> dict[int, object]:
-    """Where the autograd graph of a region begins, by id: its inputs and the block's parameters."""
-    roots = [t if t.grad_fn is None else t.grad_fn for t in tensors if t.requires_grad]
-    return {id(root): root for root in roots}
-
-
-def _leads_to(args: Iterable[Any], roots: dict[int, object], limit: int = 2000) -> bool:
-    """Whether the autograd graph behind some tensors reaches one of the roots, within so many nodes."""
-    if any(id(value) in roots for value in args):
-        return True
-    waiting: list[Any] = [a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None]
-    seen: dict[int, object] = {}  # holds the nodes, or their ids would be given away again
-    while waiting and len(seen) < limit:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen[id(node)] = node
-        if id(node) in roots or id(getattr(node, "variable", None)) in roots:
-            return True
-        waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return False

@@ -128,6 +128,11 @@ def is_opaque(resolved: ResolvedOp) -> bool:
     return resolved.qualified_name.startswith(f"{NAMESPACE}::")
 
 
+def is_visible(function: type) -> bool:
+    """Whether make_visible was called for an autograd.Function."""
+    return any(visible is function for visible in _visible.values())
+
+
 def extra_bytes(resolved: ResolvedOp, kept: Sequence[Any]) -> int:
     """Bytes, among what a call kept, of tensors that are none of its outputs: what its backward needs besides."""
     if not is_opaque(resolved) or not kept:

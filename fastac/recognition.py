@@ -38,6 +38,11 @@ _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
 
 
+def says_attention(name: str) -> bool:
+    """Whether a name has attention among its words, and none that says it is something else about it."""
+    return bool(_ATTENTION.search(name.lower())) and _NOT_A_FORWARD.search(name.lower()) is None
+
+
 def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
     """Whether an op without a row seems to be an attention forward: by its name, and three tensors of 3 or 4 dims.
 
@@ -49,8 +54,7 @@ def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
     return (
         len(tensors) == 3
         and all(tensor.is_floating_point() and tensor.dim() in (3, 4) for tensor in tensors)
-        and bool(_ATTENTION.search(own) or (library and _FORWARD.search(own)))
-        and _NOT_A_FORWARD.search(own) is None
+        and (says_attention(own) or (bool(library and _FORWARD.search(own)) and _NOT_A_FORWARD.search(own) is None))
     )
 
 

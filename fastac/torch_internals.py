@@ -44,6 +44,7 @@ _REQUIRED = (
     "_C._has_storage",
     "_C._len_torch_dispatch_stack",
     "_guards.TracingContext.try_get",
+    "autograd.function.FunctionMeta",
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
     "_ops._compute_keyset",
@@ -257,6 +258,11 @@ def non_differentiable(context: Any) -> tuple[Any, ...]:
 def dirty_tensors(context: Any) -> tuple[Any, ...]:
     """What an autograd.Function's forward has given to `mark_dirty`."""
     return tuple(context.dirty_tensors or ())
+
+
+def function_of(node: Any) -> type | None:
+    """The autograd.Function that a node of the graph belongs to; None for a node of torch's own."""
+    return getattr(node, "_forward_cls", None)
 
 
 def in_dispatch_mode() -> bool:

@@ -366,9 +366,9 @@ def define_attention_op(name: str, kind: str = "plain") -> torch._ops.OpOverload
 
 
 def attention_function(op: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
-    """An autograd.Function around an op of `define_attention_op`, as a plain function."""
+    """An autograd.Function around an op of `define_attention_op`, as a plain function. Its name says nothing of attention."""
 
-    class Attention(torch.autograd.Function):
+    class Kernel(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *extra: Any) -> torch.Tensor:
             output, statistics, keep = op(query, key, value, *extra)
@@ -383,4 +383,4 @@ def attention_function(op: torch._ops.OpOverload) -> Callable[..., torch.Tensor]
             used = keep if keep.numel() else None
             return (*attention_math_backward(grad, query, key, value, output, statistics, used), *[None] * ctx.extra)
 
-    return Attention.apply
+    return Kernel.apply

@@ -25,6 +25,7 @@ ORDER = (
     "opaque",
     "plugins",
     "census",
+    "autograd_graph",
     "observation",
     "diagnosis",
     "preflight",
@@ -44,7 +45,21 @@ CATALOGUES = {"backends": {"errors", "rows", "registry", "opaque"}, "models": {"
 ENTRY_POINTS = {"__init__", "__main__"}  # import what they like
 MAY_READ_CATALOGUES = {"hook", "reporting", "verification", "cli"}
 
-LIBRARIES = ("flash_attn", "xformers", "diffusers", "sageattention", "transformers", "peft", "accelerate", "triton")
+LIBRARIES = (
+    "flash_attn",
+    "xformers",
+    "fastvideo",
+    "fastvideo_kernel",
+    "vsa",
+    "longcat_video",
+    "sparse_linear_attention",
+    "sageattention",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "triton",
+)
 MAY_NAME_LIBRARIES = ("hook", "verification", "cli", "backends", "models")
 
 PRIVATE_BUT_DOCUMENTED = {

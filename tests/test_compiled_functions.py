@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import flex_attention as flex
 
 import fastac
-from fastac import observation
+from fastac.autograd_graph import nodes_between, ran_compiled_code
 from tests import support
 from tests.support import train_step
 
@@ -156,7 +156,7 @@ def test_compiled_code_is_told_from_the_graph() -> None:
     tensor = torch.ones(3, requires_grad=True)
     compiled = torch.compile(lambda x: x.sin() * 2, backend="aot_eager")
     before = tensor * 2
-    assert observation.ran_compiled_code((compiled(before) + 1,), (before,))
-    assert not observation.ran_compiled_code((before.sin(),), (tensor,))
+    assert ran_compiled_code(nodes_between((compiled(before) + 1,), (before,)))
+    assert not ran_compiled_code(nodes_between((before.sin(),), (tensor,)))
     behind = compiled(tensor) * 2
-    assert not observation.ran_compiled_code((behind + 1,), (behind,)), "it ran before the region"
+    assert not ran_compiled_code(nodes_between((behind + 1,), (behind,))), "it ran before the region"

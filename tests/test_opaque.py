@@ -117,11 +117,52 @@ def test_executions_and_gradients(way: str, dtype: torch.dtype, engine: str, cou
         assert counted == {KERNEL: executions}, policy
 
 
-def test_without_it_the_output_is_recomputed_or_the_region_refused(counted: Counter[str]) -> None:
-    """What the other tests would look like if make_visible did nothing."""
-    attend = block(function().apply)
-    train_step(functools.partial(fastac.checkpoint, attend), inputs())
-    assert counted == {KERNEL: 2}
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+def test_without_it_the_region_is_refused_and_told_what_to_write(engine: str) -> None:
+    opaque_function = function()
+    region = functools.partial(fastac.checkpoint, block(opaque_function.apply), engine=engine)
+    for _ in range(2):
+        with pytest.raises(fastac.PolicyNotAppliedError) as error:
+            train_step(region, inputs())
+    message = str(error.value)
+    assert "(0 of 1 reached a registered op)" in message
+    assert f"{opaque_function.__qualname__}, an autograd.Function, says it is attention" in message
+    assert f"fastac.make_visible({opaque_function.__qualname__}, layout=" in message
+    fastac.make_visible(opaque_function, layout="bhsd", dropout=None)
+    train_step(region, inputs())
+
+
+@pytest.mark.parametrize("beside", ["another op", "another Function"])
+def test_one_of_two_attentions_that_is_hidden(beside: str) -> None:
+    hidden, shown = function(), function()
+    fastac.make_visible(shown, layout="bhsd", dropout=None)
+    other = torch.nn.functional.scaled_dot_product_attention
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query = other(query, key, value) if beside == "another op" else shown.apply(query, key, value)[0]
+        return hidden.apply(query, key, value)[0]
+
+    with pytest.raises(fastac.PolicyNotAppliedError, match=f"1 of 2 reached.*\n- tests.*{hidden.__qualname__}"):
+        train_step(functools.partial(fastac.checkpoint, region), inputs())
+
+
+@pytest.mark.parametrize("name", ["AttentionMask", "RotaryEmbedding", "FusedBiasForAttention", "Flatten"])
+def test_functions_that_are_no_attention_are_left_alone(name: str) -> None:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            return q + k.mean() + v.mean()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad, torch.ones(2, 3, 10, 8), torch.ones(2, 3, 10, 8)
+
+    function_of_that_name = type(name, (Function,), {})
+    train_step(functools.partial(fastac.checkpoint, function_of_that_name.apply), dict(enumerate_inputs()))
+
+
+def enumerate_inputs() -> Iterator[tuple[str, torch.Tensor]]:
+    yield from zip("qkv", inputs().values(), strict=True)
 
 
 @pytest.mark.parametrize("frozen", ["query", "key", "value"])
@@ -386,6 +427,8 @@ def test_a_known_function_is_made_visible_when_its_library_is_loaded(
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if when == "in the first forward" and library.__name__ not in sys.modules:
             load()
+        if library.__name__ not in sys.modules:  # the first step is done by another library
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value)
         return attend(query, key, value)
 
     if when == "between two steps":

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from fastac import interception, opaque, plugins
+
 ROOT = Path(__file__).resolve().parents[1]
 
 KERNEL = '''
@@ -369,11 +371,17 @@ def test_an_attention_that_a_broken_plugin_was_for_names_it(broken: Path) -> Non
     assert REASONS["no_import"] in message
 
 
+def test_plugins_are_loaded_before_functions_are_made_visible() -> None:
+    """So that those which a plugin names are made visible in the same installation, not in a later one."""
+    listeners = interception.before_installation
+    assert listeners.index(plugins.load) < listeners.index(opaque.make_known_visible)
+
+
 def test_the_command_line_lists_plugins(good: Path, broken: Path) -> None:
     found = json.loads(run_python("-m", "fastac.cli", "backends", "--json", paths=(broken, good)))
-    plugins = {plugin["name"]: plugin for plugin in found["plugins"]}
-    assert set(plugins) == {f"{name} (attention-plugin 1.5)" for name in GOOD_ENTRY_POINTS}
-    assert plugins["a_module (attention-plugin 1.5)"] == {
+    listed = {plugin["name"]: plugin for plugin in found["plugins"]}
+    assert set(listed) == {f"{name} (attention-plugin 1.5)" for name in GOOD_ENTRY_POINTS}
+    assert listed["a_module (attention-plugin 1.5)"] == {
         "name": "a_module (attention-plugin 1.5)",
         "entry_point": "attention_plugin.fastac_rows",
         "distribution": "attention-plugin",

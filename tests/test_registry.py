@@ -14,7 +14,7 @@ import fastac
 from fastac import preflight, registry
 from fastac.recognition import looks_like_attention_forward
 from fastac.registry import ResolvedOp
-from fastac.rows import AttentionOp, DecompositionOp
+from fastac.rows import AttentionOp, DecompositionOp, SelectionOp
 from tests import support
 
 SDPA_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -386,3 +386,96 @@ def test_names_that_look_like_an_attention_forward(name: str, attention: bool) -
     tensors = [torch.ones(1, 2, 3, 4)] * 3
     assert looks_like_attention_forward(name, tensors) is attention
     assert not looks_like_attention_forward(name, tensors[:2])
+
+
+# What sparse attention, higher-order ops and unlike ops of one name need
+
+
+def test_two_ops_of_one_name_are_told_by_an_argument(define: Define, namespace: str) -> None:
+    """As flash-attn 2 and 3 had it for a month."""
+    rows = [row(namespace=namespace, backend=name, with_argument=name) for name in ("dropout_p", "qv")]
+    fastac.register(*rows)
+    op = define(f"attend({QKV}, Tensor? qv=None) -> Tensor")
+    assert registry.classify(op).row is rows[1]
+    other = define(f"attend.other({QKV}, float dropout_p=0.) -> Tensor")
+    assert registry.classify(other).row is rows[0]
+    assert registry.classify(define(f"attend.neither({QKV}) -> Tensor")) is None
+
+
+@pytest.mark.parametrize("options", [{"selection": ("blocks",)}, {"coarse": "blocks"}], ids=["selection", "coarse"])
+def test_an_argument_of_sparse_attention_that_the_op_does_not_have(
+    options: dict[str, Any], define: Define, namespace: str
+) -> None:
+    define(f"attend({QKV}) -> Tensor")
+    with pytest.raises(fastac.FastacError, match="names the argument 'blocks', which the op does not have"):
+        fastac.register(row(namespace=namespace, **options))
+
+
+def test_choices_and_coarse_keys_are_read_by_name(define: Define, namespace: str) -> None:
+    op = define(f"attend({QKV}, Tensor blocks, Tensor sizes) -> Tensor")
+    fastac.register(row(namespace=namespace, selection=("blocks",), coarse="sizes"))
+    resolved = registry.classify(op)
+    blocks, sizes = torch.arange(2), torch.ones(7)
+    q = torch.zeros(1, 2, 3, 4)
+    assert resolved.selection((q, q, q, blocks, sizes), {}) == [blocks]
+    assert resolved.selection((q, q, q), {"sizes": sizes, "blocks": blocks}) == [blocks]
+    assert resolved.coarse_keys((q, q, q, blocks, sizes), {}) == 7
+    assert resolved.has_selection
+
+
+def test_a_kernel_that_is_not_sparse_has_neither() -> None:
+    resolved = registry.classify(SDPA_CPU)
+    assert (resolved.has_selection, resolved.selection((), {}), resolved.coarse_keys((), {})) == (False, [], 0)
+
+
+@pytest.mark.parametrize("name", ["topk", "sort", "argsort"])
+def test_choosing_ops_have_rows_where_they_do_not_write(name: str) -> None:
+    packet = getattr(torch.ops.aten, name)
+    for overload in packet.overloads():
+        op = getattr(packet, overload)
+        writes = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
+        resolved = registry.classify(op)
+        assert (resolved is None) == writes, op
+        if resolved is not None:
+            assert isinstance(resolved.row, SelectionOp)
+            assert not resolved.is_attention
+
+
+def test_a_higher_order_op_is_read_like_any_other() -> None:
+    op = torch.ops.higher_order.flex_attention
+    resolved = registry.classify(op)
+    assert resolved.qualified_name == "higher_order::flex_attention"
+    assert resolved in registry.present_ops()
+    query, key = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 9, 4)
+    assert resolved.keys((query, key, key, None, (), 1.0, {}), {}) == 9
+    assert not resolved.draws((query, key, key), {})
+    assert registry.classify(torch.ops.higher_order.cond) is None
+
+
+def test_a_length_that_is_given_as_minus_one(packed: ResolvedOp) -> None:
+    """xFormers does so where nothing is packed."""
+    assert packed.keys([*tensors(), 0.0, -1], {}) == 7
+    assert packed.keys(tensors(), {"max_k": -1}) == 7
+
+
+def test_an_op_that_does_not_train_may_write(define: Define, namespace: str) -> None:
+    """SageAttention's do. They are refused where they are called, with the better reason."""
+    op = define(f"attend({QKV}, Tensor(a!) output) -> Tensor")
+    fastac.register(row(namespace=namespace, trains=False, note="for inference"))
+    with pytest.raises(fastac.UnsupportedBackendError, match="does not train: for inference"):
+        registry.classify(op).check_trains()
+
+
+@pytest.mark.parametrize("field", ["namespace", "name", "backend", "key", "layout", "coarse", "with_argument", "note"])
+def test_a_field_that_is_no_text(field: str) -> None:
+    before = registry.rows()
+    with pytest.raises(fastac.FastacError, match=f"{field} is no text"):
+        fastac.register(row(name="fine"), row(**{field: None}))
+    assert registry.rows() == before
+
+
+@pytest.mark.parametrize("field", ["max_kv", "dropout"])
+def test_a_field_that_may_be_none_is_text_otherwise(field: str) -> None:
+    with pytest.raises(fastac.FastacError, match=f"{field} is no text"):
+        fastac.register(row(**{field: 3}))
+    fastac.register(row(**{field: None}))

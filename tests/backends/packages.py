@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import re
 import subprocess
@@ -36,14 +35,12 @@ class Package:
 
     wheel_for: Python version and platforms of the wheel that is taken, whatever runs here; empty for one that fits.
     source: take the source release. keep: regular expression for the files that are unpacked.
-    module: the module that makes it superfluous where it is installed.
     """
 
     version: str
     wheel_for: tuple[str, ...] = ()
     source: bool = False
     keep: str = r".*\.(py|json)"
-    module: str = ""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def options(self, name: str) -> list[str]:
@@ -77,15 +74,16 @@ PACKAGES = {
     "sageattention": Package(version="1.0.6"),
     # For its interpreter, which needs neither the tools of CUDA and ROCm nor the compiler's headers. Triton 3.9 has no
     # block pointers any more, which VSA and LongCat use; the interpreter of 3.6 fails with numpy 2.4.
-    "triton": Package(version="3.8.0", keep=r".*\.(py|json)|triton/_C/.*", module="triton"),
+    "triton": Package(version="3.8.0", keep=r".*\.(py|json)|triton/_C/.*"),
 }
 
 LIBRARIES = {
     "flash_attn_2": ("flash-attn",),
     "flash_attn_3": ("flash-attn/hopper",),
-    "flash_attn_4": ("flash-attn-4",),
+    "flash_attn_4": ("flash-attn-4", "fastvideo-kernel", "triton"),
     "xformers": ("xformers",),
     "varlen": (),
+    "diffusers_backends": ("flash-attn", "xformers"),
     "fastvideo": ("fastvideo", "flash-attn"),
     "fastvideo_kernel": ("fastvideo-kernel", "triton"),
     "vsa": ("vsa", "triton"),
@@ -98,17 +96,12 @@ LIBRARIES = {
 """File in tests/backends/libraries -> what it finds on sys.path: a package, or a folder in one."""
 
 
-def _needed(package: Package) -> bool:
-    return not package.module or importlib.util.find_spec(package.module) is None
-
-
 def _place(name: str, folder: Path | None = None) -> Path:
     return (folder or FOLDER) / f"{name}-{PACKAGES[name].version}"
 
 
 def _names(library: str) -> list[str]:
-    names = [PurePosixPath(path).parts[0] for path in LIBRARIES[library]]
-    return [name for name in names if _needed(PACKAGES[name])]
+    return [PurePosixPath(path).parts[0] for path in LIBRARIES[library]]
 
 
 def missing(library: str) -> list[str]:
@@ -123,9 +116,8 @@ def use(library: str) -> None:
     """
     if absent := missing(library):
         raise ModuleNotFoundError(f"{library} needs {', '.join(absent)} in {FOLDER}: `make test` downloads them")
-    needed = _names(library)
     paths = [PurePosixPath(path).parts for path in LIBRARIES[library]]
-    sys.path[:0] = [str(_place(name).joinpath(*inside)) for name, *inside in paths if name in needed]
+    sys.path[:0] = [str(_place(name).joinpath(*inside)) for name, *inside in paths]
 
 
 def download(name: str, folder: Path) -> None:
@@ -180,7 +172,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     complete = True
     for name, package in PACKAGES.items():
-        if not _needed(package) or _place(name, arguments.folder).is_dir():
+        if _place(name, arguments.folder).is_dir():
             continue
         print(f"downloading {name} {package.version}", flush=True)
         try:

@@ -1,10 +1,11 @@
-"""xFormers on any machine: its real Python layer, dispatcher and autograd.Function, with CPU kernels of `kernels_on_cpu`.
+"""xFormers on any machine: its real Python layer and dispatcher, with CPU kernels of `kernels_on_cpu`.
 
 Its custom ops run with their own bodies, which call torch's flash op, or `flash_attn_3::fwd`, or an op of C++: these
 get kernels. Of xFormers' own conditions three are widened: the device, the dtypes (float32 beside half precision) and
 that half precision needs a GPU.
 
-The package must be on sys.path (tests/backends/packages.py) before this is imported; `import diffusers` comes later.
+The package must be on sys.path (tests/backends/packages.py) and must not have been imported; `import diffusers` comes
+later.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -62,6 +64,9 @@ RETURNS = {
 }
 
 
+_libraries: list[torch.library.Library] = []  # a Library takes its kernels along when it goes
+
+
 def _define(schema: str) -> torch.library.Library:
     qualified, _, rest = schema.partition("(")
     namespace, name = qualified.split("::")
@@ -82,9 +87,6 @@ def _as_a_batch_of_one(kernel: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return output, statistics[None] if statistics.dim() == 2 else statistics
 
 
-_libraries = [_define(schema) for schema in SCHEMAS]
-
-
 def _fmha_forward(q: Any, k: Any, v: Any, window_left: int, window_right: int, **options: Any) -> Any:
     sizes = {"window_size_left": window_left, "window_size_right": window_right}
     return torch.ops.fbgemm.fmha_fwd(q, k, v, **options, **sizes)
@@ -97,30 +99,32 @@ def _fmha_backward(
     return torch.ops.fbgemm.fmha_bwd(dout, q, k, v, out, softmax_lse, **options, **sizes)
 
 
-stand_in("flash_attn_3")
-stand_in("flash_attn_3._C")  # the extension; its ops are defined above
-_place = ["fbgemm_gpu", "experimental", "gen_ai", "attention", "cutlass_blackwell_fmha"]
-for _depth in range(len(_place)):
-    stand_in(".".join(_place[: _depth + 1]))
-_interface = stand_in(".".join([*_place, "cutlass_blackwell_fmha_interface"]))
-# In the real one, too, each is a call of the op.
-vars(_interface).update(_cutlass_blackwell_fmha_forward=_fmha_forward, _cutlass_blackwell_fmha_backward=_fmha_backward)
-with pytest.MonkeyPatch.context() as _patch:
-    _patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)  # torch's flash op, on a GPU
-    import xformers.ops  # noqa: F401 the order in which xFormers imports itself
-    from xformers.ops.fmha import ck, common, cutlass, cutlass_blackwell, flash, flash3
-
-for _module, _names in ((flash, ("_flash_fwd", "_flash_bwd")), (flash3, ("mha_fwd", "mha_bwd"))):
-    for _name in _names:
-        _op = getattr(_module, _name)
-        _op.register_kernel("cpu")(_op._init_fn)
-
-KERNELS = (flash, flash3, cutlass, ck, cutlass_blackwell)
+@functools.cache
+def xformers() -> ModuleType:
+    """Import xformers.ops, with CPU kernels for its ops."""
+    _libraries.extend(map(_define, SCHEMAS))
+    stand_in("flash_attn_3")
+    stand_in("flash_attn_3._C")  # the extension; its ops are defined above
+    place = ["fbgemm_gpu", "experimental", "gen_ai", "attention", "cutlass_blackwell_fmha"]
+    for depth in range(len(place)):
+        stand_in(".".join(place[: depth + 1]))
+    interface = stand_in(".".join([*place, "cutlass_blackwell_fmha_interface"]))
+    functions = {"forward": _fmha_forward, "backward": _fmha_backward}  # in the real one, too, a call of the op
+    vars(interface).update({f"_cutlass_blackwell_fmha_{name}": function for name, function in functions.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)  # torch's op, on a GPU
+        from xformers import ops
+        from xformers.ops.fmha import flash, flash3
+    for op in (flash._flash_fwd, flash._flash_bwd, flash3.mha_fwd, flash3.mha_bwd):
+        op.register_kernel("cpu")(op._init_fn)
+    return ops  # type: ignore[no-any-return]
 
 
 @contextmanager
 def registered() -> Iterator[None]:
     """xFormers takes tensors on the CPU inside; forwards count themselves by the op that does the arithmetic."""
+    from xformers.ops.fmha import ck, common, cutlass, cutlass_blackwell, flash, flash3
+
     reasons_of = common.AttentionOpBase.not_supported_reasons.__func__
 
     def reasons(cls: type, inputs: Any) -> list[str]:
@@ -129,7 +133,7 @@ def registered() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, aten_on_cpu.registered():
         patch.setattr(common.AttentionOpBase, "not_supported_reasons", classmethod(reasons))
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        for module in KERNELS:
+        for module in (flash, flash3, cutlass, ck, cutlass_blackwell):
             for op in (module.FwOp, module.BwOp):
                 patch.setattr(op, "SUPPORTED_DEVICES", {"cpu"})
                 patch.setattr(op, "SUPPORTED_DTYPES", {torch.float32, torch.bfloat16})

@@ -65,8 +65,22 @@ def test_host_time(tmp_path: Path) -> None:
         assert result["before_fastac_was_enabled"][case].keys() == {"none", "full"}
 
 
+def test_classification(tmp_path: Path) -> None:
+    process, result = run("classification.py", "--calls", "1000", output=tmp_path / "classification.json")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert [row["op"] for row in result["results"]] == ["an attention op", "another op", "a higher-order op"]
+    for row in result["results"]:
+        assert 0 < row["cached_ns"] < row["first_ns"]
+    assert result["target_ns"] == 200
+
+
 @pytest.mark.parametrize(
-    ("script", "arguments"), [("host_time.py", ["--rounds", "0"]), ("held_bytes.py", ["--layers", "0"])]
+    ("script", "arguments"),
+    [
+        ("host_time.py", ["--rounds", "0"]),
+        ("held_bytes.py", ["--layers", "0"]),
+        ("classification.py", ["--calls", "0"]),
+    ],
 )
 def test_nothing_to_measure_is_refused(script: str, arguments: list[str], tmp_path: Path) -> None:
     output = tmp_path / "result.json"

@@ -23,7 +23,7 @@ triton_on_cpu.takes_for_cuda("fastvideo_kernel")
 
 from fastvideo_kernel.triton_kernels import attn_qat_train
 
-from fastac import opaque
+from fastac import interception
 from fastac.backends import fastvideo
 from tests.backends.kept import kept_of
 from tests.backends.parity import Case, Parity, causal
@@ -33,7 +33,7 @@ LAUNCHES = "attn_qat_train._attn_fwd"
 HEADS, QUERIES, KEYS, DIM = 2, 64, 96, 32
 
 triton_on_cpu.count_launches(attn_qat_train, "_attn_fwd", LAUNCHES)
-opaque.make_known_visible()
+interception.install()  # as fastac.enable does
 
 
 def attend(

@@ -7,8 +7,11 @@ that of flash-attn 2, which this process does without, and those of builds from 
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import torch
 import fastac
 from fastac.backends import flash_attn_3
 from fastac.registry import classify
+from tests import support
 from tests.backends import flash_on_cpu, packages
 from tests.backends.kernels_on_cpu import backward_kernel, forward_kernel
 from tests.backends.parity import (
@@ -33,7 +37,7 @@ from tests.backends.parity import (
     swapped,
     window,
 )
-from tests.support import train_step
+from tests.support import assert_same, train_step
 
 packages.use("flash_attn_3")
 
@@ -255,3 +259,69 @@ def test_the_later_generation_can_write_nothing(namespace: str, attention_execut
 
     with pytest.raises(RuntimeError, match="alias"):
         train_step(functools.partial(fastac.checkpoint, region), inputs)
+
+
+TAKES_OVER = """
+import functools, torch, fastac
+from tests.support import assert_same, executions, train_step
+from tests.backends import flash_on_cpu, packages
+from tests.backends.libraries import flash_attn_3
+
+inputs = {name: torch.randn(2, 24, 2, 8, requires_grad=True) for name in ("query", "key", "value")}
+train_step(functools.partial(fastac.checkpoint, flash_attn_3.later["flash_attn"]), dict(zip("qkv", inputs.values())))
+packages.use("flash_attn_2")
+library = flash_on_cpu.flash_attn_2()
+
+def region(query, key, value):
+    return torch.nn.functional.dropout(torch.tanh(library.flash_attn_func(query, key, value, dropout_p=0.3)), 0.3)
+
+for _ in range(2):
+    reference = train_step(region, inputs)
+    executions.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), inputs), reference)
+    assert executions == {"flash_attn::_flash_attn_forward": 1}, executions
+"""
+
+
+def test_flash_attn_2_takes_the_op_over_from_the_one_of_july() -> None:
+    """The name is defined anew, with other arguments; torch lets the op that was there go."""
+    root = Path(__file__).resolve().parents[3]
+    command = [sys.executable, "-c", TAKES_OVER]
+    ran = subprocess.run(command, cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert ran.returncode == 0, ran.stdout
+
+
+# In diffusers
+
+
+def as_diffusers_calls_it(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, return_attn_probs: bool = False, **options: Any
+) -> torch.Tensor:
+    """flash_attn_func and flash_attn_varlen_func of the later generation."""
+    assert not return_attn_probs
+    given = {name: options[name] for name in lengths(KEY_LENGTHS) if name in options}
+    return later[LATER[1]](q, k, v, causal=causal, **given)
+
+
+@pytest.mark.parametrize("backend", ["_flash_3_hub", "_flash_3_varlen_hub", "_flash_varlen_3"])
+def test_wan(backend: str, attention_executions: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers.models import attention_dispatch
+
+    name = attention_dispatch.AttentionBackendName(backend)
+    if name in attention_dispatch._HUB_KERNELS_REGISTRY:
+        config = attention_dispatch._HUB_KERNELS_REGISTRY[name]
+        monkeypatch.setattr(config, "kernel_fn", as_diffusers_calls_it)
+        monkeypatch.setattr(attention_dispatch, "_maybe_download_kernel_for_backend", lambda _: None)
+    else:
+        monkeypatch.setattr(attention_dispatch, "flash_attn_3_varlen_func", as_diffusers_calls_it)
+    monkeypatch.setattr(attention_dispatch, "_check_attention_backend_requirements", lambda _: None)
+    model, inputs = support.build("WanTransformer3DModel")
+    model.set_attention_backend(backend)
+    reference = train_step(model, inputs)
+    op = f"{LATER[1]}::fwd"
+    assert attention_executions == {op: 4}
+    for policy, executions in (("attn_only", 4), ("full", 8)):
+        fastac.enable(model, policy)
+        attention_executions.clear()
+        assert_same(train_step(model, inputs), reference)
+        assert attention_executions == {op: executions}

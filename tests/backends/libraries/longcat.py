@@ -28,7 +28,7 @@ triton_on_cpu.takes_for_cuda("longcat_video")
 from longcat_video.block_sparse_attention import bsa_interface
 
 import fastac
-from fastac import opaque
+from fastac import interception
 from fastac.backends import fastvideo
 from tests.backends.kept import kept_of
 from tests.backends.parity import Case, Parity
@@ -42,7 +42,7 @@ HEADS, DIM = 2, 16
 TOP = 2
 
 triton_on_cpu.count_launches(bsa_interface, "_attn_fwd_bsa_varlen_align", LAUNCHES)
-opaque.make_known_visible()
+interception.install()  # as fastac.enable does
 
 
 @pytest.fixture(autouse=True)

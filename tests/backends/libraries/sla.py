@@ -37,7 +37,7 @@ from fastvideo.attention.backends import sla
 from fastvideo_kernel.triton_kernels import sla_triton as kernels
 
 import fastac
-from fastac import opaque
+from fastac import interception
 from fastac.backends import fastvideo
 from tests.backends.kept import kept_of
 from tests.backends.parity import Case, Parity, swapped
@@ -55,7 +55,7 @@ LIST = MAP.nonzero()[:, -1].clone().view(*MAP.shape[:3], TOP)
 HEADS, DIM = 2, 16
 
 triton_on_cpu.count_launches(kernels, "_attn_fwd", LAUNCHES)
-opaque.make_known_visible()
+interception.install()  # as fastac.enable does
 
 
 def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> torch.Tensor:

@@ -13,13 +13,13 @@ import torch
 
 import fastac
 from fastac.backends import xformers as catalogue
-from tests.backends import packages
+from tests.backends import packages, xformers_on_cpu
 from tests.backends.parity import DIM, KEY_LENGTHS, QUERIES, QUERY_LENGTHS, Case, Parity, causal, window
 from tests.support import assert_same, train_step
 
 packages.use("xformers")
+ops = xformers_on_cpu.xformers()
 
-from xformers import ops
 from xformers.ops.fmha import ck, cutlass, cutlass_blackwell, flash, flash3
 from xformers.ops.fmha.attn_bias import (
     BlockDiagonalCausalMask,
@@ -28,8 +28,6 @@ from xformers.ops.fmha.attn_bias import (
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,
 )
-
-from tests.backends import xformers_on_cpu
 
 
 @pytest.fixture(scope="module", autouse=True)

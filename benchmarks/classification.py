@@ -1,0 +1,76 @@
+"""What it costs to ask whether an op is an attention forward, once that was decided, and the first time.
+
+python benchmarks/classification.py [--check] [--output FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import timeit
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import fastac  # registers the rows
+from common import RESULTS, write_result
+from fastac import registry
+
+TARGET_NS = 200
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+OPS = {
+    "an attention op": ATTENTION,
+    "another op": torch.ops.aten.mm.default,
+    "a higher-order op": torch.ops.higher_order.flex_attention,
+}
+
+
+def cached(op: object, calls: int) -> float:
+    """Nanoseconds per call, the fastest of several rounds: what disturbs a measurement only ever makes it slower."""
+    registry.classify(op)
+    classify = registry.classify
+    return min(timeit.repeat(lambda: classify(op), number=calls, repeat=9)) / calls * 1e9
+
+
+def first(op: object, calls: int) -> float:
+    """Nanoseconds of a decision that is not cached, the fastest of several."""
+
+    def decide() -> None:
+        registry._decisions.pop(op, None)
+        registry.classify(op)
+
+    return min(timeit.repeat(decide, number=1, repeat=calls)) * 1e9
+
+
+def main() -> int:
+    """Measure, print a table and write the result; with --check 1 when a cached decision costs more than the target."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=200_000, help="per round (default: 200000)")
+    parser.add_argument("--check", action="store_true", help=f"fail above {TARGET_NS} ns")
+    parser.add_argument("--output", type=Path, default=RESULTS / "classification_cpu.json")
+    options = parser.parse_args()
+    if options.calls < 1:
+        parser.error("--calls must be at least 1")
+
+    results = [
+        {"op": name, "cached_ns": round(cached(op, options.calls), 1), "first_ns": round(first(op, 200))}
+        for name, op in OPS.items()
+    ]
+    table = Table(title=f"one decision, {len(registry.rows())} rows, fastac {fastac.__version__}", title_justify="left")
+    for heading in ("op", "cached, ns", "first time, ns"):
+        table.add_column(heading, justify="left" if heading == "op" else "right")
+    for row in results:
+        table.add_row(*(str(value) for value in row.values()))
+    Console().print(table)
+    write_result(options.output, {"rows": len(registry.rows()), "target_ns": TARGET_NS, "results": results})
+    slow = [row["op"] for row in results if row["cached_ns"] > TARGET_NS]
+    if options.check and slow:
+        print(f"more than {TARGET_NS} ns: {', '.join(slow)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,119 @@
+"""SageAttention: kernels for inference. Release 2 has ops, which are refused; release 1.0.6 has none that could be.
+
+Release 2 is built from source on a GPU and is not on the package index; its ops are defined here, with its schemas.
+The Triton kernels of 1.0.6 are the real ones, interpreted.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends import packages
+
+packages.use("sage")
+
+from tests.backends import triton_on_cpu
+
+triton_on_cpu.takes_for_cuda("sageattention")
+
+from sageattention.core import sageattn
+
+import fastac
+from fastac.backends import sage
+from fastac.registry import present_ops
+from tests import support
+from tests.support import assert_same, train_step
+
+BEFORE = [op.qualified_name for op in present_ops()]
+SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor(a!) output, Tensor query_scale, Tensor key_scale{extra}, "
+    "int tensor_layout, int is_causal, int qk_quant_gran, float sm_scale, int return_lse) -> Tensor"
+)
+OPS = {
+    "sageattention::qk_int8_sv_f16_accum_f16_attn": 0,
+    "sageattention::qk_int8_sv_f16_accum_f32_attn": 0,
+    "sageattention::qk_int8_sv_f16_accum_f16_attn_inst_buf": 0,
+    "sageattention::qk_int8_sv_f16_accum_f16_fuse_v_mean_attn": 1,
+    "sageattention_sm89::qk_int8_sv_f8_accum_f32_fuse_v_scale_attn": 1,
+    "sageattention_sm89::qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf": 1,
+    "sageattention_sm89::qk_int8_sv_f8_accum_f16_fuse_v_scale_attn_inst_buf": 1,
+    "sageattention_sm89::qk_int8_sv_f8_accum_f32_fuse_v_scale_fuse_v_mean_attn": 2,
+    "sageattention_sm90::qk_int8_sv_f8_accum_f32_attn_inst_buf": 0,
+    "sageattention_sm90::qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf": 1,
+}
+"""Op of release 2.2 -> how many scales and means of the values it takes."""
+
+
+def _define(name: str, extra: int) -> Any:
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, *_: Any) -> Any:
+        output.copy_(support.attention_math(query.float(), key.float(), value)[0])
+        return torch.empty(0)
+
+    schema = SCHEMA.format(extra="".join(f", Tensor value_{i}" for i in range(extra)))
+    return torch.library.custom_op(name, kernel, mutates_args=("output",), schema=schema)
+
+
+DEFINED = {name: _define(name, extra) for name, extra in OPS.items()}
+
+
+def call(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """As the library does it: quantized, into an output of its own that no gradient leads through."""
+    output = torch.empty_like(query)
+    scale = torch.ones(1)
+    quantized = [tensor.mul(16).to(torch.int8) for tensor in (query, key)]
+    DEFINED[name](*quantized, value, output, scale, scale, *[scale] * OPS[name], 1, 0, 2, query.shape[-1] ** -0.5, 0)
+    return output
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    names = ("query", "key", "value")
+    return {name: torch.randn(1, 2, 64, 64, generator=generator).requires_grad_() for name in names}
+
+
+def region(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return call(name, torch.tanh(query), key, value) * query
+
+
+def test_every_row_is_one_of_its_ops() -> None:
+    assert {row.name for row in sage.ROWS} == {name.partition("::")[2] for name in OPS}
+
+
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+@pytest.mark.parametrize("name", OPS)
+def test_refused_by_name(name: str, engine: str) -> None:
+    checkpointed = functools.partial(fastac.checkpoint, functools.partial(region, name), engine=engine)
+    expected = re.escape(name.replace("::", ".")) + r"\.default does not train: quantized kernels without a backward"
+    with pytest.raises(fastac.UnsupportedBackendError, match=expected):
+        train_step(checkpointed, inputs())
+
+
+def test_full_checkpointing_leaves_it_alone() -> None:
+    """What refuses it is that its output would be saved. Without that, the gradients behind it are just not there."""
+    name = next(iter(OPS))
+    tensors = inputs()
+    reference = train_step(functools.partial(region, name), tensors)
+    assert "gradient of input inputs.value" not in reference
+    full = functools.partial(fastac.checkpoint, functools.partial(region, name), policy="full")
+    assert_same(train_step(full, tensors), reference)
+
+
+def test_release_1_shows_nothing() -> None:
+    """Plain functions that launch Triton: no op, no autograd.Function. Gradients behind them are not there, and fastac
+    can not tell; where diffusers calls them, the backend that a module is set to does."""
+    assert [name for name in BEFORE if "sage" in name] == []
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return sageattn(*(torch.tanh(tensor) for tensor in (query, key, value))) * query  # type: ignore[no-any-return]
+
+    tensors = inputs()
+    reference = train_step(region, tensors)
+    exact = support.attention_math(*(torch.tanh(tensor) for tensor in tensors.values()))[0] * tensors["query"]
+    assert support.relative_error(reference["output"], exact.detach()) < 0.02
+    assert set(reference) == {"output", "gradient of input inputs.query"}
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), tensors), reference)
