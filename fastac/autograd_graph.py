@@ -48,6 +48,19 @@ def hidden_functions(nodes: Iterable[Any], recorded: int) -> list[type]:
     return list(dict.fromkeys(cls for cls in functions if cls is not None and not opaque.is_visible(cls)))
 
 
+def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> list[str]:
+    """Names of a block's attention parameters that require grad and have no part in its outputs.
+
+    Behind a kernel without a backward gradients are None, and nobody is told: SageAttention does that.
+    """
+    if module is None:
+        return []
+    reached = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
+    parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad and says_attention(name)]
+    cut_off = [name for name, parameter in parameters if id(parameter) not in reached]
+    return cut_off if len(cut_off) < len(parameters) else []  # all of them: frozen inputs, or another path was taken
+
+
 def _says_attention(node_name: str) -> bool:
     own = re.sub(r"Backward\d*$", "", node_name)
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", own)

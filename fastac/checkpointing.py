@@ -238,6 +238,7 @@ class Region:
             nodes = autograd_graph.nodes_between(outputs, (self.args, self.kwargs))
             compiled = compiled or autograd_graph.ran_compiled_code(nodes)
             seen.hidden = autograd_graph.hidden_functions(nodes, len(record.calls))
+            diagnosis.warn_of_cut_off(autograd_graph.parameters_cut_off(census.block_of(self.function), nodes), where)
         if compiled or (seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops))):
             # Compiled code can not be watched, and a region that makes fewer calls than it should was not.
             seen = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy, compiled)

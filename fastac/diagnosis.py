@@ -169,6 +169,17 @@ def look_again(
     return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.silent, observer.joined)
 
 
+def warn_of_cut_off(parameters: Sequence[str], where: str) -> None:
+    """Tell of attention parameters that get no gradient. It may be meant so: a projection that is not used here."""
+    if parameters:
+        logger.warning(
+            "%s: %s require grad and have no part in its output, so that they get no gradient. An attention kernel "
+            "without a backward does that (SageAttention); if it is meant so, requires_grad_(False) says it.",
+            where,
+            ", ".join(parameters[:6]) + (f" and {len(parameters) - 6} more" if len(parameters) > 6 else ""),
+        )
+
+
 def leave_out_compiled_away(look: Look, recorded: Sequence[ResolvedOp], where: str) -> None:
     """What make_visible made visible is so in eager mode only: compiled it is recomputed, which is told."""
     missing = collections.Counter(look.ops) - collections.Counter(recorded)

@@ -96,9 +96,11 @@ def make_visible(
 
     def keys_of(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> int:
         given = value_of(max_kv, args) if max_kv else None
-        if given is not None:
-            return int(given)
-        tensor = value_of(key, args) if key else tensors[min(1, len(tensors) - 1)]
+        if isinstance(given, int):  # a tensor would have to be waited for
+            return given
+        tensor = value_of(key, args) if key else None
+        if tensor is None:
+            tensor = tensors[min(1, len(tensors) - 1)]
         return int(tensor.shape[KEYS_DIMENSION[layout]])
 
     def forward(ctx: Any, *args: Any) -> Any:

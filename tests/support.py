@@ -366,7 +366,7 @@ def define_attention_op(name: str, kind: str = "plain") -> torch._ops.OpOverload
 
 
 def attention_function(op: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
-    """An autograd.Function around an op of `define_attention_op`, as a plain function. Its name says nothing of attention."""
+    """An autograd.Function around an op of `define_attention_op`, as a plain function. Its name is not attention's."""
 
     class Kernel(torch.autograd.Function):
         @staticmethod

@@ -6,6 +6,8 @@ forward, before any gradient is used.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import textwrap
 import threading
@@ -1072,3 +1074,39 @@ def test_many_shapes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
         fastac.checkpoint(block, video, text).sum().backward()
     assert len(census.known(block)) <= 4
     assert len(census.block_record(block).censuses) <= 4
+
+
+# Kernels without a backward
+
+
+def without_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """As SageAttention 1: a kernel that writes into a new tensor, of which autograd knows nothing."""
+    with torch.no_grad():
+        return support.attention_math(query, key, value)[0]
+
+
+@pytest.mark.parametrize("policy", ["attn_only", "long_attn_only"])
+def test_parameters_that_get_no_gradient_are_named(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = wan(without_backward)
+    fastac.enable(model, policy)
+    unseen = contextlib.suppress(fastac.PolicyNotAppliedError)  # the module ran, and no attention was seen in it
+    with caplog.at_level(logging.WARNING, logger="fastac"), unseen:
+        support.train_step(model, inputs)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "blocks.0: attn1.norm_q.weight" in said or "blocks.0: attn1.to_q.weight" in said
+    assert "SageAttention" in said
+
+
+def test_parameters_that_all_have_a_part_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        model, inputs = wan()
+        fastac.enable(model)
+        support.train_step(model, inputs)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        model.blocks[0].attn1.to_q.requires_grad_(True)
+        census._kinds.clear()
+        census._blocks.clear()
+        fastac.enable(model)
+        support.train_step(model, inputs)
+    assert not caplog.records

@@ -1,4 +1,7 @@
-"""What sparse attention chooses its blocks with: VSA, VMoBA, SLA, NABLA, LongCat, and routers of experts as well."""
+"""What sparse attention chooses its blocks with: VSA, VMoBA, SLA, NABLA, LongCat, and routers of experts as well.
+
+argsort ends in sort.
+"""
 
 from functools import partial
 
@@ -6,4 +9,4 @@ from fastac.rows import SelectionOp
 
 _row = partial(SelectionOp, namespace="aten")
 
-ROWS = (_row(name="topk"), _row(name="sort"), _row(name="argsort"))
+ROWS = (_row(name="topk"), _row(name="sort"))

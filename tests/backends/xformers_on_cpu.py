@@ -117,7 +117,7 @@ def xformers() -> ModuleType:
         from xformers.ops.fmha import flash, flash3
     for op in (flash._flash_fwd, flash._flash_bwd, flash3.mha_fwd, flash3.mha_bwd):
         op.register_kernel("cpu")(op._init_fn)
-    return ops  # type: ignore[no-any-return]
+    return ops
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def downloaded(repository: str) -> Any:
 @pytest.fixture(autouse=True)
 def _hub(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = ModuleType("kernels")
-    kernels.get_kernel = lambda repository, **options: downloaded(repository)  # type: ignore[attr-defined]
+    kernels.get_kernel = lambda repository, **options: downloaded(repository)
     monkeypatch.setitem(sys.modules, "kernels", kernels)
     monkeypatch.setattr(dispatch, "HF_HUB_OFFLINE", True)  # who published them is not asked
     for name in ("is_kernels_available", "is_kernels_version"):

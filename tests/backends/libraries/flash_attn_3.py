@@ -291,7 +291,7 @@ def test_flash_attn_2_takes_the_op_over_from_the_one_of_july() -> None:
     assert ran.returncode == 0, ran.stdout
 
 
-# In diffusers
+# In diffusers, under the backends that take the later generation
 
 
 def as_diffusers_calls_it(
