@@ -36,6 +36,8 @@ from tests.support import assert_same, train_step
 packages.use("flash_attn_2")
 library = flash_on_cpu.flash_attn_2()
 
+from diffusers.models import attention_dispatch
+
 DENSE, PACKED = "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"
 HUB = ("_flash_attn2_a005f70", "_flash_attn_9e27194", "_flash_attn_2_1a2b3c4_dirty")
 SLOPES = torch.tensor([0.5, 0.125])
@@ -189,8 +191,6 @@ def test_wan_that_takes_a_build_from_the_hub_after_enable(
     backend: str, name: str, attention_executions: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """diffusers keeps the function of a build in a table, once it was downloaded."""
-    from diffusers.models import attention_dispatch
-
     config = attention_dispatch._HUB_KERNELS_REGISTRY[attention_dispatch.AttentionBackendName(backend)]
     monkeypatch.setattr(attention_dispatch, "_maybe_download_kernel_for_backend", lambda _: None)
     monkeypatch.setattr(attention_dispatch, "_check_attention_backend_requirements", lambda _: None)

@@ -145,6 +145,7 @@ FIRST = "flash_attn_3::fwd"
 define_extension("flash_attn_3", FIRST)
 
 import flash_attn_interface as library
+from diffusers.models import attention_dispatch
 
 for _namespace in LATER[1:-1]:
     define_extension(_namespace, f"{_namespace}::fwd")
@@ -305,8 +306,6 @@ def as_diffusers_calls_it(
 
 @pytest.mark.parametrize("backend", ["_flash_3_hub", "_flash_3_varlen_hub", "_flash_varlen_3"])
 def test_wan(backend: str, attention_executions: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffusers.models import attention_dispatch
-
     name = attention_dispatch.AttentionBackendName(backend)
     if name in attention_dispatch._HUB_KERNELS_REGISTRY:
         config = attention_dispatch._HUB_KERNELS_REGISTRY[name]
