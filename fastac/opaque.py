@@ -21,7 +21,7 @@ from fastac import interception, registry, torch_internals
 from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
 from fastac.rows import ALWAYS, KEYS_DIMENSION, AttentionOp, OpaqueFunction
-from fastac.tape import thread
+from fastac.tape import execution_counters, thread
 
 logger = logging.getLogger("fastac")
 
@@ -213,7 +213,8 @@ def _is_watched(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether somebody is there who saves or counts the call. Elsewhere, and in traces, the forward just runs."""
     if torch_internals.in_proxy_trace() or any(torch_internals.is_fake(tensor) for tensor in tensors):
         return False
-    return thread.scope is not None or bool(interception.watchers) or torch_internals.in_dispatch_mode()
+    listening = thread.scope is not None or bool(interception.watchers) or bool(execution_counters)
+    return listening or torch_internals.in_dispatch_mode()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces the call, once per graph

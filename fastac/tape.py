@@ -41,7 +41,7 @@ thread = _Thread()
 
 def run_kernel(resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run the attention kernel itself. An op that it calls is part of it: neither recorded nor replayed."""
-    if execution_counters and not torch_internals.has_stand_ins(args):
+    if execution_counters and resolved.is_attention and not torch_internals.has_stand_ins(args):
         for counter in execution_counters:
             counter[resolved.name] += 1
     scope = thread.scope

@@ -297,6 +297,22 @@ def test_bytes_beyond_the_outputs_are_reported(counted: Counter[str]) -> None:
     assert "2.2 KiB of it extra" in text
 
 
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+def test_verify_counts_its_kernel_and_no_choices(engine: str, counted: Counter[str]) -> None:
+    opaque_function = function()
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=None)
+
+    class Block(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            blocks = key.mean(dim=(0, 1, 3)).topk(4).indices
+            return opaque_function.apply(query, key, value, blocks)[0].tanh()
+
+    result = fastac.verify(Block(), **inputs(), engine=engine)
+    assert (result.reference_executions, result.policy_executions) == ((1, 0), (1, 0))
+    assert (result.saved, result.recomputed) == (1, 0)
+    assert fastac.verify(Block(), **inputs(), policy="full").policy_executions == (1, 1)
+
+
 # What can not be made visible
 
 

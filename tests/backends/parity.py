@@ -208,7 +208,9 @@ class Parity:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if {"case", "dtype"} <= set(metafunc.fixturenames):
-            both = [(case, dtype) for case in self.cases for dtype in case.dtypes]
+            compared = metafunc.function.__name__ == "test_matches_the_reference"
+            cases = [case for case in self.cases if not (compared and case.without_reference)]
+            both = [(case, dtype) for case in cases for dtype in case.dtypes]
             ids = [f"{case.name}-{str(dtype).removeprefix('torch.')}" for case, dtype in both]
             metafunc.parametrize(("case", "dtype"), both, ids=ids)
         elif "case" in metafunc.fixturenames:
@@ -236,9 +238,6 @@ class Parity:
 
     def test_matches_the_reference(self, case: Case, dtype: torch.dtype) -> None:
         """What the kernels of these tests compute is attention, through the real code that leads to them."""
-        if case.without_reference:
-            assert case.reference is None
-            return
         found, expected = train_step(case.region, case.inputs(dtype)), case.in_double(dtype)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
