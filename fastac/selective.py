@@ -108,8 +108,8 @@ def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> Ch
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _choosing_again(mode: Any, chosen: collections.deque[Sequence[torch.Tensor]]) -> Any:
-    """torch's replaying mode, that first gives a saved call of sparse attention the blocks it had in the forward."""
+def _choose_again_in(mode: Any, chosen: collections.deque[Sequence[torch.Tensor]]) -> None:
+    """Let torch's replaying mode first give a saved call of sparse attention the blocks it had in the forward."""
 
     class Mode(type(mode)):  # type: ignore[misc]
         supports_higher_order_operators = True
@@ -122,7 +122,6 @@ def _choosing_again(mode: Any, chosen: collections.deque[Sequence[torch.Tensor]]
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     mode.__class__ = Mode
-    return mode
 
 
 class SelectiveRecord:
@@ -137,8 +136,7 @@ class SelectiveRecord:
         self._found: list[Call] = []
         self._selection_bytes = 0
         self._chosen: collections.deque[Sequence[torch.Tensor]] = collections.deque()
-        self._mode, replay = create_selective_checkpoint_contexts(self._decide)
-        self.replay = _choosing_again(replay, self._chosen)
+        self._mode, self.replay = create_selective_checkpoint_contexts(self._decide)
 
     def census(self) -> Census:
         """What the region did."""
@@ -154,6 +152,8 @@ class SelectiveRecord:
     def __exit__(self, *exception: Any) -> None:
         try:
             self._mode.__exit__(*exception)
+            if self._chosen:
+                _choose_again_in(self.replay, self._chosen)
         finally:
             if self.observer is not None:
                 self.observer.__exit__(*exception)

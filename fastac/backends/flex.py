@@ -1,6 +1,8 @@
 """torch.nn.attention.flex_attention: a higher-order op in eager mode. NABLA is such a call, with a block mask.
 
-`torch.compile(flex_attention)` is inductor's code, in which no call is left to see: a region with it is refused.
+Where inductor compiles it, alone or in a block, no call is left to see, and the region is refused; in a model that is
+compiled as a whole, checkpointing is in the graph, and saves it. A tensor that requires grad and that a `score_mod` uses
+gets a wrong gradient in eager mode under any checkpointing, torch's own as well (torch 2.13).
 """
 
 from fastac.rows import AttentionOp, Library, Verdict
@@ -9,8 +11,8 @@ LIBRARY = Library(
     backend="flex",
     name="flex_attention",
     verdict=Verdict.SAVABLE,
-    how="its higher-order op in eager mode; refused where it is compiled on its own",
-    advice="compile the blocks rather than flex_attention alone",
+    how="its higher-order op in eager mode; refused where it is compiled alone or in a block",
+    advice="compile the whole model rather than flex_attention or the blocks",
 )
 
 ROWS = (AttentionOp(backend="flex", namespace="higher_order", name="flex_attention", layout="bhsd", dropout=None),)

@@ -243,6 +243,7 @@ CASES = [
         functools.partial(video, 64),
         "video_sparse_attn",
         reference=functools.partial(video_reference, 64),
+        heads=1,
     ),
     case(
         "block_sparse_attn_triton",
