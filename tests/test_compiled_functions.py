@@ -160,3 +160,24 @@ def test_compiled_code_is_told_from_the_graph() -> None:
     assert not ran_compiled_code(nodes_between((before.sin(),), (tensor,)))
     behind = compiled(tensor) * 2
     assert not ran_compiled_code(nodes_between((behind + 1,), (behind,))), "it ran before the region"
+
+
+def test_behind_a_first_block_whose_attention_needs_no_gradient() -> None:
+    """Training the feed-forward alone: in the first block the compiled code leaves no trace in the graph."""
+
+    class FeedForwardAlone(torch.nn.Module):
+        def __init__(self, attend: Callable[..., Any]) -> None:
+            super().__init__()
+            self.attend = attend
+            self.qkv = torch.nn.Linear(8, 24).requires_grad_(False)
+            self.ffn = torch.nn.Linear(8, 8)
+
+        def forward(self, video: torch.Tensor) -> torch.Tensor:
+            return video + self.ffn(self.attend(*self.qkv(video).chunk(3, -1)))
+
+    attend = torch.compile(flex.flex_attention, backend=hiding)
+    blocks = [FeedForwardAlone(attend) for _ in range(3)]
+    video = torch.randn(1, 2, 128, 8)
+    with pytest.raises(fastac.PolicyNotAppliedError, match="flex_attention is compiled into code of its own"):
+        for one in blocks:
+            video = fastac.checkpoint(one, video)
