@@ -12,12 +12,13 @@ import itertools
 import logging
 import re
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fastac import interception, registry, torch_internals
+from fastac import interception, packing, registry, torch_internals
 from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
 from fastac.rows import ALWAYS, KEYS_DIMENSION, AttentionOp, OpaqueFunction
@@ -34,6 +35,8 @@ _settled: set[tuple[OpaqueFunction, str]] = set()
 _looked_at = 0
 _handles = itertools.count()
 _calls: dict[int, _Call] = {}
+_contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Contexts that a forward really ran with. A backward inside the region wants on replay what it set there."""
 
 
 class _Call(NamedTuple):
@@ -68,12 +71,14 @@ def make_visible(
     for given, visible in _visible.items():
         if visible is function and name in ("", given):
             return _op(given)
+        if visible is function:
+            raise FastacError(f"make_visible: {function.__qualname__} is visible already, as {given!r}")
     if not name and isinstance(function, type):
         name = own = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
         while name in _visible:  # defined again, in a notebook or a local scope
             name = f"{own}_{next(_handles)}"
     original = _forward_of(function, name)
-    parameters = list(inspect.signature(original).parameters)[1:]
+    parameters = dict(list(inspect.signature(original).parameters.items())[1:])
     for parameter in filter(None, (key, max_kv, None if dropout == ALWAYS else dropout)):
         if parameter not in parameters:
             raise FastacError(
@@ -90,9 +95,11 @@ def make_visible(
         AttentionOp(backend=backend, namespace=NAMESPACE, name=name, key="first", max_kv="keys", dropout="draws")
     )
 
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+
     def value_of(parameter: str, args: tuple[Any, ...]) -> Any:
-        position = parameters.index(parameter)
-        return args[position] if position < len(args) else None
+        place = places[parameter]
+        return args[place] if place < len(args) else parameters[parameter].default
 
     def keys_of(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> int:
         given = value_of(max_kv, args) if max_kv else None
@@ -117,7 +124,10 @@ def make_visible(
             flat = op(tensors[0], tensors[1:], keys_of(args, tensors), draws, handle)
         finally:
             del _calls[handle]
-        return _unpack(ctx, flat, tensors)
+        first = _contexts.get(packing.handle_of(flat))
+        if first is not None and first is not ctx:
+            vars(ctx).update(vars(first))
+        return packing.unpack(ctx, flat, tensors)
 
     _visible[name] = function
     function.forward = staticmethod(forward)  # type: ignore[method-assign]
@@ -137,12 +147,8 @@ def is_visible(function: type) -> bool:
 
 def extra_bytes(resolved: ResolvedOp, kept: Sequence[Any]) -> int:
     """Bytes, among what a call kept, of tensors that are none of its outputs: what its backward needs besides."""
-    if not is_opaque(resolved) or not kept:
-        return 0
-    *tensors, layout = kept
-    outputs = layout.tolist()[1]
-    own = {int(index) for index in layout.tolist()[2 : 2 + outputs]}
-    return sum(tensor.untyped_storage().nbytes() for i, tensor in enumerate(tensors) if i not in own)
+    extra = packing.beside_outputs(kept) if is_opaque(resolved) and kept else ()
+    return sum(tensor.untyped_storage().nbytes() for tensor in extra)
 
 
 def know(*functions: OpaqueFunction) -> None:
@@ -231,66 +237,5 @@ def _kernel(first: torch.Tensor, others: list[torch.Tensor], keys: int, draws: b
     """Run the forward itself. Returns its outputs, what it saved beyond its inputs, and how to find both again."""
     call = _calls[handle]
     outputs = call.original(call.context, *call.args)
-    single = not isinstance(outputs, (tuple, list))
-    return _pack(call, (outputs,) if single else tuple(outputs), single)
-
-
-# How outputs and saved tensors are written down: a list of tensors, and last in it one of numbers.
-# [single, number of outputs, outputs..., number of saved tensors, saved..., number not differentiable, these...]
-# where a tensor is its place in the list, an input -2 - its place among the inputs, and None -1.
-_NONE, _INPUTS = -1, -2
-
-
-def _pack(call: _Call, outputs: tuple[Any, ...], single: bool) -> list[torch.Tensor]:
-    name = getattr(call.context, "name", lambda: "the Function")()
-    if torch_internals.dirty_tensors(call.context):
-        raise FastacError(
-            f"{name} calls mark_dirty: on replay its kernel does not run, and the write would be missing. "
-            f'Return a new tensor instead, or use policy="full" for this block.'
-        )
-    inputs = {id(tensor): place for place, tensor in enumerate(call.tensors)}
-    tensors: list[torch.Tensor] = []
-    places: dict[int, int] = {}
-
-    def place_of(value: Any) -> int:
-        if value is None:
-            return _NONE
-        if id(value) in inputs:
-            return _INPUTS - inputs[id(value)]
-        if id(value) not in places:
-            places[id(value)] = len(tensors)
-            tensors.append(value)
-        return places[id(value)]
-
-    for output in outputs:
-        if output is not None and not isinstance(output, torch.Tensor):
-            raise FastacError(
-                f"{name} returns a {type(output).__name__}, which can not be saved: make_visible needs outputs that "
-                f'are tensors or None. Keep other values on the context, or use policy="full" for this block.'
-            )
-    numbers = [int(single), len(outputs), *map(place_of, outputs)]
-    # An input of whole numbers may be a choice of blocks, which recompute must not make again: kept, like an output.
-    inputs = {id(tensor): place for place, tensor in enumerate(call.tensors) if tensor.is_floating_point()}
-    saved = torch_internals.tensors_to_save(call.context)
-    numbers += [len(saved), *map(place_of, saved)]
-    constant = torch_internals.non_differentiable(call.context)
-    numbers += [len(constant), *map(place_of, constant)]
-    return [*tensors, torch.tensor(numbers)]
-
-
-def _unpack(context: Any, flat: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
-    *tensors, layout = flat
-    numbers = iter(layout.tolist())
-
-    def next_value() -> torch.Tensor | None:
-        place = next(numbers)
-        return None if place == _NONE else inputs[_INPUTS - place] if place <= _INPUTS else tensors[place]
-
-    single = next(numbers)
-    outputs = tuple([next_value() for _ in range(next(numbers))])
-    saved = [next_value() for _ in range(next(numbers))]
-    constant = [next_value() for _ in range(next(numbers))]
-    context.save_for_backward(*saved)
-    if constant:
-        context.mark_non_differentiable(*constant)
-    return outputs[0] if single else outputs
+    _contexts[handle] = call.context
+    return packing.pack(call.context, outputs, call.tensors, handle)

@@ -22,6 +22,7 @@ ORDER = (
     "entries",
     "tape",
     "interception",
+    "packing",
     "opaque",
     "plugins",
     "census",

@@ -16,6 +16,12 @@ from fastac import cli
 from fastac.backends import LIBRARIES
 
 
+@pytest.fixture(autouse=True)
+def _without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as where they are piped to a file, whatever these tests are run in."""
+    monkeypatch.setenv("COLUMNS", str(cli.WIDTH))
+
+
 def test_backends_lists_every_backend_and_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["backends"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -176,8 +176,7 @@ def test_behind_a_first_block_whose_attention_needs_no_gradient() -> None:
             return video + self.ffn(self.attend(*self.qkv(video).chunk(3, -1)))
 
     attend = torch.compile(flex.flex_attention, backend=hiding)
-    blocks = [FeedForwardAlone(attend) for _ in range(3)]
-    video = torch.randn(1, 2, 128, 8)
+    blocks = [FeedForwardAlone(attend) for _ in range(2)]
+    video = fastac.checkpoint(blocks[0], torch.randn(1, 2, 128, 8))
     with pytest.raises(fastac.PolicyNotAppliedError, match="flex_attention is compiled into code of its own"):
-        for one in blocks:
-            video = fastac.checkpoint(one, video)
+        fastac.checkpoint(blocks[1], video)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import sys
 import types
@@ -206,6 +207,37 @@ def test_two_backwards_through_one_graph(counted: Counter[str]) -> None:
     assert counted == {KERNEL: 1}
 
 
+def test_a_backward_inside_the_region(counted: Counter[str]) -> None:
+    """In recompute it meets a context that no forward ran with: what the forward set on its own is there."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            output, statistics = kernel(q, k, v)
+            ctx.save_for_backward(q, k, v, output, statistics)
+            ctx.factor = 2.0
+            return output * 2.0
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return support.attention_math_backward(grad * ctx.factor, *ctx.saved_tensors)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        tanh = torch.tanh(query)
+        output = Scaled.apply(tanh, key, value)
+        (inner,) = torch.autograd.grad(output.sum(), tanh, retain_graph=True)
+        return torch.tanh(output) + inner.detach() * query
+
+    data = inputs()
+    reference = train_step(region, data)
+    fastac.make_visible(Scaled, layout="bhsd", dropout=None)
+    counted.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
+    assert counted == {KERNEL: 1}
+    gc.collect()
+    assert not opaque._contexts
+
+
 @pytest.mark.parametrize("engine", ["tape", "sac"])
 def test_a_choice_of_blocks_is_not_made_again(engine: str, counted: Counter[str]) -> None:
     """Saved for backward among the inputs: an input of whole numbers is kept, the recomputed one not used."""
@@ -233,6 +265,29 @@ def test_dropout_in_the_kernel_and_after_it(dropout: str, counted: Counter[str])
     data = inputs()
     reference = train_step(attend, data)
     fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=dropout)
+    counted.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, attend), data), reference)
+    assert counted == {KERNEL: 1}
+
+
+def test_dropout_that_is_on_by_default(counted: Counter[str]) -> None:
+    class Drops(function()):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any, p: float = 0.3) -> Any:
+            output, statistics = kernel(q, k, v)
+            kept = (torch.rand_like(output) > p).to(output.dtype)
+            ctx.save_for_backward(q, k, v, output, statistics, kept)
+            return output * kept
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            *saved, kept = ctx.saved_tensors
+            return support.attention_math_backward(grad * kept, *saved)
+
+    attend = block(lambda *args: (Drops.apply(*args),))
+    data = inputs()
+    reference = train_step(attend, data)
+    fastac.make_visible(Drops, layout="bhsd", dropout="p")
     counted.clear()
     assert_same(train_step(functools.partial(fastac.checkpoint, attend), data), reference)
     assert counted == {KERNEL: 1}
@@ -404,6 +459,9 @@ def test_a_name_is_given_once_and_a_function_made_visible_once() -> None:
     assert first.forward is forward
     with pytest.raises(fastac.FastacError, match=f"{name!r} is taken by {first.__qualname__}"):
         fastac.make_visible(second, name=name)
+    with pytest.raises(fastac.FastacError, match=f"{first.__qualname__} is visible already, as {name!r}"):
+        fastac.make_visible(first, name=name + "_again")
+    assert first.forward is forward
 
 
 # Known Functions

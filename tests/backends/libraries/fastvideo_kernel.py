@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -35,9 +34,9 @@ from fastvideo_kernel.triton_kernels import block_sparse_attn_triton as kernels
 
 import fastac
 from fastac.backends import fastvideo
-from tests import support
 from tests.backends.parity import Case, Parity
-from tests.support import assert_same, train_step
+from tests.backends.sparse import assert_choice_is_kept, attention, mask_of, run_on_cpu, video_sparse_attention
+from tests.support import train_step
 
 # The module of this name is hidden behind the function of this name.
 block_sparse = sys.modules["fastvideo_kernel.block_sparse_attn"]
@@ -58,18 +57,6 @@ TOLERANCES = {torch.bfloat16: 3e-2}
 triton_on_cpu.count_in_tensors(kernels)
 
 
-def kernel_on_cpu(op: Any, counts: bool = False) -> None:
-    """Give an op of the library its own Python implementation as CPU kernel; it is registered for CUDA alone."""
-    implementation = op._init_fn
-
-    def kernel(*args: Any) -> Any:
-        if counts:
-            support.executions[op._qualname] += 1
-        return implementation(*args)
-
-    op.register_kernel("cpu")(kernel)
-
-
 for _op in (
     block_sparse.block_sparse_attn_triton,
     block_sparse.block_sparse_attn_sm90,
@@ -77,9 +64,9 @@ for _op in (
     sm100a._block_sparse_attn_sm100a_inference,
     sm100a._block_sparse_attn_sm100a_from_mask_inference,
 ):
-    kernel_on_cpu(_op, counts=True)
-kernel_on_cpu(block_sparse.block_sparse_attn_backward_triton)
-kernel_on_cpu(block_sparse.block_sparse_attn_backward_sm90)
+    run_on_cpu(_op, counts=True)
+run_on_cpu(block_sparse.block_sparse_attn_backward_triton)
+run_on_cpu(block_sparse.block_sparse_attn_backward_sm90)
 
 
 # The extensions
@@ -147,19 +134,8 @@ def indices(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([padded], dtype=torch.int32), number
 
 
-def mask_of(blocks: torch.Tensor, sizes: torch.Tensor, tokens: int = BLOCK) -> torch.Tensor:
-    """Which tokens attend, where blocks of so many tokens do. sizes: keys that count in each block."""
-    counts = (torch.arange(tokens) < sizes[:, None]).flatten()
-    return blocks.repeat_interleave(tokens, -2).repeat_interleave(tokens, -1) & counts
-
-
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
-
-
 def chosen_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return attention(query, key, value, mask_of(block_map(query), sizes_of()))
+    return attention(query, key, value, mask_of(block_map(query), BLOCK, sizes_of()))
 
 
 TOP = 2
@@ -173,16 +149,8 @@ def partial_sizes(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def video_reference(tokens: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention between the means of blocks, plus attention to the blocks that matter most to each."""
-    query_sizes, sizes = (partial_sizes(t, tokens) for t in (query, key))
-    means = [
-        tensor.unflatten(2, (-1, tokens)).sum(3) / counts[:, None]
-        for tensor, counts in ((query, query_sizes), (key, sizes), (value, sizes))
-    ]
-    scores = (means[0] @ means[1].transpose(-1, -2)).detach()
-    blocks = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(TOP).indices, True)
-    coarse = attention(*means, torch.ones((), dtype=torch.bool)).repeat_interleave(tokens, 2)
-    return coarse + attention(query, key, value, mask_of(blocks, sizes, tokens))
+    counts = partial_sizes(query, tokens), partial_sizes(key, tokens)
+    return video_sparse_attention(query, key, value, tokens, TOP, *counts)
 
 
 def video(tokens: int, *tensors: torch.Tensor) -> torch.Tensor:
@@ -303,29 +271,9 @@ def test_inference_is_refused(name: str) -> None:
 # The choice of blocks
 
 
-@pytest.fixture
-def restless(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """The kernel that chooses blocks chooses others at every second call; call it to begin anew."""
-    choose, calls = ops.fused_topk_mask, Counter[str]()
-
-    def choose_otherwise(scores: torch.Tensor, top: int) -> torch.Tensor:
-        calls["choices"] += 1
-        return choose(scores * (1 if calls["choices"] % 2 else -1), top)
-
-    monkeypatch.setattr(ops, "fused_topk_mask", choose_otherwise)
-    return calls.clear
-
-
 @pytest.mark.parametrize("engine", ["tape", "sac"])
-def test_recompute_keeps_the_chosen_blocks(engine: str, restless: Callable[[], None]) -> None:
-    video_case = next(case for case in CASES if case.way == "video_sparse_attn")
-    inputs = video_case.inputs(torch.bfloat16)
-    reference = train_step(video_case.region, inputs)
-    restless()
-    full = train_step(functools.partial(fastac.checkpoint, video_case.region, policy="full"), inputs)
-    assert any(not torch.equal(full[name], reference[name]) for name in reference), "the choice does not matter here"
-    for _ in range(2):
-        restless()
-        assert_same(
-            train_step(functools.partial(fastac.checkpoint, video_case.region, engine=engine), inputs), reference
-        )
+def test_recompute_keeps_the_chosen_blocks(engine: str) -> None:
+    """They are chosen by a kernel that no op shows: the op that gets them has them among its arguments."""
+    assert_choice_is_kept(
+        next(case for case in CASES if case.way == "video_sparse_attn"), engine, (ops, "fused_topk_mask")
+    )

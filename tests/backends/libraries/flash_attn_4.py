@@ -35,6 +35,7 @@ from fastac import interception
 from fastac.backends import fastvideo, flash_attn_4
 from tests.backends.kept import kept_of
 from tests.backends.parity import KEY_LENGTHS, QUERY_LENGTHS, Case, Parity, causal, ends, swapped, window
+from tests.backends.sparse import attention, mask_of
 from tests.support import assert_same, train_step
 
 interception.install()  # as fastac.enable does
@@ -80,10 +81,7 @@ def sparse(block: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 def sparse_reference(block: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    counts = (torch.arange(block) < sizes(block)[:, None]).flatten()
-    mask = MAP.repeat_interleave(block, -2).repeat_interleave(block, -1) & counts
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
+    return attention(query, key, value, mask_of(MAP, block, sizes(block)))
 
 
 def sparse_case(op: str, block: int) -> Case:

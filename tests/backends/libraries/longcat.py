@@ -32,6 +32,7 @@ from fastac import interception
 from fastac.backends import fastvideo
 from tests.backends.kept import kept_of
 from tests.backends.parity import Case, Parity
+from tests.backends.sparse import assert_choice_is_kept, attention, mask_of, means, nearest
 from tests.support import assert_same, train_step
 
 OP = "fastac_opaque::longcat_video_block_sparse_attention_bsa_interface__attention_bsa"
@@ -81,13 +82,7 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention to the blocks whose means are nearest."""
-    means = [tensor.unflatten(2, (-1, BLOCK)).mean(3) for tensor in (query, key)]
-    scores = (means[0] @ means[1].transpose(-1, -2)).detach()
-    blocks = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(TOP).indices, True)
-    mask = blocks.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
-    attended = (query @ key.transpose(-1, -2) * DIM**-0.5).masked_fill(~mask, float("-inf"))
-    return attended.softmax(-1) @ value
+    return attention(query, key, value, mask_of(nearest(means(query, BLOCK), means(key, BLOCK), TOP), BLOCK))
 
 
 def video_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -126,25 +121,10 @@ def test_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize("engine", ["tape", "sac"])
-@pytest.mark.parametrize("way", ["most alike", "threshold"])
-def test_recompute_keeps_the_chosen_blocks(way: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.way)
+def test_recompute_keeps_the_chosen_blocks(case: Case, engine: str) -> None:
     """The choice is made inside the Function, whose forward does not run again."""
-    case = next(case for case in CASES if case.way == way)
-    region, inputs = case.region, case.inputs()
-    reference = train_step(region, inputs)
-    score, calls = bsa_interface.cal_score, Counter[str]()
-
-    def score_otherwise(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        calls["choices"] += 1
-        found: torch.Tensor = score(query, key)
-        return found * (1 if calls["choices"] % 2 else -1)
-
-    monkeypatch.setattr(bsa_interface, "cal_score", score_otherwise)
-    full = train_step(functools.partial(fastac.checkpoint, region, policy="full"), inputs)
-    assert any(not torch.equal(full[name], reference[name]) for name in reference), "the choice does not matter here"
-    for _ in range(2):
-        calls.clear()
-        assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), inputs), reference)
+    assert_choice_is_kept(case, engine, (bsa_interface, "cal_score"))
 
 
 @pytest.mark.parametrize("engine", ["tape", "sac"])

@@ -41,6 +41,7 @@ from fastac import interception
 from fastac.backends import fastvideo
 from tests.backends.kept import kept_of
 from tests.backends.parity import Case, Parity, swapped
+from tests.backends.sparse import assert_choice_is_kept, attention, mask_of, means, nearest
 from tests.support import assert_same, train_step
 
 OP = "fastac_opaque::fastvideo_kernel_triton_kernels_sla_triton__attention"
@@ -63,10 +64,8 @@ def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: flo
     return kernels._attention.apply(*tensors, MAP, LIST, TOP, BLOCK, BLOCK)  # type: ignore[no-any-return]
 
 
-def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor = MAP) -> torch.Tensor:
-    mask = blocks.bool().repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., : key.shape[2]]
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    return scores.masked_fill(~mask[..., : query.shape[2], :], float("-inf")).softmax(-1) @ value
+def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return attention(query, key, value, mask_of(MAP, BLOCK)[..., : query.shape[2], : key.shape[2]])
 
 
 @functools.cache
@@ -83,15 +82,13 @@ def bfloat16_layer() -> Any:
 
 
 def layer_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    means = [tensor.unflatten(2, (-1, BLOCK)).mean(3) for tensor in (query, key - key.mean(2, keepdim=True))]
-    scores = (means[0] @ means[1].transpose(-1, -2)).detach()
-    blocks = torch.zeros_like(scores).scatter_(-1, scores.topk(TOP).indices, 1)
-    return attention(query, key, value, blocks)
+    blocks = nearest(means(query, BLOCK), means(key - key.mean(2, keepdim=True), BLOCK), TOP)
+    return attention(query, key, value, mask_of(blocks, BLOCK))
 
 
-def case(way: str, call: Callable[..., torch.Tensor], reference: Any, **options: Any) -> Case:
+def case(way: str, call: Callable[..., torch.Tensor], expected: Any, **options: Any) -> Case:
     shape = {"batch": 1, "queries": TOKENS, "keys": TOKENS, "dim": DIM} | options
-    return Case(OP, call, way, kernel=LAUNCHES, reference=reference, **shape)
+    return Case(OP, call, way, kernel=LAUNCHES, reference=expected, **shape)
 
 
 @swapped
@@ -100,8 +97,8 @@ def layer_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: f
 
 
 CASES = [
-    case("function", function, attention),
-    case("last block in part", function, attention, queries=TOKENS - 24, keys=TOKENS - 24),
+    case("function", function, reference),
+    case("last block in part", function, reference, queries=TOKENS - 24, keys=TOKENS - 24),
     # It calculates in bfloat16, whatever it is given.
     case("FastVideo's layer", layer_call, layer_reference, tolerances={torch.float32: 0.05, torch.bfloat16: 0.05}),
 ]
@@ -166,19 +163,6 @@ def test_module_that_is_loaded_later(attention_executions: Counter[str]) -> None
 
 
 @pytest.mark.parametrize("engine", ["tape", "sac"])
-def test_recompute_keeps_the_chosen_blocks(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are chosen from scores of the other sign at every second call."""
-    region, inputs = CASES[-1].region, CASES[-1].inputs()
-    reference = train_step(region, inputs)
-    choose, calls = torch.topk, Counter[str]()
-
-    def choose_otherwise(scores: torch.Tensor, top: int, **options: Any) -> Any:
-        calls["choices"] += 1
-        return choose(scores * (1 if calls["choices"] % 2 else -1), top, **options)
-
-    monkeypatch.setattr(torch, "topk", choose_otherwise)
-    full = train_step(functools.partial(fastac.checkpoint, region, policy="full"), inputs)
-    assert any(not torch.equal(full[name], reference[name]) for name in reference), "the choice does not matter here"
-    for _ in range(2):
-        calls.clear()
-        assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), inputs), reference)
+def test_recompute_keeps_the_chosen_blocks(engine: str) -> None:
+    """FastVideo's layer chooses them before it calls the Function, to which they are inputs."""
+    assert_choice_is_kept(CASES[-1], engine, (torch, "topk"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ flash_on_cpu.flash_attn_2()
 
 from fastvideo_kernel import moba_attn_varlen
 
-import fastac
 from tests.backends.parity import Case, Parity, ends
-from tests.support import assert_same, train_step
+from tests.backends.sparse import assert_choice_is_kept
 
 OP = "flash_attn::_flash_attn_varlen_forward"
 LENGTHS = (40, 24)
@@ -90,24 +88,15 @@ class TestParity(Parity):
 CHOOSES_BY = {"topk": "topk", "threshold": "sort"}
 
 
+def turned(scores: torch.Tensor, sign: int) -> torch.Tensor:
+    """But for the own chunk, which comes first, and those of other sequences."""
+    return torch.where(scores.abs() < 1e8, scores * sign, scores)
+
+
 @pytest.mark.parametrize("engine", ["tape", "sac"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.way)
-def test_recompute_keeps_the_chosen_chunks(case: Case, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks are ranked the other way around at every second call, but for the own one, which comes first."""
-    inputs = case.inputs()
-    reference = train_step(case.region, inputs)
-    name = CHOOSES_BY[case.way.partition(",")[0]]
-    choose, calls = getattr(torch, name), Counter[str]()
-
-    def choose_otherwise(scores: torch.Tensor, *args: Any, **options: Any) -> Any:
-        calls["choices"] += 1
-        turned = torch.where(scores.abs() < 1e8, -scores, scores)
-        return choose(scores if calls["choices"] % 2 else turned, *args, **options)
-
-    monkeypatch.setattr(torch, name, choose_otherwise)
-    for _ in range(2):
-        calls.clear()
-        assert_same(train_step(functools.partial(fastac.checkpoint, case.region, engine=engine), inputs), reference)
+def test_recompute_keeps_the_chosen_chunks(case: Case, engine: str) -> None:
+    assert_choice_is_kept(case, engine, (torch, CHOOSES_BY[case.way.partition(",")[0]]), turned)
 
 
 def test_without_the_rows_of_selection_it_would_not() -> None:
