@@ -11,8 +11,9 @@ SOURCES := fastac tests examples benchmarks
 train: $(VENV)/installed-train
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/train_wan.py $(ARGS)
 
+# Tests use one thread each, so two run at a time on two cores.
 test: $(VENV)/installed-dev $(VENV)/installed-backends
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(SOURCES)
