@@ -56,7 +56,8 @@ def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> 
     if module is None:
         return []
     reached = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
-    parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad and says_attention(name)]
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    parameters = [(name, parameter) for name, parameter in named if says_attention(name.rpartition(".")[0])]
     cut_off = [name for name, parameter in parameters if id(parameter) not in reached]
     return cut_off if len(cut_off) < len(parameters) else []  # all of them: frozen inputs, or another path was taken
 

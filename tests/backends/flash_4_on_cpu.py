@@ -18,6 +18,7 @@ import torch
 
 from tests import support
 from tests.backends.kernels_on_cpu import Attention, Layout
+from tests.backends.sparse import map_of
 
 KERNEL = "flash_attn.cute._flash_attn_fwd"
 
@@ -154,9 +155,7 @@ def _mask(chosen: Any, sizes: torch.Tensor, queries: int, keys: int, by_keys: bo
         (chosen.full_block_cnt, chosen.full_block_idx, torch.ones_like(counts)),
         (chosen.mask_block_cnt, chosen.mask_block_idx, counts),
     ):
-        blocks = torch.zeros(*number.shape, shape[0] if by_keys else shape[1], dtype=torch.bool)
-        for place in torch.cartesian_prod(*map(torch.arange, number.shape)).tolist():
-            blocks[(*place, index[(*place, slice(int(number[tuple(place)])))].long())] = True
+        blocks = map_of(index, number, shape[0] if by_keys else shape[1])
         blocks = blocks.transpose(-1, -2) if by_keys else blocks
         found = found + (blocks.repeat_interleave(query_block, -2).repeat_interleave(key_block, -1) & whole)
     return found.bool()

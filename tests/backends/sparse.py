@@ -38,6 +38,13 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask:
     return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ value
 
 
+def map_of(index: torch.Tensor, number: torch.Tensor, width: int) -> torch.Tensor:
+    """Which of so many blocks are in each list of them. index: (..., longest), of which the first `number` count."""
+    counts = torch.arange(index.shape[-1]) < number[..., None]
+    found = torch.zeros(*number.shape, width + 1, dtype=torch.bool)  # what does not count goes into one more
+    return found.scatter_(-1, torch.where(counts, index.long(), width), True)[..., :width]
+
+
 def mask_of(blocks: torch.Tensor, size: int, counts: torch.Tensor | None = None) -> torch.Tensor:
     """Which tokens attend, where blocks of so many tokens do. counts: the keys that count in each block, the first."""
     mask = blocks.bool().repeat_interleave(size, -2).repeat_interleave(size, -1)

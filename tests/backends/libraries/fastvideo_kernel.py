@@ -7,9 +7,10 @@ the results of the Triton forward, by its own documentation; that of sm90 anothe
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,8 @@ packages.use("fastvideo_kernel")
 
 from tests.backends import triton_on_cpu
 
-extension = ModuleType("fastvideo_kernel._C")
-extension.fastvideo_kernel_ops = ModuleType("fastvideo_kernel_ops")  # type: ignore[attr-defined]
-for _name in ("block_sparse_fwd", "block_sparse_bwd", "block_sparse_sm100a_fwd"):
-    setattr(extension.fastvideo_kernel_ops, _name, lambda *args, _name=_name: globals()[_name](*args))
-sys.modules["fastvideo_kernel._C"] = extension
+extension = sys.modules["fastvideo_kernel._C"] = ModuleType("fastvideo_kernel._C")
+functions = extension.fastvideo_kernel_ops = SimpleNamespace()  # type: ignore[attr-defined]
 triton_on_cpu.takes_for_cuda("fastvideo_kernel")
 
 import fastvideo_kernel
@@ -40,13 +38,12 @@ from tests.support import train_step
 
 # The module of this name is hidden behind the function of this name.
 block_sparse = sys.modules["fastvideo_kernel.block_sparse_attn"]
-sm100a = __import__("fastvideo_kernel.block_sparse_attn_sm100a", fromlist=[""])
 
 NAMESPACE = "fastvideo_kernel"
 BLOCK = 64
 KEY_BLOCKS = 3
 QUERIES, KEYS = 2 * BLOCK, KEY_BLOCKS * BLOCK
-SIZES = (64, 40, 64)
+SIZES = torch.tensor([64, 40, 64], dtype=torch.int32)
 """Keys that count in each block: the last ones of a block may be padding."""
 
 CHOSEN = ((2, 0), (1,), (0, 1)), ((0, 1, 2), (2, 1), (0,))
@@ -55,18 +52,6 @@ CHOSEN = ((2, 0), (1,), (0, 1)), ((0, 1, 2), (2, 1), (0,))
 TOLERANCES = {torch.bfloat16: 3e-2}
 
 triton_on_cpu.count_in_tensors(kernels)
-
-
-for _op in (
-    block_sparse.block_sparse_attn_triton,
-    block_sparse.block_sparse_attn_sm90,
-    block_sparse.block_sparse_attn_sm100a_op,
-    sm100a._block_sparse_attn_sm100a_inference,
-    sm100a._block_sparse_attn_sm100a_from_mask_inference,
-):
-    run_on_cpu(_op, counts=True)
-run_on_cpu(block_sparse.block_sparse_attn_backward_triton)
-run_on_cpu(block_sparse.block_sparse_attn_backward_sm90)
 
 
 # The extensions
@@ -111,11 +96,23 @@ def block_sparse_bwd(
     return tuple(gradient.float() for gradient in kernels.triton_block_sparse_attn_backward(*arguments))
 
 
+functions.block_sparse_fwd, functions.block_sparse_bwd = block_sparse_fwd, block_sparse_bwd
+functions.block_sparse_sm100a_fwd = block_sparse_sm100a_fwd
+sm100a = importlib.import_module("fastvideo_kernel.block_sparse_attn_sm100a")  # looks for it at its import
+
+for _op in (
+    block_sparse.block_sparse_attn_triton,
+    block_sparse.block_sparse_attn_sm90,
+    block_sparse.block_sparse_attn_sm100a_op,
+    sm100a._block_sparse_attn_sm100a_inference,
+    sm100a._block_sparse_attn_sm100a_from_mask_inference,
+):
+    run_on_cpu(_op, counts=True)
+run_on_cpu(block_sparse.block_sparse_attn_backward_triton)
+run_on_cpu(block_sparse.block_sparse_attn_backward_sm90)
+
+
 # Cases
-
-
-def sizes_of(sizes: tuple[int, ...] = SIZES) -> torch.Tensor:
-    return torch.tensor(sizes, dtype=torch.int32)
 
 
 def chosen(query: torch.Tensor) -> list[list[tuple[int, ...]]]:
@@ -135,7 +132,7 @@ def indices(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def chosen_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return attention(query, key, value, mask_of(block_map(query), BLOCK, sizes_of()))
+    return attention(query, key, value, mask_of(block_map(query), BLOCK, SIZES))
 
 
 TOP = 2
@@ -195,13 +192,13 @@ def case(op: str, call: Callable[..., torch.Tensor], way: str = "", **options: A
 CASES = [
     case(
         "block_sparse_attn_triton",
-        lambda q, k, v, _: fastvideo_kernel.block_sparse_attn_from_indices(q, k, v, *indices(q), sizes_of())[0],
+        lambda q, k, v, _: fastvideo_kernel.block_sparse_attn_from_indices(q, k, v, *indices(q), SIZES)[0],
         "from indices",
         reference=chosen_reference,
     ),
     case(
         "block_sparse_attn_triton",
-        lambda q, k, v, _: fastvideo_kernel.block_sparse_attn(q, k, v, block_map(q), sizes_of())[0],
+        lambda q, k, v, _: fastvideo_kernel.block_sparse_attn(q, k, v, block_map(q), SIZES)[0],
         "from a map",
         reference=chosen_reference,
     ),
@@ -233,12 +230,12 @@ CASES = [
     ),
     case(
         "block_sparse_attn_sm90",
-        lambda q, k, v, _: block_sparse.block_sparse_attn_sm90(q, k, v, *indices(q), sizes_of())[0],
+        lambda q, k, v, _: block_sparse.block_sparse_attn_sm90(q, k, v, *indices(q), SIZES)[0],
         reference=chosen_reference,
     ),
     case(
         "block_sparse_attn_sm100a",
-        lambda q, k, v, _: block_sparse.block_sparse_attn_sm100a_op(q, k, v, *indices(q), sizes_of())[0],
+        lambda q, k, v, _: block_sparse.block_sparse_attn_sm100a_op(q, k, v, *indices(q), SIZES)[0],
         reference=chosen_reference,
         queries=KEYS,  # it takes the number of blocks from the keys
     ),
@@ -246,10 +243,10 @@ CASES = [
 
 INFERENCE = {
     "block_sparse_attn_sm100a_inference": lambda q, k, v: sm100a.block_sparse_attn_sm100a(
-        q, k, v, *indices(q), sizes_of(), need_lse=False
+        q, k, v, *indices(q), SIZES, need_lse=False
     )[0],
     "block_sparse_attn_sm100a_from_mask_inference": lambda q, k, v: sm100a.block_sparse_attn_sm100a_from_mask(
-        q, k, v, block_map(q), sizes_of()
+        q, k, v, block_map(q), SIZES
     )[0],
 }
 

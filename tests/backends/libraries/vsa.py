@@ -1,7 +1,7 @@
 """vsa 0.0.4, the first release of video sparse attention: its real Triton kernels, and its op for the H100's extension.
 
-On import it asks which GPU there is; an H100, so that it defines both its ops. The extension is a stand-in: its
-backward is given the blocks of queries of each block of keys.
+On import it asks which GPU there is: an H100, so that it defines both its ops. The extension is a stand-in, with the
+results of the Triton kernels.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ packages.use("vsa")
 
 import tests.backends.triton_on_cpu  # noqa: F401 Triton's interpreter
 
-extension = ModuleType("vsa_cuda")
-for _name in ("block_sparse_fwd", "block_sparse_bwd"):
-    setattr(extension, _name, lambda *args, _name=_name: globals()[_name](*args))
-sys.modules["vsa_cuda"] = extension
+extension = sys.modules["vsa_cuda"] = ModuleType("vsa_cuda")
+extension.block_sparse_fwd = extension.block_sparse_bwd = None  # type: ignore[attr-defined]
 with pytest.MonkeyPatch.context() as _patch:
     _patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     import vsa
@@ -34,7 +32,7 @@ from vsa import block_sparse_wrapper as wrapper
 from fastac.backends import fastvideo
 from tests.backends import without_selection
 from tests.backends.parity import Case, Parity
-from tests.backends.sparse import assert_choice_is_kept, attention, mask_of, run_on_cpu, video_sparse_attention
+from tests.backends.sparse import assert_choice_is_kept, attention, map_of, mask_of, run_on_cpu, video_sparse_attention
 
 BLOCK = 64
 BLOCKS = 3
@@ -70,12 +68,13 @@ def block_sparse_bwd(
     number: torch.Tensor,
     sizes: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    queries = torch.zeros(*number.shape, BLOCKS, dtype=torch.bool)
-    for place in torch.cartesian_prod(*map(torch.arange, number.shape)).tolist():
-        queries[(*place, index[(*place, slice(number[tuple(place)]))].long())] = True
-    of_queries = wrapper.map_to_index(queries.transpose(-1, -2))
+    """Given the blocks of queries of each block of keys; in float32, as the extension has it."""
+    of_queries = wrapper.map_to_index(map_of(index, number, BLOCKS).transpose(-1, -2))
     arguments = (grad, q, k, v, output, statistics[..., 0], *of_queries, index, number, sizes)
     return tuple(gradient.float() for gradient in kernels.triton_block_sparse_attn_backward(*arguments))
+
+
+wrapper.block_sparse_fwd, wrapper.block_sparse_bwd = block_sparse_fwd, block_sparse_bwd
 
 
 def video(op: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> torch.Tensor:
