@@ -134,5 +134,5 @@ class Observer(TorchDispatchMode):
     def _outside(self, resolved: ResolvedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == self._thread:
             return  # this thread is being watched; engine "sac" opens no scope of ours
-        if torch.is_grad_enabled() and leads_to(args, self._roots) and self.policy.saves(resolved.keys(args, kwargs)):
+        if leads_to(args, self._roots) and self.policy.saves(resolved.keys(args, kwargs)):
             self.elsewhere.append(resolved.name)

@@ -101,8 +101,8 @@ def _then(mode: Any, leave: Callable[[], None]) -> Any:
 
 
 def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> CheckpointPolicy:
+    resolved.check_trains()
     if policy.saves(resolved.keys(args, kwargs)):
-        resolved.check_trains()
         resolved.check_writes(args, kwargs)
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -10,10 +10,12 @@ import types
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastac
@@ -591,6 +593,41 @@ def test_compiled_it_is_recomputed_and_told(compiled: str, caplog: pytest.LogCap
     assert layer.out.weight.grad is not None
     said = [record.getMessage() for record in caplog.records]
     assert any(op._schema.name in message and "recomputed" in message for message in said), said
+
+
+def test_a_known_function_in_a_model_that_is_compiled_before_anything_ran(
+    library: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody called enable: what fastac knows of is looked up before AOT decides."""
+    library.Attention = type("Known", (Traceable,), {})
+    sys.modules[library.__name__] = library
+    region = torch.compile(functools.partial(fastac.checkpoint, Layer(library.Attention.apply)), backend="aot_eager")
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        train_step(region, inputs())
+    assert any("Known" in record.getMessage() and "recomputed" in record.getMessage() for record in caplog.records)
+
+
+def test_a_call_in_another_thread_is_an_error(counted: Counter[str]) -> None:
+    opaque_function = function()
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", dropout=None)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: opaque_function.apply(torch.tanh(query), key, value)[0]).result()
+
+    with pytest.raises(fastac.PolicyNotAppliedError, match="was called in another thread"):
+        train_step(functools.partial(fastac.checkpoint, region), inputs())
+
+
+def test_shapes_can_be_asked_without_data() -> None:
+    """Under FakeTensorMode the forward just runs, and no call is left on its way."""
+    fresh = type("Planned", (Traceable,), {})
+    fastac.make_visible(fresh, layout="bhsd", dropout=None)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 3, n, 8, requires_grad=True) for n in (12, 10, 10))
+        output = fastac.checkpoint(lambda *qkv: fresh.apply(*qkv)[0], q, k, v, policy="full")
+        assert output.shape == (2, 3, 12, 8)
+    assert not opaque._calls
 
 
 def test_behind_a_graph_break_it_is_saved(counted: Counter[str]) -> None:

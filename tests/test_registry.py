@@ -352,16 +352,21 @@ def test_an_attention_of_one_s_own_is_saved_once_it_has_a_row(attention_executio
     assert executions("attn_only") == 4
 
 
+@pytest.mark.parametrize("policy", ["attn_only", "long_attn_only"])
 @pytest.mark.parametrize("engine", ["tape", "sac"])
-def test_an_op_that_does_not_train_is_refused_with_its_note(engine: str) -> None:
-    op = support.define_attention_op(f"inference_only_{engine}")
+def test_an_op_that_does_not_train_is_refused_with_its_note(engine: str, policy: str) -> None:
+    op = support.define_attention_op(f"inference_only_{engine}_{policy}")
     row = AttentionOp(
-        backend="tests", namespace=support.NAMESPACE, name=f"inference_only_{engine}", trains=False, note="no backward"
+        backend="tests",
+        namespace=support.NAMESPACE,
+        name=f"inference_only_{engine}_{policy}",
+        trains=False,
+        note="no backward",
     )
     fastac.register(row)
     block = support.AttentionBlock(attend=support.attention_function(op))
     with pytest.raises(fastac.UnsupportedBackendError, match="no backward"):
-        fastac.checkpoint(block, **support.stack_inputs(), engine=engine)
+        fastac.checkpoint(block, **support.stack_inputs(), engine=engine, policy=policy)
 
 
 @pytest.mark.parametrize(
