@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from fastac import opaque, torch_internals
-from fastac.recognition import says_attention
+from fastac import census, torch_internals
+from fastac.policy import Policy
+from fastac.recognition import names_attention_kernel, says_attention
 
 
-def tensors_of(value: Any) -> Iterable[torch.Tensor]:
-    """Every tensor in nested inputs."""
-    return [leaf for leaf in torch_internals.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested inputs or outputs, dataclasses among them."""
+    found: list[torch.Tensor] = []
+    for leaf in torch_internals.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
 
 
 def nodes_between(outputs: Any, inputs: Any, limit: int = 20000) -> list[Any]:
@@ -35,24 +44,43 @@ def ran_compiled_code(nodes: Iterable[Any]) -> bool:
     return any(node.name() == torch_internals.COMPILED_NODE for node in nodes)
 
 
-def hidden_functions(nodes: Iterable[Any], recorded: int) -> list[type]:
-    """The autograd.Functions among these nodes whose names say attention, when fewer attention calls were recorded.
+def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy) -> list[type]:
+    """The autograd.Functions among these nodes that look like an attention the policy saves, and recorded no call.
 
-    Each attention that autograd knows is at least one call that is recorded; what is missing is a kernel that its
-    Function calls past the dispatcher.
+    owners: for each recorded attention call, the node that was the newest when it was made. In the forward of a
+    Function that is its own node, or one of a graph inside it, of which none is among these nodes.
     """
-    attention = [node for node in nodes if _says_attention(node.name())]
-    if len(attention) <= recorded:
-        return []
-    functions = [torch_internals.function_of(node) for node in attention]
-    return list(dict.fromkeys(cls for cls in functions if cls is not None and not opaque.is_visible(cls)))
+    numbers = sorted(torch_internals.sequence_number(node) for node in nodes)
+    recorded = {numbers[bisect.bisect_right(numbers, owner) - 1] for owner in owners if numbers}
+    found = []
+    for node in nodes:
+        function = torch_internals.function_of(node)
+        if function is None or torch_internals.sequence_number(node) in recorded:
+            continue
+        keys = _keys_of_attention(node)
+        if keys is not None and policy.saves(keys):
+            found.append(function)
+    return list(dict.fromkeys(found))
 
 
-def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> list[str]:
+def _keys_of_attention(node: Any) -> int | None:
+    """How many keys an attention may have that a node looks like, by its name and inputs; None when it does not."""
+    name = re.sub(r"Backward\d*$", "", node.name())
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    shapes = torch_internals.input_shapes(node)
+    known = [shape for shape in shapes if shape is not None and 3 <= len(shape) <= 5]
+    if not names_attention_kernel(words) or len(shapes) < 3 or not known:
+        return None
+    key = shapes[1] if shapes[1] in known else None
+    return max(key[1:-1] if key is not None else [size for shape in known for size in shape[:-1]])
+
+
+def parameters_cut_off(function: Any, nodes: Iterable[Any]) -> list[str]:
     """Names of a block's attention parameters that require grad and have no part in its outputs.
 
     Behind a kernel without a backward gradients are None, and nobody is told: SageAttention does that.
     """
+    module = census.block_of(function)
     if module is None:
         return []
     reached = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
@@ -60,12 +88,6 @@ def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> 
     parameters = [(name, parameter) for name, parameter in named if says_attention(name.rpartition(".")[0])]
     cut_off = [name for name, parameter in parameters if id(parameter) not in reached]
     return cut_off if len(cut_off) < len(parameters) else []  # all of them: frozen inputs, or another path was taken
-
-
-def _says_attention(node_name: str) -> bool:
-    own = re.sub(r"Backward\d*$", "", node_name)
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", own)
-    return says_attention(words)
 
 
 def graph_roots(tensors: Iterable[torch.Tensor]) -> dict[int, object]:

@@ -44,28 +44,25 @@ class Call:
 class Census:
     """The attention calls of one region, in order. ops: what a later region of this kind must record.
 
-    selection_bytes: memory held by the choices of sparse attention (top-k and sort outputs).
+    selection_bytes: memory held by the choices of sparse attention (top-k and sort outputs). compiled: it runs
+    code that torch.compile made.
     """
 
     ops: list[ResolvedOp]
     calls: tuple[Call, ...]
     selection_bytes: int = 0
+    compiled: bool = False
     others: list[list[ResolvedOp]] = dataclasses.field(default_factory=list)
     """What a function that is no block was found to record as well: one function may run several unlike layers."""
 
     @classmethod
     def of_tape(cls, record: Record) -> Census:
         """From a region that has just been recorded on a tape."""
-        calls, selected = [], 0
+        calls = []
         for entry in filter(None, record.tape):
-            if entry.resolved.is_attention:
-                extra = opaque.extra_bytes(entry.resolved, entry.kept or ())
-                calls.append(
-                    Call(entry.resolved.name, int(entry.keys), entry.kept is not None, entry.saved_bytes, extra)
-                )
-            else:
-                selected += entry.saved_bytes
-        return cls(list(record.calls), tuple(calls), selected)
+            extra = opaque.extra_bytes(entry.resolved, entry.kept or ())
+            calls.append(Call(entry.resolved.name, int(entry.keys), entry.kept is not None, entry.saved_bytes, extra))
+        return cls(list(record.calls), tuple(calls), record.tape.choices.held_bytes)
 
 
 @dataclasses.dataclass

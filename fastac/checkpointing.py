@@ -6,6 +6,7 @@ the recompute under the second; back from the forward, `Region.check` compares w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -14,15 +15,14 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import autograd_graph, census, diagnosis, interception, opaque, torch_internals
+from fastac import autograd_graph, census, diagnosis, explanation, interception, opaque, torch_internals
 from fastac.census import Census
-from fastac.entries import Tape
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
 from fastac.observation import Observer
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.preflight import is_compiled, refuse_switched, refuse_wrapped
 from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts, traced_failure
-from fastac.tape import Record, Replay
+from fastac.tape import Record, Replay, Tape
 
 logger = logging.getLogger("fastac")
 
@@ -221,10 +221,21 @@ class Region:
         record, known = self.record, self._known
         if record is None or not record.entered:
             return  # gradients are off, here or around a reentrant checkpoint: there is nothing to save
-        if known is None or record.missed or (known.ops != record.calls and record.calls not in known.others):
+        if (
+            known is None
+            or record.missed
+            or (known.ops != record.calls and record.calls not in known.others)
+            or (self.block is not None and self.key not in self.block.censuses and self._is_odd(record, known, outputs))
+        ):
             self._settle(record, outputs)
         else:
             self._remember(known)
+
+    def _is_odd(self, record: Record | SelectiveRecord, known: Census, outputs: Any) -> bool:
+        """Whether a block holds an attention that the first of its class did not, and that nothing recorded."""
+        nodes = autograd_graph.nodes_between(outputs, (self.args, self.kwargs))
+        compiled = autograd_graph.ran_compiled_code(nodes) and not known.compiled
+        return compiled or bool(autograd_graph.hidden_functions(nodes, record.owners, self.policy))
 
     def _settle(self, record: Record | SelectiveRecord, outputs: Any) -> None:
         """The slow way: the first region of its kind, or one that recorded other calls than its kind did before."""
@@ -233,16 +244,18 @@ class Region:
         where = census.describe(self.function)
         late = opaque.make_known_visible()
         seen: Observer | diagnosis.Look | None = self.observer
-        compiled = is_compiled(self.function)
+        nodes = autograd_graph.nodes_between(outputs, (self.args, self.kwargs))
+        hidden = autograd_graph.hidden_functions(nodes, record.owners, self.policy)
+        compiled = is_compiled(self.function) or autograd_graph.ran_compiled_code(nodes)
+        mine = dataclasses.replace(mine, compiled=compiled)
         if seen is not None:
-            nodes = autograd_graph.nodes_between(outputs, (self.args, self.kwargs))
-            compiled = compiled or autograd_graph.ran_compiled_code(nodes)
-            seen.hidden = autograd_graph.hidden_functions(nodes, len(record.calls))
-            diagnosis.warn_of_cut_off(autograd_graph.parameters_cut_off(census.block_of(self.function), nodes), where)
-        if compiled or (seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops))):
+            explanation.warn_of_cut_off(autograd_graph.parameters_cut_off(self.function, nodes), where)
+        if compiled or hidden or (seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops))):
             # Compiled code can not be watched, and a region that makes fewer calls than it should was not.
             seen = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy, compiled)
             diagnosis.leave_out_compiled_away(seen, record.calls, where)
+            seen.hidden = hidden
+            seen.elsewhere += self.observer.elsewhere if self.observer is not None else []
             late += seen.late
         if late:
             logger.info("%s: the library of %s was loaded just now; saved from the next region on", where, late[0])
@@ -263,23 +276,18 @@ class Region:
     def _judge(self, record: Record | SelectiveRecord, mine: Census, seen: Observer | diagnosis.Look) -> None:
         before = self.block.censuses.get(self.key) if self.block is not None else None
         expected = max(len(seen.ops), len(before.ops) if before is not None else 0)
-        if (
-            not (record.missed or seen.missed or seen.unknown or seen.elsewhere or seen.silent or seen.hidden)
-            and len(mine.ops) >= expected
-        ):
+        hidden = seen.hidden if isinstance(seen, diagnosis.Look) else []
+        unsaved = record.missed or seen.missed or seen.unknown or seen.elsewhere or seen.silent or hidden
+        if not unsaved and len(mine.ops) >= expected:
             return
         look = seen
         if isinstance(look, Observer):
             look = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
             look.elsewhere = look.elsewhere or seen.elsewhere
-            look.hidden = seen.hidden
         made = len(mine.ops)
-        expected = max(
-            expected,
-            made + len(look.elsewhere) + len(look.hidden),
-            len(look.ops) + len(look.missed) + len(look.unknown),
-        )
-        raise PolicyNotAppliedError(diagnosis.explain(self.function, self.policy, look, made, expected))
+        unseen = len(look.elsewhere) + len(look.hidden)
+        expected = max(expected, made + unseen, len(look.ops) + len(look.missed) + len(look.unknown))
+        raise PolicyNotAppliedError(explanation.explain(self.function, self.policy, look, made, expected))
 
     def _remember(self, mine: Census) -> None:
         for listener in census.listeners:

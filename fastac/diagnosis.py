@@ -17,15 +17,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fastac import census, observation, opaque, plugins, registry
+from fastac import census, observation, opaque
 from fastac.autograd_graph import tensors_of
-from fastac.entries import Tape
 from fastac.policy import Policy
 from fastac.preservation import buffers_preserved, generators_preserved
 from fastac.recognition import Decomposed, UnknownOp
 from fastac.registry import ResolvedOp
-from fastac.rows import Verdict
-from fastac.tape import Scope, run_kernel, thread
+from fastac.tape import Scope, Tape, run_kernel, thread
 
 logger = logging.getLogger("fastac")
 
@@ -61,11 +59,10 @@ class _Witness(Scope):
         return next((name for module in reversed(self.modules) if (name := self.names.get(id(module)))), "")
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if resolved.is_attention:
-            self.ops.append(resolved)
-            self.seen.append(Attention(self.where, resolved.name, resolved.keys(args, kwargs)))
-            if self.compiled and isinstance(resolved.op, torch._ops.HigherOrderOperator):
-                raise _SeenEnough  # eagerly it would take the memory that it is compiled to save
+        self.ops.append(resolved)
+        self.seen.append(Attention(self.where, resolved.name, resolved.keys(args, kwargs)))
+        if self.compiled and isinstance(resolved.op, torch._ops.HigherOrderOperator):
+            raise _SeenEnough  # eagerly it would take the memory that it is compiled to save
         return run_kernel(resolved, keyset, args, kwargs)
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -169,17 +166,6 @@ def look_again(
     return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.silent, observer.joined)
 
 
-def warn_of_cut_off(parameters: Sequence[str], where: str) -> None:
-    """Tell of attention parameters that get no gradient. It may be meant so: a projection that is not used here."""
-    if parameters:
-        logger.warning(
-            "%s: %s require grad and have no part in its output, so that they get no gradient. An attention kernel "
-            "without a backward does that (SageAttention); if it is meant so, requires_grad_(False) says it.",
-            where,
-            ", ".join(parameters[:6]) + (f" and {len(parameters) - 6} more" if len(parameters) > 6 else ""),
-        )
-
-
 def leave_out_compiled_away(look: Look, recorded: Sequence[ResolvedOp], where: str) -> None:
     """What make_visible made visible is so in eager mode only: compiled it is recomputed, which is told."""
     missing = collections.Counter(look.ops) - collections.Counter(recorded)
@@ -233,62 +219,3 @@ def _module_stack(witness: _Witness, module: torch.nn.Module | None) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
-
-
-def explain(function: Any, policy: Policy, look: Look, made: int, expected: int) -> str:
-    """The message of a PolicyNotAppliedError for a region that recorded `made` attention calls."""
-    where = census.describe(function)
-    lines = [f"{policy}: not every attention call at {where} was saved ({made} of {expected} reached a registered op)."]
-    for attention in look.missed:
-        place = f"{where}.{attention.module}" if attention.module else where
-        lines.append(
-            f"- {attention.op} in {place} over {attention.keys} keys ran as small ops, which leave no attention output "
-            f"to save: {attention.cause}."
-        )
-    for unknown in sorted(set(look.unknown)):
-        lines.append(
-            f"- {unknown.namespace}::{unknown.name} looks like an attention forward and has no row. If it is one, add "
-            f"one (layout is where its keys are: bshd, bhsd or thd; dropout None if it never draws random numbers):\n"
-            f"{unknown.suggested_row()}"
-        )
-    for name in sorted(set(look.elsewhere)):
-        lines.append(
-            f"- {name} was called in another thread, where no region is open. Call it in the block's own thread."
-        )
-    for function_class in look.hidden:
-        lines.append(
-            f"- {function_class.__module__}.{function_class.__qualname__}, an autograd.Function, says it is attention, "
-            f"and no op shows its kernel. Once, before training: fastac.make_visible({function_class.__qualname__}, "
-            f'layout="bshd") (bshd, bhsd or thd: where its keys are).'
-        )
-    for name in sorted(set(look.silent)):
-        lines.append(
-            f"- {where}.{name} ran, and no attention call was seen: its kernel is called past the dispatcher "
-            f"(from an autograd.Function, by pybind or ctypes), where nothing can be saved."
-        )
-    for use in registry.backend_uses(function) if isinstance(function, torch.nn.Module) else ():
-        if use.verdict not in (Verdict.SAVABLE, Verdict.OPAQUE):
-            lines.append(
-                f"- {where}.{use.module} is set to backend {use.backend!r} ({use.verdict.value}): {use.reason}."
-            )
-    if len(lines) == 1:
-        higher_order = [op.name for op in look.ops if isinstance(op.op, torch._ops.HigherOrderOperator)]
-        if made < len(look.ops) and higher_order:
-            lines.append(
-                f"- {higher_order[0]} is compiled into code of its own here, in which no call is left to save. "
-                f"Leave it to an eager block, or compile the model as a whole, with its checkpointed blocks inside."
-            )
-        elif made < len(look.ops):
-            lines.append(
-                "- Run eagerly the block makes every call. Compiled code called a kernel past the dispatcher "
-                "(inductor's cpp_wrapper does), or the block takes another path from call to call."
-            )
-        else:
-            lines.append(
-                "- This block made more attention calls on equal inputs before. Its attention was replaced by a kernel "
-                "that fastac can not see, or it takes another path from call to call."
-            )
-    lines += [f"- plugin {plugin} is left out, and with it its rows: {why}" for plugin, why in plugins.broken().items()]
-    ran = ", ".join(dict.fromkeys(op.name for op in look.ops)) or "none"
-    lines.append(f'Registered ops that did run: {ran}. Mend the cause, or use policy="full" for this block.')
-    return "\n".join(lines)

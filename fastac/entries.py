@@ -1,14 +1,14 @@
-"""What a tape holds: one entry per attention call of a region, with what its replay is checked by."""
+"""One attention call of a region: what is kept of it, and what its replay is checked by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
+from fastac.selection import Selection
 
 
 class Entry:
@@ -18,9 +18,8 @@ class Entry:
     single = False
     versions: Sequence[int | None] = ()
     guarded = False
-    generator_state: torch.Tensor | None = None
-    device: torch.device | None = None
-    selection: Sequence[Any] = ()
+    generator_states: Mapping[torch.device, torch.Tensor] = {}
+    selection: Selection | None = None
 
     def __init__(self, resolved: ResolvedOp, keys: int, inputs: Sequence[Any]) -> None:
         self.resolved = resolved
@@ -30,22 +29,9 @@ class Entry:
     @property
     def saved_bytes(self) -> int:
         """Bytes of memory that the kept outputs hold."""
-        tensors = [value for value in (*(self.kept or ()), *self.selection) if isinstance(value, torch.Tensor)]
+        chosen = self.selection.tensors if self.selection is not None else ()
+        tensors = [value for value in (*(self.kept or ()), *chosen) if isinstance(value, torch.Tensor)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-class Tape(list[Entry | None]):
-    """The entries of one region. Ops that are intercepted later than `generation` are none of its business.
-
-    Without that, a row registered between a forward and its recompute would ask the tape for a call it never saw.
-    """
-
-    __slots__ = ("generation", "recording")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generation = generation.current
-        self.recording = False
 
 
 class _Generation:
@@ -65,16 +51,3 @@ def described(args: Sequence[Any]) -> list[Any]:
 def readable(inputs: Sequence[Any]) -> str:
     """What `described` tells, for messages."""
     return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, _, dtype in inputs)
-
-
-def choose_again(resolved: ResolvedOp, kept: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Make a recomputed choice of blocks the forward's, which backward will read. Comparing would wait for the device.
-
-    Raises FastacError when there are more or fewer blocks than in the forward.
-    """
-    if kept.shape != chosen.shape:
-        raise FastacError(
-            f"recompute chose other blocks for {resolved.name} than the forward did: a table of {tuple(chosen.shape)} "
-            f"where there was one of {tuple(kept.shape)}. What it chooses by must repeat itself exactly."
-        )
-    chosen.copy_(kept)

@@ -20,7 +20,7 @@ from fastac import registry, torch_internals
 from fastac.entries import generation
 from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
-from fastac.rows import DecompositionOp
+from fastac.rows import AttentionOp, DecompositionOp, SelectionOp
 from fastac.tape import run_kernel, thread
 from fastac.torch_internals import BELOW_BACKEND_SELECT
 
@@ -81,7 +81,8 @@ def install() -> None:
 
 def _was_defined_again(resolved: ResolvedOp) -> bool:
     """Whether a notebook cell, say, defined an op anew under a name that is intercepted: its arguments may differ."""
-    return resolved.op is not registry.find_op(resolved.qualified_name)
+    found = registry.find_op(resolved.qualified_name)
+    return found is not None and found is not resolved.op
 
 
 def install_if_loaded() -> None:
@@ -100,7 +101,8 @@ def _intercept(resolved: ResolvedOp) -> None:
             f'where fastac must stand. Load fastac without that package, or use policy="full".'
         )
     holder = _Holder(resolved)
-    function = _decomposition(holder) if isinstance(resolved.row, DecompositionOp) else _attention(holder)
+    functions = {AttentionOp: _attention, DecompositionOp: _decomposition, SelectionOp: _choice}
+    function = functions[type(resolved.row)](holder)
     # Counted only now: a region that is open meanwhile has begun without this op and goes on without it.
     resolved.generation = generation.current + 1
     if isinstance(resolved.op, torch._ops.HigherOrderOperator):
@@ -139,3 +141,14 @@ def _decomposition(holder: _Holder) -> Callable[..., Any]:
         return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
 
     return attention_decomposed
+
+
+def _choice(holder: _Holder) -> Callable[..., Any]:
+    def chosen(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = thread.scope
+        resolved = holder.resolved
+        if scope is not None:
+            return scope.choose(resolved, keyset, args, kwargs)
+        return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
+
+    return chosen

@@ -14,7 +14,13 @@ from fastac import census, interception, opaque, registry, torch_internals
 from fastac.autograd_graph import graph_roots, leads_to, tensors_of
 from fastac.entries import generation
 from fastac.policy import Policy
-from fastac.recognition import Decomposed, SoftmaxAttention, UnknownOp, looks_like_attention_forward
+from fastac.recognition import (
+    Decomposed,
+    SoftmaxAttention,
+    UnknownOp,
+    looks_like_attention_forward,
+    without_coarse,
+)
 from fastac.registry import ResolvedOp
 from fastac.tape import thread
 
@@ -36,7 +42,6 @@ class Observer(TorchDispatchMode):
         self.elsewhere: list[str] = []
         self.silent: list[str] = []
         self.joined: list[str] = []
-        self.hidden: list[type] = []
         self.progress: Callable[[], int] = lambda: 0
         self.ops: tuple[ResolvedOp, ...] = ()  # what the tape records is not seen twice
         module = census.module_of(function)
@@ -44,7 +49,7 @@ class Observer(TorchDispatchMode):
         tensors = list(tensors_of(inputs))
         self._softmax_attention = SoftmaxAttention(tensors)
         self._roots = graph_roots([*parameters, *tensors])
-        self._coarse_keys = 0
+        self._coarse: list[int] = []
         self._thread = 0
         self._modules = len(sys.modules)
         self._module = module
@@ -68,7 +73,8 @@ class Observer(TorchDispatchMode):
         while self._handles:
             self._handles.pop().remove()
         self.progress = lambda: 0  # it held the record, which holds this
-        self.missed = [found for found in self.missed if found[1].keys > self._coarse_keys]
+        counting = without_coarse([found for _, found in self.missed], self._coarse)
+        self.missed = [missed for missed in self.missed if missed[1] in counting]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +125,7 @@ class Observer(TorchDispatchMode):
         resolved = registry.classify(op)
         if resolved is not None:
             if resolved.is_attention:
-                self._coarse_keys = max(self._coarse_keys, resolved.coarse_keys(args, kwargs))
+                self._coarse.append(resolved.coarse_keys(args, kwargs))
             return
         if not isinstance(op, torch._ops.OpOverload):
             if looks_like_attention_forward(op.name(), args):

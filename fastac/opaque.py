@@ -12,11 +12,13 @@ import itertools
 import logging
 import re
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastac import interception, packing, registry, torch_internals
 from fastac.errors import FastacError
@@ -29,10 +31,11 @@ logger = logging.getLogger("fastac")
 NAMESPACE = "fastac_opaque"
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-_visible: dict[str, type[torch.autograd.Function]] = {}
+_visible: dict[str, tuple[type[torch.autograd.Function], tuple[Any, ...]]] = {}
 _known: list[OpaqueFunction] = []
 _settled: set[tuple[OpaqueFunction, str]] = set()
 _looked_at = 0
+_looking = threading.RLock()
 _handles = itertools.count()
 _calls: dict[int, _Call] = {}
 _contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -68,11 +71,16 @@ def make_visible(
     Raises FastacError for a Function with `setup_context`, for an argument its forward does not have, and for a name
     that another Function has; when it is called in a region, for `mark_dirty` and for outputs that are no tensors.
     """
-    for given, visible in _visible.items():
-        if visible is function and name in ("", given):
+    options = (key, layout, max_kv, dropout)
+    for given, (visible, options_given) in _visible.items():
+        if visible is function and name in ("", given) and options == options_given:
             return _op(given)
         if visible is function:
-            raise FastacError(f"make_visible: {function.__qualname__} is visible already, as {given!r}")
+            raise FastacError(
+                f"make_visible: {function.__qualname__} is visible already, as {given!r}, with (key, layout, max_kv, "
+                f"dropout) = {options_given}. fastac.enable makes the Functions of known libraries visible: to have "
+                f"your own options count, make it visible before."
+            )
     if not name and isinstance(function, type):
         name = own = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
         while name in _visible:  # defined again, in a notebook or a local scope
@@ -88,8 +96,9 @@ def make_visible(
     if layout not in KEYS_DIMENSION:
         raise FastacError(f"make_visible: layout {layout!r} is none of {', '.join(KEYS_DIMENSION)}")
 
-    _library.define(f"{name}(Tensor first, Tensor[] others, int keys, bool draws, int handle) -> Tensor[]")
-    _library.impl(name, _kernel, "CompositeExplicitAutograd")
+    if not hasattr(getattr(torch.ops, NAMESPACE), name):  # else it was not registered, when this was tried before
+        _library.define(f"{name}(Tensor first, Tensor[] others, int keys, bool draws, int handle) -> Tensor[]")
+        _library.impl(name, _kernel, "CompositeExplicitAutograd")
     op = _op(name)
     registry.register(
         AttentionOp(backend=backend, namespace=NAMESPACE, name=name, key="first", max_kv="keys", dropout="draws")
@@ -107,16 +116,24 @@ def make_visible(
             return given
         tensor = value_of(key, args) if key else None
         if tensor is None:
-            tensor = tensors[min(1, len(tensors) - 1)]
+            large = [tensor for tensor in tensors if tensor.dim() > 2]
+            tensor = large[min(1, len(large) - 1)] if large else tensors[0]
+        if tensor.dim() < -KEYS_DIMENSION[layout]:
+            raise FastacError(
+                f"{function.__qualname__} was made visible with layout={layout!r}, and its key tensor has the shape "
+                f"{tuple(tensor.shape)}. Name the key and its layout: fastac.make_visible(..., key=..., layout=...)."
+            )
         return int(tensor.shape[KEYS_DIMENSION[layout]])
 
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             _tell_compiled(name)
-            return original(ctx, *args)
-        tensors = [leaf for leaf in torch_internals.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        if not tensors or not _is_watched(tensors):
-            return original(ctx, *args)
+            return original(ctx, *args, **kwargs)
+        tensors = _tensors_of(args)
+        # Not by `apply`: another Function that calls this forward as a helper may pass what it likes.
+        by_hand = bool(kwargs) or not isinstance(ctx, torch.autograd.function.FunctionCtx)
+        if by_hand or not tensors or not _is_watched(tensors):
+            return original(ctx, *args, **kwargs)
         draws = dropout == ALWAYS or (dropout is not None and bool(value_of(dropout, args)))
         handle = next(_handles)
         _calls[handle] = _Call(original, ctx, args, tensors)
@@ -129,7 +146,7 @@ def make_visible(
             vars(ctx).update(vars(first))
         return packing.unpack(ctx, flat, tensors)
 
-    _visible[name] = function
+    _visible[name] = function, options
     function.forward = staticmethod(forward)  # type: ignore[method-assign]
     logger.info("%s.%s is visible as %s::%s", function.__module__, function.__qualname__, NAMESPACE, name)
     return op
@@ -142,7 +159,7 @@ def is_opaque(resolved: ResolvedOp) -> bool:
 
 def is_visible(function: type) -> bool:
     """Whether make_visible was called for an autograd.Function."""
-    return any(visible is function for visible in _visible.values())
+    return any(visible is function for visible, _ in _visible.values())
 
 
 def extra_bytes(resolved: ResolvedOp, kept: Sequence[Any]) -> int:
@@ -166,30 +183,38 @@ def make_known_visible() -> list[str]:
     global _looked_at
     if len(sys.modules) == _looked_at:
         return []
-    _looked_at = len(sys.modules)
-    made = []
-    for module_name, module in list(sys.modules.items()):
-        for known in _known:
-            if (known, module_name) in _settled or not re.fullmatch(known.module, module_name):
-                continue
-            function = getattr(module, known.name, None)
-            if function is None:
-                _looked_at = 0  # still being imported
-                continue
-            _settled.add((known, module_name))
-            try:
-                op = make_visible(
-                    function,
-                    backend=known.backend,
-                    key=known.key,
-                    layout=known.layout,
-                    max_kv=known.max_kv,
-                    dropout=known.dropout,
-                )
-                made.append(str(op))
-            except FastacError as error:
-                logger.warning("%s.%s can not be saved: %s", module_name, known.name, error)
+    made: list[str] = []
+    with _looking:
+        modules = list(sys.modules.items())
+        complete = True
+        for module_name, module in modules:
+            for known in _known:
+                if (known, module_name) not in _settled and re.fullmatch(known.module, module_name):
+                    complete = _make_visible(known, module_name, module, made) and complete
+        _looked_at = len(modules) if complete else 0
     return made
+
+
+def _make_visible(known: OpaqueFunction, module_name: str, module: Any, made: list[str]) -> bool:
+    function = getattr(module, known.name, None)
+    if function is None:
+        return False  # still being imported
+    _settled.add((known, module_name))
+    if is_visible(function):
+        return True  # by the user, whose options count
+    try:
+        op = make_visible(
+            function,
+            backend=known.backend,
+            key=known.key,
+            layout=known.layout,
+            max_kv=known.max_kv,
+            dropout=known.dropout,
+        )
+        made.append(str(op))
+    except FastacError as error:
+        logger.warning("%s.%s can not be saved: %s", module_name, known.name, error)
+    return True
 
 
 interception.before_installation.append(make_known_visible)
@@ -204,7 +229,9 @@ def _forward_of(function: Any, name: str) -> Callable[..., Any]:
             f"forward. Write both as one forward(ctx, ...), or register its kernel as a torch.library.custom_op."
         )
     if name in _visible:
-        raise FastacError(f"make_visible: the name {name!r} is taken by {_visible[name].__qualname__}. Give another.")
+        raise FastacError(
+            f"make_visible: the name {name!r} is taken by {_visible[name][0].__qualname__}. Give another."
+        )
     if not name.isidentifier():
         raise FastacError(f"make_visible: {name!r} is no name for an op. Use letters, digits and underscores.")
     return function.forward
@@ -215,10 +242,23 @@ def _op(name: str) -> torch._ops.OpOverload:
     return op
 
 
-def _is_watched(tensors: Sequence[torch.Tensor]) -> bool:
+def _tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors_of(value)
+    return found
+
+
+def _is_watched(tensors: Sequence[Any]) -> bool:
     """Whether somebody is there who saves or counts the call. Elsewhere, and in traces, the forward just runs."""
-    if torch_internals.in_proxy_trace() or any(torch_internals.is_fake(tensor) for tensor in tensors):
+    if torch_internals.in_proxy_trace():
         return False
+    for tensor in tensors:
+        if torch_internals.is_fake(tensor) or is_traceable_wrapper_subclass(tensor):
+            return False  # a stand-in, or one such as DTensor, which an op must be taught
     listening = thread.scope is not None or bool(interception.watchers) or bool(execution_counters)
     return listening or torch_internals.in_dispatch_mode()
 

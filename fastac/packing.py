@@ -24,8 +24,8 @@ def pack(context: Any, outputs: Any, inputs: Sequence[torch.Tensor], handle: int
 
     Raises FastacError for what can not pass: a tensor that was marked dirty, an output that is neither tensor nor None.
     """
-    single = not isinstance(outputs, (tuple, list))
-    outputs = (outputs,) if single else tuple(outputs)
+    single = not isinstance(outputs, tuple)  # a list is no tuple of outputs, to autograd
+    outputs = (outputs,) if single else outputs
     _check(context, outputs)
     tensors: list[torch.Tensor] = []
     places: dict[int, int] = {}

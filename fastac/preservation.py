@@ -51,3 +51,14 @@ def buffers_preserved(module: torch.nn.Module | None) -> Iterator[None]:
                 setattr(owner, name, buffer)
             if not torch.equal(buffer, value):  # writing would count as an in-place change
                 buffer.detach().copy_(value)
+
+
+def devices_of(args: Iterable[object]) -> set[torch.device]:
+    """Devices on which a kernel may draw random numbers: those of its tensors, and the CPU, where seeds are drawn."""
+    found = {torch.device("cpu")}
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            found.add(value.device)
+        elif isinstance(value, (list, tuple)):
+            found |= devices_of(value)
+    return found

@@ -34,13 +34,32 @@ class Decomposed:
 _ATTENTION = re.compile(r"(?<![a-z])(flash_?)?(attn|attention|sdpa|f?mha)(?![a-z])")
 _FORWARD = re.compile(r"(^|_)(fwd|forward|func)(_|$)")
 _NOT_A_FORWARD = re.compile(r"backward|bwd|_grad|mask|bias")
+_BESIDE_ATTENTION = re.compile(
+    r"generated_?backward|mask(?!ed)|norm|rope|rotary|gate|embed|all_?to_?all|a2a|scatter|gather|split|reduce|proj"
+)
 _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
+
+
+def without_coarse(found: Iterable[Decomposed], coarse: Iterable[int]) -> list[Decomposed]:
+    """Without the attention over blocks that sparse attention chooses by: it is meant to be recomputed.
+
+    coarse: numbers of blocks of the region's sparse calls. One key may also stand for two or four of them: some
+    kernels divide their blocks.
+    """
+    numbers = {blocks // times for blocks in coarse for times in (1, 2, 4) if blocks % times == 0}
+    return [attention for attention in found if attention.keys not in numbers]
 
 
 def says_attention(name: str) -> bool:
     """Whether a name has attention among its words, and none that says it is something else about it."""
     return bool(_ATTENTION.search(name.lower())) and _NOT_A_FORWARD.search(name.lower()) is None
+
+
+def names_attention_kernel(name: str) -> bool:
+    """Whether a Function of that name, in words, may run an attention kernel, rather than something beside one."""
+    name = name.lower()
+    return bool(_ATTENTION.search(name) or "flash" in name) and _BESIDE_ATTENTION.search(name) is None
 
 
 def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:

@@ -10,14 +10,24 @@ import dataclasses
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fastac import torch_internals
 from fastac.errors import FastacError, UnsupportedBackendError
-from fastac.rows import ALWAYS, KEYS_DIMENSION, AttentionOp, DecompositionOp, Row, SelectionOp, Verdict
+from fastac.rows import (
+    ALWAYS,
+    KEYS_DIMENSION,
+    AttentionOp,
+    DecompositionOp,
+    Row,
+    SelectionOp,
+    Verdict,
+    check_row,
+)
 
 Op = torch._ops.OpOverload | torch._ops.HigherOrderOperator
 
@@ -89,7 +99,7 @@ class ResolvedOp:
         """Number of keys each query of this call may attend to (a SymInt under a trace with dynamic shapes)."""
         row = self.row
         if isinstance(row, SelectionOp):
-            return sys.maxsize  # saved with any attention
+            raise TypeError(f"{self.name} chooses, and attends to no keys")
         if isinstance(row, DecompositionOp):
             keys: int = args[row.scores].shape[-1]
             return keys
@@ -107,7 +117,7 @@ class ResolvedOp:
             return dropout is not None
         return bool(self.argument(dropout, args, kwargs))
 
-    def selection(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def selection(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor | None]:
         """The tensors of a call that hold the blocks it was told to attend to."""
         names = self.row.selection if isinstance(self.row, AttentionOp) else ()
         return [self.argument(name, args, kwargs) for name in names]
@@ -115,7 +125,8 @@ class ResolvedOp:
     def coarse_keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """How many keys the coarse attention has that goes with this call; 0 for a kernel that is not sparse."""
         name = self.row.coarse if isinstance(self.row, AttentionOp) else ""
-        return int(self.argument(name, args, kwargs).numel()) if name else 0
+        blocks = self.argument(name, args, kwargs) if name else None
+        return 0 if blocks is None else int(blocks.numel())
 
     def check_trains(self) -> None:
         """Raise UnsupportedBackendError when the row says that the op has no backward."""
@@ -158,7 +169,9 @@ after_registration: list[Callable[[], object]] = []
 logger = logging.getLogger("fastac")
 
 _rows: list[Row] = []
+_registering = threading.RLock()
 _readers: list[BackendReader] = []
+_told: set[str] = set()
 _decisions: dict[object, ResolvedOp | None] = {}
 
 
@@ -173,41 +186,24 @@ def register(*new_rows: Row) -> None:
     Raises FastacError for a row that is not well-formed, that stands already, or whose op can not be saved. Nothing
     is registered then.
     """
-    before = list(_rows)
+    added: list[Row] = []
     try:
-        for row in new_rows:
-            _check_row(row)
-            _rows.append(row)
-        _decisions.clear()
-        present_ops(strict=True)
-        for listener in after_registration:
+        with _registering:
+            for row in new_rows:
+                check_row(row)
+                if any(_place(row) == _place(other) for other in _rows):
+                    raise FastacError(f"register: there is a row for {row.namespace}::{row.name} already")
+                _rows.append(row)
+                added.append(row)
+            _decisions.clear()
+            present_ops(strictly=new_rows)
+        for listener in after_registration:  # not under the lock: a listener has one of its own
             listener()
     except FastacError:
-        _rows[:] = before
-        _decisions.clear()
+        with _registering:
+            _rows[:] = [row for row in _rows if not any(row is mine for mine in added)]
+            _decisions.clear()
         raise
-
-
-def _check_row(row: Row) -> None:
-    if not isinstance(row, (AttentionOp, DecompositionOp, SelectionOp)):
-        raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
-    for field in dataclasses.fields(row):
-        allowed = (str, type(None)) if "None" in str(field.type) else str
-        if str(field.type).startswith("str") and not isinstance(getattr(row, field.name), allowed):
-            raise FastacError(f"register: {field.name} is no text in {row!r}")
-    try:
-        re.compile(row.namespace)
-    except re.error as error:
-        raise FastacError(f"register: namespace {row.namespace!r} is not a regular expression: {error}") from error
-    if not row.name.isidentifier():
-        raise FastacError(
-            f"register: name {row.name!r} is not the bare name of an op. Write it without namespace and overload: "
-            f'AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward")'
-        )
-    if isinstance(row, AttentionOp) and row.layout not in KEYS_DIMENSION:
-        raise FastacError(f"register: layout {row.layout!r} of {row.name} is none of {', '.join(KEYS_DIMENSION)}")
-    if any(_place(row) == _place(other) for other in _rows):
-        raise FastacError(f"register: there is a row for {row.namespace}::{row.name} already")
 
 
 def _place(row: Row) -> tuple[str, str, str]:
@@ -225,7 +221,7 @@ def _row_of(op: Op) -> Row | None:
     if len(found) > 1:
         raise FastacError(
             f"register: {namespace}::{name} is claimed by {len(found)} rows: "
-            + "; ".join(f"{row.namespace}::{row.name}" for row in found)
+            + "; ".join(f"{row.namespace}::{row.name} of {getattr(row, 'backend', 'fastac')}" for row in found)
         )
     if found and isinstance(found[0], SelectionOp) and any(a.written for a in torch_internals.arguments_of(op)):
         return None  # an overload with `out`: what it writes is the caller's own
@@ -260,8 +256,11 @@ def find_op(qualified: str) -> Op | None:
         return None
 
 
-def present_ops(strict: bool = False) -> list[ResolvedOp]:
-    """Every op of this process that a row names, all overloads. One that can not be saved is left out, or raises."""
+def present_ops(strictly: Collection[Row] = ()) -> list[ResolvedOp]:
+    """Every op of this process that a row names, all overloads.
+
+    One that can not be saved is left out; it raises when one of the rows `strictly` is concerned.
+    """
     rows_by_name: dict[str, list[Row]] = {}
     for row in _rows:
         rows_by_name.setdefault(row.name, []).append(row)
@@ -274,9 +273,11 @@ def present_ops(strict: bool = False) -> list[ResolvedOp]:
         try:
             resolved = classify(op)
         except FastacError as error:
-            if strict:
+            if any(row in strictly for row in rows_by_name[rest.partition(".")[0]]):
                 raise
-            logger.error("%s (the row is left out: a region that calls the op raises)", error)
+            if str(error) not in _told:
+                _told.add(str(error))
+                logger.error("%s (left out: a region that calls the op raises)", error)
             continue
         if resolved is not None:
             found.append(resolved)

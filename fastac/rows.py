@@ -6,7 +6,10 @@ A row is data. It names an op by a namespace pattern and a name, and says what f
 from __future__ import annotations
 
 import dataclasses
+import re
 from enum import Enum
+
+from fastac.errors import FastacError
 
 KEYS_DIMENSION = {"bshd": -3, "bhsd": -2, "thd": -3, "bs3hd": -4, "t3hd": -4}
 """Layout of the key tensor -> its dimension that counts keys.
@@ -82,6 +85,34 @@ class SelectionOp:
 
 
 Row = AttentionOp | DecompositionOp | SelectionOp
+
+
+def check_row(row: Row) -> None:
+    """Raise FastacError when a row is not well-formed."""
+    if not isinstance(row, (AttentionOp, DecompositionOp, SelectionOp)):
+        raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
+    for field in dataclasses.fields(row):
+        allowed = (str, type(None)) if "None" in str(field.type) else str
+        value = getattr(row, field.name)
+        if str(field.type).startswith("str") and not isinstance(value, allowed):
+            raise FastacError(f"register: {field.name} is no text in {row!r}")
+        if str(field.type).startswith("tuple") and not (
+            isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        ):
+            raise FastacError(f"register: {field.name} is no tuple of texts in {row!r}")
+        if field.type == "bool" and not isinstance(value, bool):
+            raise FastacError(f"register: {field.name} is neither True nor False in {row!r}")
+    try:
+        re.compile(row.namespace)
+    except re.error as error:
+        raise FastacError(f"register: namespace {row.namespace!r} is not a regular expression: {error}") from error
+    if not row.name.isidentifier():
+        raise FastacError(
+            f"register: name {row.name!r} is not the bare name of an op. Write it without namespace and overload: "
+            f'AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward")'
+        )
+    if isinstance(row, AttentionOp) and row.layout not in KEYS_DIMENSION:
+        raise FastacError(f"register: layout {row.layout!r} of {row.name} is none of {', '.join(KEYS_DIMENSION)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

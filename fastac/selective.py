@@ -6,7 +6,6 @@ gradients: a saved kernel that draws random numbers, and compiled code inside th
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,13 +15,20 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fastac import opaque, torch_internals
 from fastac.census import Call, Census
-from fastac.entries import choose_again
+from fastac.choices import Choices, Reader
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.observation import Observer
 from fastac.policy import Policy
-from fastac.recognition import Decomposed, SoftmaxAttention, UnknownOp, looks_like_attention_forward
+from fastac.recognition import (
+    Decomposed,
+    SoftmaxAttention,
+    UnknownOp,
+    looks_like_attention_forward,
+    without_coarse,
+)
 from fastac.registry import ResolvedOp, classify, qualified_name
 from fastac.rows import DecompositionOp, SelectionOp
+from fastac.selection import Selection
 
 COMPILED_CODE = (
     'engine="sac": torch\'s selective checkpointing around compiled code may keep buffers that the code reuses, with '
@@ -39,7 +45,8 @@ def traced_contexts(policy: Policy) -> Contexts:
     """
     softmax_attention = SoftmaxAttention()
     small: list[Decomposed] = []
-    coarse_keys = [0]
+    written_out: list[Decomposed] = []
+    coarse: list[int] = []
     unknown: list[UnknownOp] = []
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -49,7 +56,7 @@ def traced_contexts(policy: Policy) -> Contexts:
             if isinstance(op, torch._ops.OpOverload):
                 found = softmax_attention.follow(op, args, context.op_output)
             if found is not None and policy.saves(found.keys):
-                small.append(found)
+                written_out.append(found)
             elif looks_like_attention_forward(name := qualified_name(op), args):
                 unknown.append(UnknownOp(*name.split("::")))
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -58,11 +65,14 @@ def traced_contexts(policy: Policy) -> Contexts:
             if policy.saves(missed.keys):
                 small.append(missed)
             return CheckpointPolicy.PREFER_RECOMPUTE
-        coarse_keys.append(resolved.coarse_keys(args, kwargs))
+        if isinstance(resolved.row, SelectionOp):
+            floating = args[0].is_floating_point()
+            return CheckpointPolicy.MUST_SAVE if floating else CheckpointPolicy.PREFER_RECOMPUTE
+        coarse.append(resolved.coarse_keys(args, kwargs))
         return _verdict(resolved, policy, args, kwargs)
 
     def leave() -> None:
-        missed = [found.attention for found in small if found.keys > max(coarse_keys)]
+        missed = [found.attention for found in (*small, *without_coarse(written_out, coarse))]
         if missed or unknown:
             raise CompiledPolicyNotAppliedError(traced_failure(policy, missed, unknown))
 
@@ -108,17 +118,20 @@ def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> Ch
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _choose_again_in(mode: Any, chosen: collections.deque[Sequence[torch.Tensor]]) -> None:
-    """Let torch's replaying mode first give a saved call of sparse attention the blocks it had in the forward."""
+def _choosing_again(mode: Any, choices: Choices, selections: Sequence[Selection | None]) -> None:
+    """Let torch's replaying mode choose again what the forward chose, and nothing else."""
+    reader, remaining = Reader(choices), iter(selections)
 
     class Mode(type(mode)):  # type: ignore[misc]
         supports_higher_order_operators = True
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             resolved = classify(func)
-            if resolved is not None and resolved.has_selection and chosen:
-                for kept, mine in zip(chosen.popleft(), resolved.selection(args, kwargs or {}), strict=True):
-                    choose_again(resolved, kept, mine)
+            if resolved is not None and isinstance(resolved.row, SelectionOp):
+                chosen = reader.next(resolved, args, keep=False)
+                return func(*args, **(kwargs or {})) if chosen is None else chosen
+            if resolved is not None and resolved.has_selection and (selection := next(remaining, None)) is not None:
+                selection.put_into(resolved, resolved.selection(args, kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     mode.__class__ = Mode
@@ -134,13 +147,14 @@ class SelectiveRecord:
         self.calls: list[ResolvedOp] = []
         self.missed: list[Decomposed] = []
         self._found: list[Call] = []
-        self._selection_bytes = 0
-        self._chosen: collections.deque[Sequence[torch.Tensor]] = collections.deque()
+        self.owners: list[int] = []
+        self._choices = Choices()
+        self._selections: list[Selection | None] = []  # of every sparse call, None for one that is recomputed
         self._mode, self.replay = create_selective_checkpoint_contexts(self._decide)
 
     def census(self) -> Census:
         """What the region did."""
-        return Census(list(self.calls), tuple(self._found), self._selection_bytes)
+        return Census(list(self.calls), tuple(self._found), self._choices.held_bytes)
 
     def __enter__(self) -> SelectiveRecord:
         self.entered = True
@@ -152,8 +166,8 @@ class SelectiveRecord:
     def __exit__(self, *exception: Any) -> None:
         try:
             self._mode.__exit__(*exception)
-            if self._chosen:
-                _choose_again_in(self.replay, self._chosen)
+            if self._choices or self._selections:
+                _choosing_again(self.replay, self._choices, self._selections)
         finally:
             if self.observer is not None:
                 self.observer.__exit__(*exception)
@@ -167,6 +181,9 @@ class SelectiveRecord:
             if self.policy.saves(missed.keys):
                 self.missed.append(missed)
             return CheckpointPolicy.PREFER_RECOMPUTE
+        if isinstance(resolved.row, SelectionOp):
+            self._choices.keep(resolved, args, kwargs, context.op_output)
+            return CheckpointPolicy.PREFER_RECOMPUTE
         verdict = _verdict(resolved, self.policy, args, kwargs)
         saved = verdict is CheckpointPolicy.MUST_SAVE
         if saved and not torch.is_grad_enabled() and torch_internals.in_compiled_code():
@@ -179,12 +196,10 @@ class SelectiveRecord:
             )
         outputs = context.op_output if isinstance(context.op_output, (tuple, list)) else (context.op_output,)
         held = sum(t.untyped_storage().nbytes() for t in outputs if isinstance(t, torch.Tensor)) if saved else 0
-        if isinstance(resolved.row, SelectionOp):
-            self._selection_bytes += held
-            return verdict
-        if saved and resolved.has_selection:
-            self._chosen.append(torch_internals.clones(resolved.selection(args, kwargs)))
+        if resolved.has_selection:
+            self._selections.append(Selection(resolved.selection(args, kwargs)) if saved else None)
         self.calls.append(resolved)
+        self.owners.append(torch_internals.newest_node())
         extra = opaque.extra_bytes(resolved, outputs) if saved else 0
         self._found.append(Call(resolved.name, int(resolved.keys(args, kwargs)), saved, held, extra))
         return verdict

@@ -16,18 +16,35 @@ from typing import Any
 import torch
 
 from fastac import torch_internals
-from fastac.entries import Entry, Tape, choose_again, described, readable
+from fastac.choices import Choices, Reader
+from fastac.entries import Entry, described, generation, readable
 from fastac.errors import FastacError
 from fastac.policy import Policy
-from fastac.preservation import generator_state, set_generator_state
+from fastac.preservation import devices_of, generator_state, set_generator_state
 from fastac.recognition import Decomposed
 from fastac.registry import ResolvedOp
+from fastac.selection import Selection
 from fastac.torch_internals import BELOW_BACKEND_SELECT
 
 Calls = collections.Counter[str]
 
 execution_counters: list[Calls] = []
 """Counters, by op name, of every attention kernel that is really run while they stand here (fastac.verify)."""
+
+
+class Tape(list[Entry | None]):
+    """The entries of one region. Ops that are intercepted later than `generation` are none of its business.
+
+    Without that, a row registered between a forward and its recompute would ask the tape for a call it never saw.
+    """
+
+    __slots__ = ("choices", "generation", "recording")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = Choices()
+        self.generation = generation.current
+        self.recording = False
 
 
 class _Thread(threading.local):
@@ -80,13 +97,26 @@ class Scope:
         outer = self.outer
         while outer is not None and outer.tape is self.tape:
             outer = outer.outer  # a backward inside the region: the forward around this recompute is its own
-        if outer is not None:
+        if outer is None:
+            return run_kernel(resolved, keyset, args, kwargs)
+        if resolved.is_attention:
             return outer.call(resolved, keyset, args, kwargs)
-        return run_kernel(resolved, keyset, args, kwargs)
+        return outer.choose(resolved, keyset, args, kwargs)
+
+    def passes_by(self, resolved: ResolvedOp, args: Sequence[Any]) -> bool:
+        """Whether a call is none of the region's business.
+
+        dynamo and AOT call the op with fakes, and sometimes the real kernel on stand-ins, while a region is open.
+        """
+        return torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An attention op was called in this thread while the scope is open."""
         raise NotImplementedError
+
+    def choose(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Something was chosen, perhaps for sparse attention, in this thread while the scope is open."""
+        return self.run(resolved, keyset, args, kwargs)
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """An attention call was decomposed in this thread while the scope is open."""
@@ -114,6 +144,7 @@ class Record(Scope):
         self.observer = observer
         self.entered = False
         self.calls: list[ResolvedOp] = []
+        self.owners: list[int] = []  # the autograd node that each call belongs to
         self.missed: list[Decomposed] = []
 
     def __enter__(self) -> Record:
@@ -132,46 +163,54 @@ class Record(Scope):
             super().__exit__(*exception)
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        # dynamo and AOT call the op with fakes, and sometimes the real kernel on stand-ins, while a region is open.
-        if torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation:
+        if self.passes_by(resolved, args):
             return run_kernel(resolved, keyset, args, kwargs)
+        owner = torch_internals.newest_node()
         keys = resolved.keys(args, kwargs)
         saves = self.policy.saves(keys)
         # On the tape before it runs: a call that raises, where the block then tries another kernel, does so again.
         entry = Entry(resolved, keys, described(args))
         self.tape.append(entry)
-        state = None
+        before: dict[torch.device, torch.Tensor] = {}
         if not resolved.trains:
             resolved.check_trains()
         if saves:
             if resolved.written:
                 resolved.check_writes(args, kwargs)
             if resolved.may_draw and self.preserves_generators and resolved.draws(args, kwargs):
-                entry.device = next(a.device for a in args if isinstance(a, torch.Tensor))
-                state = generator_state(entry.device)
+                before = {device: generator_state(device) for device in devices_of(args)}
             if resolved.has_selection:
-                entry.selection = torch_internals.clones(resolved.selection(args, kwargs))
+                entry.selection = Selection(resolved.selection(args, kwargs))
         outputs = self.run(resolved, keyset, args, kwargs)
-        if resolved.is_attention:
-            self.calls.append(resolved)
+        self.calls.append(resolved)
+        self.owners.append(owner)
         if not saves:
             return outputs
-        if state is not None and entry.device is not None:
-            after = generator_state(entry.device)
-            entry.generator_state = None if torch.equal(state, after) else after
+        if before:
+            after = {device: generator_state(device) for device in before}
+            entry.generator_states = {
+                device: state for device, state in after.items() if not torch.equal(state, before[device])
+            }
         sequence = outputs
         if isinstance(outputs, torch.Tensor):
             entry.single, sequence = True, (outputs,)
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
-        # grad the user may write into the output. Keep a copy there. So it is for the indices of a selection.
-        if resolved.is_attention and torch.is_grad_enabled() and _requires_grad(args):
+        # grad the user may write into the output. Keep a copy there.
+        if torch.is_grad_enabled() and _requires_grad(args):
             entry.guarded = True
             entry.kept = torch_internals.aliases(sequence)
             entry.versions = torch_internals.versions(entry.kept)
         else:
             entry.kept = torch_internals.clones(sequence)
             entry.versions = torch_internals.versions(entry.kept)
+        return outputs
+
+    def choose(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Keep what was chosen: attention that is saved may depend on it."""
+        outputs = super().choose(resolved, keyset, args, kwargs)
+        if not self.passes_by(resolved, args):
+            self.tape.choices.keep(resolved, args, kwargs, outputs)
         return outputs
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -187,9 +226,10 @@ class Replay(Scope):
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
         self.position = 0
+        self.choices = Reader(tape.choices)
 
     def __enter__(self) -> Replay:
-        self.position = 0
+        self.position = self.choices.position = 0
         super().__enter__()
         return self
 
@@ -203,7 +243,7 @@ class Replay(Scope):
             )
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation:
+        if self.passes_by(resolved, args):
             return run_kernel(resolved, keyset, args, kwargs)
         if self.position >= len(self.tape):
             raise FastacError(
@@ -232,13 +272,21 @@ class Replay(Scope):
                 f"the output of {resolved.name} was changed in place after it was saved, so recompute can not use it. "
                 f'Replace the in-place operation, or use policy="full" for this block.'
             )
-        if entry.generator_state is not None and entry.device is not None:
-            set_generator_state(entry.generator_state, entry.device)  # what runs next must draw what it drew before
-        for mine, chosen in zip(entry.selection, resolved.selection(args, kwargs), strict=False):
-            choose_again(resolved, mine, chosen)
+        for device, state in entry.generator_states.items():
+            set_generator_state(state, device)  # what runs next must draw what it drew before
+        if entry.selection is not None:
+            entry.selection.put_into(resolved, resolved.selection(args, kwargs))
         outputs = entry.kept
         if not keep_graph:
             self.tape[position] = None
         else:  # for a second backward; an output that nobody guards must not be handed out itself
             outputs = torch_internals.aliases(outputs) if entry.guarded else torch_internals.clones(outputs)
         return outputs[0] if entry.single else outputs
+
+    def choose(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Choose as the forward did."""
+        if not self.passes_by(resolved, args):
+            keep_graph = torch_internals.keeps_graph() or self.tape.recording
+            if (chosen := self.choices.next(resolved, args, keep_graph)) is not None:
+                return chosen
+        return super().choose(resolved, keyset, args, kwargs)

@@ -44,7 +44,7 @@ _REQUIRED = (
     "_C._has_storage",
     "_C._len_torch_dispatch_stack",
     "_guards.TracingContext.try_get",
-    "autograd.function.FunctionMeta",
+    "_C._autograd._get_sequence_nr",
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
     "_ops._compute_keyset",
@@ -263,6 +263,25 @@ def dirty_tensors(context: Any) -> tuple[Any, ...]:
 def function_of(node: Any) -> type | None:
     """The autograd.Function that a node of the graph belongs to; None for a node of torch's own."""
     return getattr(node, "_forward_cls", None)
+
+
+def newest_node() -> int:
+    """The sequence number of the autograd node that this thread made last.
+
+    In an attention call it is the call's own, or that of the autograd.Function whose forward makes the call: both are
+    made before the kernel runs.
+    """
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def sequence_number(node: Any) -> int:
+    """The place of an autograd node among those that its thread made."""
+    return int(node._sequence_nr())
+
+
+def input_shapes(node: Any) -> list[torch.Size | None]:
+    """Shapes of the inputs of an autograd node, None for one that needs no gradient or is no tensor."""
+    return [None if fn is None else fn._input_metadata[place].shape for fn, place in node.next_functions]
 
 
 def in_dispatch_mode() -> bool:

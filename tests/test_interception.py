@@ -20,9 +20,8 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import census, entries, interception, registry, torch_internals
-from fastac.entries import Tape
 from fastac.policy import Policy
-from fastac.tape import Record
+from fastac.tape import Record, Tape
 from tests import support
 
 

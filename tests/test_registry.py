@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -484,3 +488,57 @@ def test_a_field_that_may_be_none_is_text_otherwise(field: str) -> None:
     with pytest.raises(fastac.FastacError, match=f"{field} is no text"):
         fastac.register(row(**{field: 3}))
     fastac.register(row(**{field: None}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"selection": "blocks"}, "selection is no tuple of texts"),
+        ({"trains": "no"}, "trains is neither True nor False"),
+    ],
+)
+def test_other_fields_of_the_wrong_kind(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(fastac.FastacError, match=message):
+        fastac.register(row(**options))
+
+
+def test_optional_arguments_of_sparse_attention_may_be_missing(define: Define, namespace: str) -> None:
+    op = define(f"attend({QKV}, Tensor? blocks=None, Tensor? sizes=None) -> Tensor")
+    fastac.register(row(namespace=namespace, selection=("blocks",), coarse="sizes"))
+    resolved = registry.classify(op)
+    assert resolved.selection(tensors(), {}) == [None]
+    assert resolved.coarse_keys(tensors(), {}) == 0
+
+
+def test_rows_that_collide_over_an_op_loaded_later_do_not_hinder_others(
+    define: Define, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fastac.register(row(namespace=namespace, backend="one"), row(namespace=f"{namespace}|more", backend="two"))
+    op = define(f"attend({QKV}) -> Tensor")
+    with caplog.at_level(logging.ERROR, logger="fastac"):
+        fastac.register(row(name="another"))
+        registry.present_ops()
+        registry.present_ops()
+    assert len(caplog.records) == 1
+    assert f"of one; {namespace}|more::attend of two" in caplog.text
+    with pytest.raises(fastac.FastacError, match="is claimed by 2 rows"):
+        registry.classify(op)
+
+
+def test_registering_in_two_threads_loses_nothing() -> None:
+    """One of them fails, and takes back its own rows only."""
+    begun = threading.Barrier(2)
+
+    def register(number: int) -> None:
+        begun.wait()
+        for i in range(50):
+            with contextlib.suppress(fastac.FastacError):
+                fastac.register(
+                    row(name=f"thread_{number}_{i}"), row(name="wrong", layout="none" if number else "bshd")
+                )
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(register, range(2)))
+    names = {one.name for one in registry.rows()}
+    assert "thread_0_0" in names
+    assert not any(name.startswith("thread_1_") for name in names)
