@@ -236,13 +236,13 @@ class TestCompiledBlocks:
 
     @EACH_BACKEND
     def test_a_compiled_function_inside_an_eager_block(self, backend: str) -> None:
-        """Nothing about the block says that it holds compiled code."""
+        """Nothing about the block says that it holds compiled code; the graph of its first region does."""
 
         def build(policy: str) -> torch.nn.Module:
             compiled = torch.compile(attend_and_scale, backend=backend, dynamic=False)
             return train_only(stack(policy=policy, block=lambda: SmallBlock(compiled)), "ffn")
 
-        assert_exact_and_saved(build, without_gradients(small_inputs()), calls=2)
+        assert_exact_and_saved(build, without_gradients(small_inputs()), calls=2, looks=1)
 
     @EACH_BACKEND
     def test_kernels_that_run_on_stand_ins_with_data(self, backend: str) -> None:

@@ -127,7 +127,9 @@ def test_bytes_of_choices_are_reported_apart(policy: str, engine: str) -> None:
     with support.reported_blocks({f"blocks.{i}": block for i, block in enumerate(model.blocks)}):
         report = fastac.report(model)
     row = report.rows[0]
-    assert row.selection_bytes == (0 if policy == "full" else 2 * CHOSEN * 2), "indices as int16, two blocks"
+    assert row.selection_bytes == (0 if policy == "full" else 2 * CHOSEN * (4 + 2)), (
+        "values, and indices as int16, of two blocks"
+    )
     assert (row.attention_calls, row.saved) == {"attn_only": (4, 4), "long_attn_only": (4, 0), "full": (0, 0)}[policy]
     assert ("choices)" in str(report)) == (policy != "full")
 
@@ -293,6 +295,23 @@ def test_a_choice_is_made_as_ever_outside_regions_and_under_full() -> None:
     assert Policy("full").saves(10**6) is False
 
 
+@ENGINES
+def test_how_many_are_chosen_by_a_threshold_is_not_decided_again(engine: str) -> None:
+    scores, counts = Wavering(), []
+
+    def choose(values: torch.Tensor) -> torch.Tensor:
+        ordered, indices = values.sort(descending=True)
+        counts.append(int((ordered.softmax(0).cumsum(0) < 0.8).sum()) + 1)
+        return indices[: counts[-1]]
+
+    region, data = sparse(choose, scores), inputs()
+    reference = train_step(region, data)
+    scores.calls = 0
+    assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+    assert counts == [counts[0]] * 3
+    assert scores.calls == 2
+
+
 # Choices that recompute does not make again
 
 
@@ -375,7 +394,7 @@ def test_indices_are_held_as_small_as_they_can_be(entries: int, each: int) -> No
         assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
     finally:
         census.listeners.clear()
-    assert seen[0].selection_bytes == entries * each
+    assert seen[0].selection_bytes == entries * (4 + each)
 
 
 @ENGINES

@@ -184,7 +184,7 @@ def op_of(name: str) -> Any:
 
 def _serves(row: Row | OpaqueFunction, case: Case) -> bool:
     if isinstance(row, OpaqueFunction):
-        function = opaque._visible.get(case.op.removeprefix(f"{opaque.NAMESPACE}::"))
+        function, _ = opaque._visible.get(case.op.removeprefix(f"{opaque.NAMESPACE}::"), (None, ()))
         return (
             function is not None
             and row.name == function.__name__
