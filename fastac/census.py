@@ -149,13 +149,11 @@ def describe(function: Any) -> str:
 
 
 def signature(value: Any) -> Any:
-    """What of a region's inputs decides which attention calls it makes, and what is seen of them."""
+    """What of a region's inputs decides which attention calls it makes: shapes, dtypes, flags, structure."""
     if isinstance(value, (tuple, list)):
-        return tuple(
-            [(v.shape, v.dtype, v.requires_grad) if isinstance(v, torch.Tensor) else signature(v) for v in value]
-        )
+        return tuple([(v.shape, v.dtype) if isinstance(v, torch.Tensor) else signature(v) for v in value])
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.requires_grad
+        return value.shape, value.dtype
     if isinstance(value, dict):
         return tuple([(key, signature(item)) for key, item in value.items()])
     if value is None or isinstance(value, (bool, str)):

@@ -312,6 +312,25 @@ def test_how_many_are_chosen_by_a_threshold_is_not_decided_again(engine: str) ->
     assert scores.calls == 2
 
 
+def test_regions_inside_regions() -> None:
+    """An inner region asks the outer one, which may be recomputing, and holds the choice."""
+    scores = Wavering()
+    inner, data = sparse(CHOICES["topk"], scores), inputs()
+
+    def outer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query = query + fastac.checkpoint(inner, query, key, value)
+        return torch.tanh(query) + fastac.checkpoint(inner, query, key, value)
+
+    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query = query + inner(query, key, value)
+        return torch.tanh(query) + inner(query, key, value)
+
+    reference = train_step(plain, data)
+    scores.calls = 0
+    assert_same(train_step(functools.partial(fastac.checkpoint, outer), data), reference)
+    assert scores.calls > 2
+
+
 # Choices that recompute does not make again
 
 
