@@ -313,9 +313,14 @@ def test_how_many_are_chosen_by_a_threshold_is_not_decided_again(engine: str) ->
 
 
 def test_regions_inside_regions() -> None:
-    """An inner region asks the outer one, which may be recomputing, and holds the choice."""
+    """An inner region asks the outer one, which may be recomputing, and holds the choice: how many, as well."""
     scores = Wavering()
-    inner, data = sparse(CHOICES["topk"], scores), inputs()
+
+    def choose(values: torch.Tensor) -> torch.Tensor:
+        ordered, indices = values.sort(descending=True)
+        return indices[: int((ordered.softmax(0).cumsum(0) < 0.8).sum()) + 1]
+
+    inner, data = sparse(choose, scores), inputs()
 
     def outer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query = query + fastac.checkpoint(inner, query, key, value)
