@@ -1,4 +1,4 @@
-"""Have fastac save the output of an attention kernel of your own: three ways, tried on a kernel that runs anywhere.
+"""Have fastac save the output of an attention kernel of your own: three ways, two of them tried here.
 
     python examples/custom_kernel.py
 

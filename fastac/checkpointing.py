@@ -254,7 +254,7 @@ class Region:
             # Compiled code can not be watched, and a region that makes fewer calls than it should was not.
             seen = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy, compiled)
             diagnosis.leave_out_compiled_away(seen, record.calls, where)
-            seen.hidden = hidden
+            seen.hidden = list(dict.fromkeys(hidden + seen.hidden))
             seen.elsewhere += self.observer.elsewhere if self.observer is not None else []
             late += seen.late
         if late:
@@ -285,7 +285,7 @@ class Region:
             look = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy)
             look.elsewhere = look.elsewhere or seen.elsewhere
         made = len(mine.ops)
-        unseen = len(look.elsewhere) + len(look.hidden)
+        unseen = len(look.elsewhere) + len(look.hidden) + len(look.silent)
         expected = max(expected, made + unseen, len(look.ops) + len(look.missed) + len(look.unknown))
         raise PolicyNotAppliedError(explanation.explain(self.function, self.policy, look, made, expected))
 

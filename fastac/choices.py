@@ -1,8 +1,9 @@
 """What sparse attention chose in one region: the indices that its top-k and sort calls gave.
 
-A recompute may come out a little different and choose other blocks, which the saved outputs know nothing of. Values are
-kept with the indices: where a threshold decides, how many are chosen hangs on them. Only choices among floating-point
-numbers are kept; sorting whole numbers repeats itself.
+A recompute may come out a little different and choose other blocks, which the saved outputs know nothing of. The values
+of a sort are kept with the indices: where their sum decides, how many are chosen hangs on them. Those of a top-k are
+taken from the recomputed tensor, with which they may be compared. Only choices among floating-point numbers are kept;
+sorting whole numbers repeats itself.
 """
 
 from __future__ import annotations
@@ -17,21 +18,34 @@ import torch
 from fastac import torch_internals
 from fastac.entries import described
 from fastac.registry import ResolvedOp
+from fastac.rows import SelectionOp
 
 
 class Choice:
     """One call: where in the user's code it was made and of what, and what it chose."""
 
-    def __init__(self, place: Any, values: torch.Tensor, indices: torch.Tensor, among: int) -> None:
+    def __init__(
+        self, place: Any, dimension: int, values: torch.Tensor, indices: torch.Tensor, among: int, keeps_values: bool
+    ) -> None:
         self.place = place
-        self.values = torch_internals.clones((values,))[0]
+        self.dimension = dimension
+        self.stride = values.stride()
+        self.values = torch_internals.clones((values,))[0] if keeps_values else None
         narrow = torch.int16 if among <= torch.iinfo(torch.int16).max else torch.int32
         self.indices = indices.to(narrow if among <= torch.iinfo(torch.int32).max else torch.int64)
 
-    def made_again(self, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and indices. keep: they will be asked for again."""
-        values = torch_internals.clones((self.values,))[0] if keep else self.values
-        return values, self.indices.to(torch.int64, copy=True)
+    def made_again(self, tensor: torch.Tensor, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and indices, for the recomputed tensor. keep: they will be asked for again."""
+        indices = self.indices.to(torch.int64, copy=True)
+        if self.values is not None:
+            return (torch_internals.clones((self.values,))[0] if keep else self.values), indices
+        values = torch.empty_strided(indices.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
+        return torch.gather(tensor, self.dimension, indices, out=values), indices
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it holds."""
+        return self.indices.nbytes + (self.values.nbytes if self.values is not None else 0)
 
 
 class Choices(list[Choice | None]):
@@ -40,13 +54,15 @@ class Choices(list[Choice | None]):
     def keep(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> None:
         """Remember what a call of the forward chose."""
         if args[0].is_floating_point() and args[0].dim():
-            among = args[0].shape[resolved.argument("dim", args, kwargs)]
-            self.append(Choice(_place(resolved, args), outputs[0], outputs[1], among))
+            dimension = resolved.argument("dim", args, kwargs)
+            keeps_values = isinstance(resolved.row, SelectionOp) and resolved.row.keeps_values
+            among = args[0].shape[dimension]
+            self.append(Choice(_place(resolved, args), dimension, outputs[0], outputs[1], among, keeps_values))
 
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that they hold."""
-        return sum(choice.values.nbytes + choice.indices.nbytes for choice in self if choice is not None)
+        return sum(choice.held_bytes for choice in self if choice is not None)
 
 
 class Reader:
@@ -70,7 +86,7 @@ class Reader:
                 self.position = position + 1
                 if not keep:
                     self.choices[position] = None
-                return choice.made_again(keep)
+                return choice.made_again(args[0], keep)
         return None
 
 

@@ -180,7 +180,10 @@ def _check(options: argparse.Namespace) -> int:
         raise FastacError(f"check --device {options.device}: torch can not use it here: {error}") from error
     if options.backend is not None:
         _set_backend(model, options.backend)
-    print(verification.verify(model, **inputs, policy=options.policy, engine=options.engine))
+    try:
+        print(verification.verify(model, **inputs, policy=options.policy, engine=options.engine))
+    except NotImplementedError as error:  # flex_attention has no backward for the CPU
+        raise FastacError(f"check {options.model}: it can not be trained here: {error}") from error
     return 0
 
 

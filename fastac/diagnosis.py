@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fastac import census, observation, opaque
-from fastac.autograd_graph import tensors_of
+from fastac import census, observation, opaque, torch_internals
+from fastac.autograd_graph import hidden_functions, nodes_between, tensors_of
 from fastac.policy import Policy
 from fastac.preservation import buffers_preserved, generators_preserved
 from fastac.recognition import Decomposed, UnknownOp
@@ -50,6 +50,7 @@ class _Witness(Scope):
         self.compiled = compiled
         self.seen: list[Attention] = []
         self.ops: list[ResolvedOp] = []
+        self.owners: list[int] = []
         self.modules: list[torch.nn.Module] = []
         self.cause = ""
         self.names: dict[int, str] = {}
@@ -60,6 +61,7 @@ class _Witness(Scope):
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.ops.append(resolved)
+        self.owners.append(torch_internals.newest_node())
         self.seen.append(Attention(self.where, resolved.name, resolved.keys(args, kwargs)))
         if self.compiled and isinstance(resolved.op, torch._ops.HigherOrderOperator):
             raise _SeenEnough  # eagerly it would take the memory that it is compiled to save
@@ -130,7 +132,7 @@ class Look:
     elsewhere: list[str]
     silent: list[str]
     late: list[str]
-    hidden: list[type] = dataclasses.field(default_factory=list)
+    hidden: list[type]
 
 
 def look_again(
@@ -148,6 +150,7 @@ def look_again(
     devices = {tensor.device for tensor in tensors_of((args, kwargs))}
     observer.progress = lambda: len(witness.seen)
     outer, thread.scope = thread.scope, None
+    outputs: Any = None
     try:
         with (
             generators_preserved(devices),
@@ -158,12 +161,16 @@ def look_again(
             observer,
             contextlib.suppress(_SeenEnough),
         ):
-            _run_eagerly(function, args, kwargs)
+            outputs = _run_eagerly(function, args, kwargs)
     finally:
         thread.scope = outer
+    nodes = nodes_between(outputs, (args, kwargs))
     missed = [attention for attention in witness.seen if attention.cause and policy.saves(attention.keys)]
     missed += [Attention(where, found.attention, found.keys, "it is not one op") for where, found in observer.missed]
-    return Look(tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.silent, observer.joined)
+    hidden = hidden_functions(nodes, witness.owners, policy)
+    return Look(
+        tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.silent, observer.joined, hidden
+    )
 
 
 def leave_out_compiled_away(look: Look, recorded: Sequence[ResolvedOp], where: str) -> None:
@@ -174,7 +181,7 @@ def leave_out_compiled_away(look: Look, recorded: Sequence[ResolvedOp], where: s
         look.ops = tuple(seen for seen in look.ops if seen is not op)
 
 
-def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call what torch.compile was applied to. A dispatch mode that dynamo heeds would spoil its cache for good."""
     function = getattr(function, "_torchdynamo_orig_callable", function)
     function = getattr(function, "_orig_mod", function)
@@ -187,7 +194,7 @@ def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for wrapper, _ in wrappers:
         wrapper.forward = wrapper._orig_mod.forward
     try:
-        torch.compiler.disable(_call)(function, args, kwargs)
+        return torch.compiler.disable(_call)(function, args, kwargs)
     finally:
         for inner, call in compiled:
             inner._compiled_call_impl = call
@@ -195,9 +202,9 @@ def _run_eagerly(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             wrapper.forward = forward
 
 
-def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch.compiler.set_stance("force_eager"):  # for compiled functions that are called inside
-        function(*args, **kwargs)
+        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager

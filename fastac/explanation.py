@@ -41,7 +41,8 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
     for name in sorted(set(look.silent)):
         lines.append(
             f"- {where}.{name} ran, and no attention call was seen: its kernel is called past the dispatcher "
-            f"(from an autograd.Function, by pybind or ctypes), where nothing can be saved."
+            f"(from an autograd.Function, by pybind or ctypes). If it stands in a Function, once before training: "
+            f'fastac.make_visible(TheFunction, layout="bshd"). Else make it an op with a row: docs/adding_a_backend.md.'
         )
     for use in registry.backend_uses(function) if isinstance(function, torch.nn.Module) else ():
         if use.verdict not in (Verdict.SAVABLE, Verdict.OPAQUE):

@@ -175,6 +175,11 @@ def know(*functions: OpaqueFunction) -> None:
     _looked_at = 0
 
 
+def known_backends() -> set[str]:
+    """The backends of the Functions that are known, whether their modules are loaded or not."""
+    return {known.backend for known in _known}
+
+
 def make_known_visible() -> list[str]:
     """Make every known Function visible whose module is loaded; names of those that are new. Cheap when none is.
 
@@ -197,9 +202,12 @@ def make_known_visible() -> list[str]:
 
 def _make_visible(known: OpaqueFunction, module_name: str, module: Any, made: list[str]) -> bool:
     function = getattr(module, known.name, None)
-    if function is None:
+    if function is None and getattr(module.__spec__, "_initializing", False):
         return False  # still being imported
     _settled.add((known, module_name))
+    if function is None:
+        logger.warning("%s has no %s, which fastac was told to make visible", module_name, known.name)
+        return True
     if is_visible(function):
         return True  # by the user, whose options count
     try:
@@ -266,7 +274,7 @@ def _is_watched(tensors: Sequence[Any]) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces the call, once per graph
 def _tell_compiled(name: str) -> None:
     logger.warning(
-        "%s::%s is in a compiled graph, where its kernel has no op: its output is recomputed there. "
+        "%s::%s is in a compiled graph, where its kernel has no op: a checkpointed region there recomputes it. "
         "Register the kernel as a torch.library.custom_op to have it saved.",
         NAMESPACE,
         name,

@@ -49,7 +49,7 @@ def pack(context: Any, outputs: Any, inputs: Sequence[torch.Tensor], handle: int
 
 
 def _check(context: Any, outputs: tuple[Any, ...]) -> None:
-    name = context.name()
+    name = context.name().removesuffix("Backward")
     if torch_internals.dirty_tensors(context):
         raise FastacError(
             f"{name} calls mark_dirty: on replay its kernel does not run, and the write would be missing. "

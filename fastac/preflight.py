@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastac import census, registry, torch_internals
+from fastac import census, opaque, registry, torch_internals
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.rows import AttentionOp, Verdict
@@ -57,7 +57,7 @@ def unavailable(family: str, name: str = "") -> str | None:
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
     ops = [op for op in ops if op.row.name == name] or ops
     if not ops:
-        known = {row.backend for row in registry.rows() if isinstance(row, AttentionOp)}
+        known = {row.backend for row in registry.rows() if isinstance(row, AttentionOp)} | opaque.known_backends()
         if family not in known:
             return f"fastac has no row for {family} yet"
         return f"no op of {family} is loaded in this process: its library is not installed, or was not imported"

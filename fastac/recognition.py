@@ -34,8 +34,9 @@ class Decomposed:
 _ATTENTION = re.compile(r"(?<![a-z])(flash_?)?(attn|attention|sdpa|f?mha)(?![a-z])")
 _FORWARD = re.compile(r"(^|_)(fwd|forward|func)(_|$)")
 _NOT_A_FORWARD = re.compile(r"backward|bwd|_grad|mask|bias")
+_ATTENTION_OR_FLASH = re.compile(_ATTENTION.pattern + "|flash")
 _BESIDE_ATTENTION = re.compile(
-    r"generated_?backward|mask(?!ed)|norm|rope|rotary|gate|embed|all_?to_?all|a2a|scatter|gather|split|reduce|proj"
+    r"mask|norm|rope|rotary|gate|embed|all_?to_?all|a2a|scatter|gather|split|reduce|proj|input|output|bias"
 )
 _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
@@ -57,9 +58,13 @@ def says_attention(name: str) -> bool:
 
 
 def names_attention_kernel(name: str) -> bool:
-    """Whether a Function of that name, in words, may run an attention kernel, rather than something beside one."""
-    name = name.lower()
-    return bool(_ATTENTION.search(name) or "flash" in name) and _BESIDE_ATTENTION.search(name) is None
+    """Whether a Function of that name, in words, may run an attention kernel, rather than something beside one.
+
+    What counts is what comes last: GatedAttention is an attention, AttentionGate a gate.
+    """
+    name = name.lower().partition("_with_")[0]
+    found = list(_ATTENTION_OR_FLASH.finditer(name))
+    return bool(found) and "generated" not in name and _BESIDE_ATTENTION.search(name, found[-1].end()) is None
 
 
 def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
@@ -131,7 +136,9 @@ class SoftmaxAttention:
         name = op._schema.name
         tensors = [a for a in args if isinstance(a, torch.Tensor) and torch_internals.has_storage(a)]
         for tensor in tensors:
+            # Not a view: in the forward of an autograd.Function those of its inputs look like leaves.
             leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+            leaf = leaf and not tensor._is_view()
             if leaf and self._kind(tensor) is None:
                 self._mark(tensor, "weight")
         marked = [(tensor, kind) for tensor in tensors if (kind := self._kind(tensor))]

@@ -77,11 +77,15 @@ class DecompositionOp:
 class SelectionOp:
     """One dispatcher op that sparse attention chooses its blocks with.
 
-    Its outputs are saved whenever attention is: a recompute that chose otherwise would meet outputs of other blocks.
+    It returns values and their indices along `dim`. What it chose among floating-point numbers is kept in every region
+    that keeps attention: a recompute that chose otherwise would meet outputs of other blocks.
+    keeps_values: for an op whose values are added up until there are enough. Else they are taken from the recomputed
+    tensor, with which they are compared.
     """
 
     namespace: str
     name: str
+    keeps_values: bool
 
 
 Row = AttentionOp | DecompositionOp | SelectionOp

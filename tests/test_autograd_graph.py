@@ -130,11 +130,18 @@ def test_what_recorded_its_calls_is_left_alone(beside: str, engine: str) -> None
         "FlashFunc",
         "RingFlashFunc",
         "MaskedAttention",
-        "AttnBiasFunction",
         "AttentionFwdBwd",
         "_attention",
         "_fMHA",
         "NeighborhoodAttn2D",
+        "GatedAttention",
+        "AttentionWithGate",
+        "QKNormAttention",
+        "RopeAttention",
+        "SplitKVAttention",
+        "MaskAttention",
+        "FlashAttnVarlenFunc",
+        "FlashAttnQKVPackedFunc",
         "SelfAttentionFn",
     ],
 )
@@ -147,7 +154,7 @@ def test_names_of_attention(name: str) -> None:
     "name",
     [
         "UlyssesAttentionAllToAll",
-        "SeqAllToAllAttn",
+        "AttnBiasFunction",
         "_AttnInputScatter",
         "AttentionGate",
         "AttnRopeFunction",
@@ -216,3 +223,27 @@ def test_outputs_in_a_dataclass_are_looked_into() -> None:
 
     with pytest.raises(fastac.PolicyNotAppliedError, match="TritonAttention"):
         fastac.checkpoint(Returns(sdpa, hidden()), *inputs().values())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["TritonAttention", "VideoKernel"])
+def test_a_hidden_function_in_a_compiled_block(name: str, compiled: bool) -> None:
+    """Of attention in small ops, which dynamo traces; one whose name does not tell is found by its ops."""
+
+    class Written(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            probabilities = (q @ k.transpose(-1, -2)).softmax(-1)
+            ctx.save_for_backward(probabilities)
+            return probabilities @ v
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            (probabilities,) = ctx.saved_tensors
+            return grad, grad, probabilities.transpose(-1, -2) @ grad
+
+    block = Block(sdpa, type(name, (Written,), {}).apply)
+    if compiled:
+        block.compile(backend="aot_eager")
+    with pytest.raises(fastac.PolicyNotAppliedError, match=r"ran as small ops|looks like an attention"):
+        train_step(functools.partial(fastac.checkpoint, block), inputs())

@@ -67,7 +67,7 @@ def function(**options: Any) -> type[torch.autograd.Function]:
         def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
             q, k, v, nothing, blocks, statistics, output, half = ctx.saved_tensors
             assert nothing is None
-            assert ctx.settings in (None, "kept on the context", 10)
+            assert ctx.settings in (None, "kept on the context", 10, 3)
             assert torch.equal(half, q * 0.5)
             chosen = slice(None) if blocks is None else blocks
             grads = support.attention_math_backward(grad, q, k[..., chosen, :], v[..., chosen, :], output, statistics)
@@ -509,6 +509,19 @@ def test_a_known_function_that_can_not_be_made_visible_is_named(
     assert said[0].startswith(f"{library.__name__}.Attention can not be saved: make_visible: ")
 
 
+def test_a_known_function_that_its_module_does_not_have_is_named(
+    library: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Misspelled in a plugin, or renamed by its library."""
+    del library.Attention
+    sys.modules[library.__name__] = library
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        interception.install()
+        interception.install()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == f"{library.__name__} has no Attention, which fastac was told to make visible"
+
+
 def test_every_known_function_has_the_arguments_its_row_names() -> None:
     """What the catalogue says of layouts and the like is checked without the libraries; the rest by their own tests."""
     from fastac.rows import KEYS_DIMENSION
@@ -565,7 +578,7 @@ def test_compiled_it_is_recomputed_and_told(compiled: str, caplog: pytest.LogCap
             assert support.relative_error(found[key], tensor) < 1e-5, key
     assert layer.out.weight.grad is not None
     said = [record.getMessage() for record in caplog.records]
-    assert any(op._schema.name in message and "recomputed" in message for message in said), said
+    assert any(op._schema.name in message and "recompute" in message for message in said), said
 
 
 def test_a_known_function_in_a_model_that_is_compiled_before_anything_ran(
@@ -577,7 +590,7 @@ def test_a_known_function_in_a_model_that_is_compiled_before_anything_ran(
     region = torch.compile(functools.partial(fastac.checkpoint, Layer(library.Attention.apply)), backend="aot_eager")
     with caplog.at_level(logging.WARNING, logger="fastac"):
         train_step(region, inputs())
-    assert any("Known" in record.getMessage() and "recomputed" in record.getMessage() for record in caplog.records)
+    assert any("Known" in record.getMessage() and "recompute" in record.getMessage() for record in caplog.records)
 
 
 def test_a_call_in_another_thread_is_an_error(counted: Counter[str]) -> None:
@@ -696,6 +709,37 @@ def test_a_forward_that_is_called_by_hand_just_runs(how: str) -> None:
     weight = torch.ones(1, requires_grad=True)
     assert torch.equal(fastac.checkpoint(lambda w: helper() * w, weight), expected)
     assert not opaque._calls
+
+
+def test_a_forward_that_another_function_calls_as_a_helper() -> None:
+    opaque_function = function()
+    fastac.make_visible(opaque_function, layout="bhsd", dropout=None)
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            return opaque_function.forward(ctx, q, k, v=v)[0]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return opaque_function.backward(ctx, grad)[:3]
+
+    data = inputs()
+    reference = train_step(lambda query, key, value: Outer.apply(query, key, value), data)
+    region = functools.partial(fastac.checkpoint, lambda query, key, value: Outer.apply(query, key, value))
+    assert_same(train_step(region, data), reference)
+
+
+def test_a_length_that_is_a_tensor_is_not_read(counted: Counter[str]) -> None:
+    """Reading it would wait for the device: the key's own length counts."""
+    opaque_function = function()
+    fastac.make_visible(opaque_function, key="k", layout="bhsd", max_kv="settings", dropout=None)
+    attend = block(opaque_function.apply, None, torch.tensor(3))
+    for min_kv, executions in ((10, 1), (11, 2)):
+        counted.clear()
+        policy = Policy("attn_only", min_kv=min_kv)
+        train_step(functools.partial(fastac.checkpoint, attend, policy=policy), inputs())
+        assert counted == {KERNEL: executions}
 
 
 def test_another_set_of_options_is_refused() -> None:

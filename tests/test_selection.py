@@ -127,9 +127,7 @@ def test_bytes_of_choices_are_reported_apart(policy: str, engine: str) -> None:
     with support.reported_blocks({f"blocks.{i}": block for i, block in enumerate(model.blocks)}):
         report = fastac.report(model)
     row = report.rows[0]
-    assert row.selection_bytes == (0 if policy == "full" else 2 * CHOSEN * (4 + 2)), (
-        "values, and indices as int16, of two blocks"
-    )
+    assert row.selection_bytes == (0 if policy == "full" else 2 * CHOSEN * 2), "indices as int16, of two blocks"
     assert (row.attention_calls, row.saved) == {"attn_only": (4, 4), "long_attn_only": (4, 0), "full": (0, 0)}[policy]
     assert ("choices)" in str(report)) == (policy != "full")
 
@@ -334,6 +332,25 @@ def test_regions_inside_regions() -> None:
     scores.calls = 0
     assert_same(train_step(functools.partial(fastac.checkpoint, outer), data), reference)
     assert scores.calls > 2
+
+
+@ENGINES
+def test_values_of_a_topk_are_compared_with_what_they_came_from(engine: str) -> None:
+    """MoBA's way: all keys whose score is at least the last of the top-k. A hair's breadth must not matter."""
+    calls: list[int] = []
+
+    def scores(key: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return key.mean(dim=(0, 1, 3)) * (1 + 1e-6 * (len(calls) - 1))
+
+    def choose(values: torch.Tensor) -> torch.Tensor:
+        return (values >= values.topk(CHOSEN).values[-1:]).nonzero().flatten()
+
+    region, data = sparse(choose, scores), inputs()
+    reference = train_step(region, data)
+    calls.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+    assert len(calls) == 2
 
 
 # Choices that recompute does not make again

@@ -36,21 +36,24 @@ LIBRARIES = (
         name="sparse-linear attention (SLA)",
         distribution="fastvideo-kernel",
         verdict=Verdict.OPAQUE,
-        how="made visible when it is loaded; recomputed under torch.compile",
+        how="made visible when it is loaded",
+        advice="leave blocks that use it uncompiled: in compiled code it is recomputed",
     ),
     Library(
         backend="attn_qat",
         name="attention with quantization-aware training",
         distribution="fastvideo-kernel",
         verdict=Verdict.OPAQUE,
-        how="made visible when it is loaded, with what its backward needs besides; recomputed under torch.compile",
+        how="made visible when it is loaded, with what its backward needs besides",
+        advice="leave blocks that use it uncompiled: in compiled code it is recomputed",
     ),
     Library(
         backend="bsa",
         name="block-sparse attention (LongCat)",
         distribution="fastvideo",
         verdict=Verdict.OPAQUE,
-        how="made visible when it is loaded; recomputed under torch.compile",
+        how="made visible when it is loaded",
+        advice="leave blocks that use it uncompiled: in compiled code it is recomputed",
     ),
 )
 

@@ -9,7 +9,8 @@ LIBRARY = Library(
     name="flash-attn 4",
     distribution="flash-attn-4",
     verdict=Verdict.OPAQUE,
-    how="made visible when it is loaded; recomputed under torch.compile",
+    how="made visible when it is loaded",
+    advice="leave blocks that use it uncompiled: in compiled code it is recomputed",
 )
 
 # The package itself, and builds from the hub, which live in a module of their own.

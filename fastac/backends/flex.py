@@ -9,7 +9,7 @@ from fastac.rows import AttentionOp, Library, Verdict
 
 LIBRARY = Library(
     backend="flex",
-    name="flex_attention",
+    name="flex_attention, NABLA",
     verdict=Verdict.SAVABLE,
     how="its higher-order op in eager mode; refused where it is compiled alone or in a block",
     advice="compile the whole model rather than flex_attention or the blocks",

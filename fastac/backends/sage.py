@@ -9,7 +9,7 @@ from fastac.rows import AttentionOp, Library, Verdict
 
 LIBRARY = Library(
     backend="sage",
-    name="SageAttention",
+    name="SageAttention, sage_attn3",
     distribution="sageattention",
     verdict=Verdict.NOT_TRAINABLE,
     how="no backward: gradients before the attention would silently be None",

@@ -9,4 +9,4 @@ from fastac.rows import SelectionOp
 
 _row = partial(SelectionOp, namespace="aten")
 
-ROWS = (_row(name="topk"), _row(name="sort"))
+ROWS = (_row(name="topk", keeps_values=False), _row(name="sort", keeps_values=True))
