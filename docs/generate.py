@@ -25,7 +25,7 @@ HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"
 TESTS = {
     "scaled_dot_product_attention": ("test_sdpa.py",),
     "torch.nn.attention.varlen": ("libraries/varlen.py",),
-    "flex_attention": ("test_flex.py",),
+    "flex_attention, NABLA": ("test_flex.py",),
     "flash-attn 2": ("libraries/flash_attn_2.py",),
     "flash-attn 3": ("libraries/flash_attn_3.py",),
     "flash-attn 4": ("libraries/flash_attn_4.py",),
@@ -36,7 +36,7 @@ TESTS = {
     "sparse-linear attention (SLA)": ("libraries/sla.py",),
     "attention with quantization-aware training": ("libraries/attn_qat.py",),
     "block-sparse attention (LongCat)": ("libraries/longcat.py",),
-    "SageAttention": ("libraries/sage.py",),
+    "SageAttention, sage_attn3": ("libraries/sage.py",),
     "diffusers": ("libraries/diffusers_backends.py",),
 }
 """Library -> its files in tests/backends."""
