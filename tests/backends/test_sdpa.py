@@ -169,8 +169,9 @@ def test_op_that_writes_its_output_argument_can_have_no_row() -> None:
         {"scale": 0.3},
         {"attn_mask": torch.randn(QUERIES, QUERIES)},
         {"attn_mask": torch.ones(QUERIES, QUERIES).tril().bool()},
+        {"enable_gqa": True},
     ],
-    ids=["plain", "causal", "scale", "float mask", "bool mask"],
+    ids=["plain", "causal", "scale", "float mask", "bool mask", "grouped queries"],
 )
 @pytest.mark.parametrize("engine", ["tape", "sac"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -180,9 +181,8 @@ def test_sdpa_on_the_cpu(
     options = {
         name: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v for name, v in options.items()
     }
-    inputs = {
-        name: torch.randn(2, HEADS, QUERIES, DIM).to(dtype).requires_grad_() for name in ("query", "key", "value")
-    }
+    heads = {"query": HEADS} | dict.fromkeys(("key", "value"), 1 if "enable_gqa" in options else HEADS)
+    inputs = {name: torch.randn(2, count, QUERIES, DIM).to(dtype).requires_grad_() for name, count in heads.items()}
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return torch.tanh(F.scaled_dot_product_attention(torch.tanh(query), key, value, **options))
