@@ -141,10 +141,11 @@ def make_visible(
             flat = op(tensors[0], tensors[1:], keys_of(args, tensors), draws, handle)
         finally:
             del _calls[handle]
-        first = _contexts.get(packing.handle_of(flat))
+        numbers = flat[-1].tolist()
+        first = _contexts.get(numbers[0])
         if first is not None and first is not ctx:
             vars(ctx).update(vars(first))
-        return packing.unpack(ctx, flat, tensors)
+        return packing.unpack(ctx, flat, numbers, tensors)
 
     _visible[name] = function, options
     function.forward = staticmethod(forward)  # type: ignore[method-assign]

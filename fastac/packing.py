@@ -63,11 +63,6 @@ def _check(context: Any, outputs: tuple[Any, ...]) -> None:
             )
 
 
-def handle_of(flat: Sequence[torch.Tensor]) -> int:
-    """The handle that a list was packed with."""
-    return int(flat[-1][0])
-
-
 def beside_outputs(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of a packed list that are none of the outputs."""
     *tensors, layout = flat
@@ -76,15 +71,19 @@ def beside_outputs(flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for place, tensor in enumerate(tensors) if place not in own]
 
 
-def unpack(context: Any, flat: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
-    """The outputs of the forward, and on the context what it had saved there."""
-    *tensors, layout = flat
-    numbers = iter(layout.tolist())
-    next(numbers)
-    single = next(numbers)
+def unpack(
+    context: Any, tensors: Sequence[torch.Tensor], numbers: Sequence[int], inputs: Sequence[torch.Tensor]
+) -> Any:
+    """The outputs of the forward, and on the context what it had saved there.
+
+    numbers: those that the last of the tensors holds.
+    """
+    remaining = iter(numbers)
+    next(remaining)
+    single = next(remaining)
 
     def values() -> list[torch.Tensor | None]:
-        return [_value(next(numbers), tensors, inputs) for _ in range(next(numbers))]
+        return [_value(next(remaining), tensors, inputs) for _ in range(next(remaining))]
 
     outputs, saved, constant = tuple(values()), values(), values()
     context.save_for_backward(*saved)
