@@ -1111,3 +1111,20 @@ def test_parameters_that_all_have_a_part_are_no_matter(caplog: pytest.LogCapture
         fastac.enable(model)
         support.train_step(model, inputs)
     assert not caplog.records
+
+
+def test_attention_that_is_left_out_altogether_is_no_matter(caplog: pytest.LogCaptureFixture) -> None:
+    """A path that this call does not take: its parameters have no part in the output, all of them."""
+
+    class Skips(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = torch.nn.Linear(8, 8)
+            self.ffn = torch.nn.Linear(8, 8)
+
+        def forward(self, video: torch.Tensor) -> torch.Tensor:
+            return self.ffn(video)
+
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        fastac.checkpoint(Skips(), torch.randn(1, 4, 8, requires_grad=True))
+    assert not caplog.records

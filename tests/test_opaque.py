@@ -489,6 +489,26 @@ def test_a_known_function_is_made_visible_when_its_library_is_loaded(
         assert counted == {KERNEL: 1}
 
 
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+def test_a_library_that_is_loaded_and_called_at_once(
+    engine: str, library: types.ModuleType, counted: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No op comes between, at which it could be noticed: this region is recomputed, the next one saved."""
+    interception.install()
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        sys.modules[library.__name__] = library
+        return torch.tanh(library.Attention.apply(query, key, value)[0])
+
+    data = inputs()
+    with caplog.at_level(logging.INFO, logger="fastac"):
+        first = train_step(functools.partial(fastac.checkpoint, region, engine=engine), data)
+    assert "was loaded just now; saved from the next region on" in caplog.text
+    counted.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), first)
+    assert counted == {KERNEL: 1}
+
+
 def test_a_known_function_that_can_not_be_made_visible_is_named(
     library: types.ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
