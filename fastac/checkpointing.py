@@ -20,7 +20,7 @@ from fastac.census import Census
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
 from fastac.observation import Observer
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.preflight import is_compiled, refuse_switched, refuse_wrapped
+from fastac.preflight import is_compiled, refuse_options, refuse_switched, refuse_wrapped
 from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts, traced_failure
 from fastac.tape import Record, Replay, Tape
 
@@ -72,7 +72,7 @@ def checkpoint(
         _install_before_tracing()
         return full(context_fn=functools.partial(contexts_while_tracing, policy))
     if use_reentrant or context_fn is not None or engine not in ENGINES:
-        _refuse_options(use_reentrant, context_fn, engine)
+        refuse_options(use_reentrant, context_fn, engine, ENGINES)
     if torch_internals.in_other_trace():
         _warn_of_trace()
         return function(*args, **kwargs)
@@ -95,19 +95,6 @@ def _refuse_strange_block(function: Any) -> NoReturn:
         f"{census.describe(function)} is called under policies per block, and is no block that fastac.enable saw: "
         f"it was exchanged since. Call fastac.enable again."
     )
-
-
-def _refuse_options(use_reentrant: bool | None, context_fn: object, engine: str) -> None:
-    if use_reentrant:
-        raise FastacError(
-            "checkpoint(use_reentrant=True): reentrant checkpointing has no place to save anything. "
-            "Use use_reentrant=False, which is the default here."
-        )
-    if context_fn is not None:
-        raise FastacError(
-            "checkpoint(context_fn=...): fastac passes its own, which does the saving. Give it a policy instead."
-        )
-    raise FastacError(f"checkpoint(engine={engine!r}): there are {', '.join(ENGINES)}")
 
 
 @functools.cache
@@ -205,16 +192,17 @@ class Region:
             if is_compiled(self.function):
                 raise FastacError(COMPILED_CODE)
             self.record = selective = SelectiveRecord(self.policy, self.observer)
-            self._tell_progress(selective)
+            self._be_told(selective)
             return selective, selective.replay
         tape = Tape()
         self.record = record = Record(tape, self.policy, self.preserves_generators, self.observer)
-        self._tell_progress(record)
+        self._be_told(record)
         return record, Replay(tape)
 
-    def _tell_progress(self, record: Record | SelectiveRecord) -> None:
+    def _be_told(self, record: Record | SelectiveRecord) -> None:
         if self.observer is not None:
             self.observer.progress = lambda: len(record.calls) + len(record.missed)
+            self.observer.let_in = record.let_in
 
     def check(self, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when an attention call of the forward that the policy saves was not saved."""
@@ -246,6 +234,8 @@ class Region:
         seen: Observer | diagnosis.Look | None = self.observer
         nodes = autograd_graph.nodes_between(outputs, (self.args, self.kwargs))
         hidden = autograd_graph.hidden_functions(nodes, record.owners, self.policy)
+        if hidden and self.observer is not None:  # loaded, and called before the next op could tell of it
+            late += self.observer.joined
         compiled = is_compiled(self.function) or autograd_graph.ran_compiled_code(nodes)
         mine = dataclasses.replace(mine, compiled=compiled)
         if seen is not None:

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import census, interception, opaque, registry, torch_internals
 from fastac.autograd_graph import graph_roots, leads_to, tensors_of
-from fastac.entries import generation
 from fastac.policy import Policy
 from fastac.recognition import (
     Decomposed,
@@ -22,7 +21,6 @@ from fastac.recognition import (
     without_coarse,
 )
 from fastac.registry import ResolvedOp
-from fastac.tape import thread
 
 
 class Observer(TorchDispatchMode):
@@ -43,6 +41,7 @@ class Observer(TorchDispatchMode):
         self.silent: list[str] = []
         self.joined: list[str] = []
         self.progress: Callable[[], int] = lambda: 0
+        self.let_in: Callable[[], None] = lambda: None
         self.ops: tuple[ResolvedOp, ...] = ()  # what the tape records is not seen twice
         module = census.module_of(function)
         parameters = list(module.parameters()) if module is not None else []
@@ -72,7 +71,7 @@ class Observer(TorchDispatchMode):
         interception.watchers.remove(self._outside)
         while self._handles:
             self._handles.pop().remove()
-        self.progress = lambda: 0  # it held the record, which holds this
+        self.progress, self.let_in = lambda: 0, lambda: None  # they held the record, which holds this
         counting = without_coarse([found for _, found in self.missed], self._coarse)
         self.missed = [missed for missed in self.missed if missed[1] in counting]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
@@ -104,21 +103,18 @@ class Observer(TorchDispatchMode):
         return self.progress() + recognized + self._softmax_attention.products
 
     def _join_late(self, op: Any) -> None:
-        """Let what was loaded by this very forward count in it, before it is called for the first time."""
-        joined: list[str] = []
+        """Let an op whose library was loaded by this very forward count in it, before it is called for the first time.
+
+        Not a Function that is made visible meanwhile: it may have been called already, and counts from the next region.
+        """
         if len(sys.modules) != self._modules:
             self._modules = len(sys.modules)
-            joined += opaque.make_known_visible()
+            self.joined += opaque.make_known_visible()
         resolved = registry.classify(op)
         if resolved is not None and resolved.qualified_name not in interception.intercepted():
             interception.install()
-            joined.append(resolved.name)
-        if joined:
-            self.joined += joined
-            scope = thread.scope
-            while scope is not None:
-                scope.tape.generation = generation.current
-                scope = scope.outer
+            self.joined.append(resolved.name)
+            self.let_in()
 
     def observe(self, op: Any, args: Any, outputs: Any, kwargs: Any) -> None:
         """Take note of one op that has just run."""

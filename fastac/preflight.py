@@ -1,8 +1,9 @@
-"""What can be known about a block without running it: compiled, checkpointed already, set to a hopeless backend."""
+"""What can be known before anything runs: options, and a block that is compiled, wrapped, or set to a hopeless backend."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -50,6 +51,20 @@ def refuse_switched(function: Any, policy: Policy) -> None:
                 f"{use.reason}. It was switched after fastac.enable, or enable was not called. Switch it back: "
                 f"`fastac backends` lists what can be saved."
             )
+
+
+def refuse_options(use_reentrant: bool | None, context_fn: object, engine: str, engines: Sequence[str]) -> NoReturn:
+    """Raise FastacError for an option of `checkpoint` that can not be honoured."""
+    if use_reentrant:
+        raise FastacError(
+            "checkpoint(use_reentrant=True): reentrant checkpointing has no place to save anything. "
+            "Use use_reentrant=False, which is the default here."
+        )
+    if context_fn is not None:
+        raise FastacError(
+            "checkpoint(context_fn=...): fastac passes its own, which does the saving. Give it a policy instead."
+        )
+    raise FastacError(f"checkpoint(engine={engine!r}): there are {', '.join(engines)}")
 
 
 def unavailable(family: str, name: str = "") -> str | None:

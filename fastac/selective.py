@@ -152,6 +152,9 @@ class SelectiveRecord:
         self._selections: list[Selection | None] = []  # of every sparse call, None for one that is recomputed
         self._mode, self.replay = create_selective_checkpoint_contexts(self._decide)
 
+    def let_in(self) -> None:
+        """Nothing to do: what an op is, is asked at every call."""
+
     def census(self) -> Census:
         """What the region did."""
         return Census(list(self.calls), tuple(self._found), self._choices.held_bytes)

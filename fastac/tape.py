@@ -162,6 +162,13 @@ class Record(Scope):
             self.tape.recording = False
             super().__exit__(*exception)
 
+    def let_in(self) -> None:
+        """Count, from now on, what was intercepted since this region and those around it began."""
+        scope: Scope | None = self
+        while scope is not None:
+            scope.tape.generation = generation.current
+            scope = scope.outer
+
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.passes_by(resolved, args):
             return run_kernel(resolved, keyset, args, kwargs)
