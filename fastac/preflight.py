@@ -1,4 +1,4 @@
-"""What can be known before anything runs: options, and a block that is compiled, wrapped, or set to a hopeless backend."""
+"""What can be known before anything runs: options, a block that is compiled or wrapped, a backend without hope."""
 
 from __future__ import annotations
 
