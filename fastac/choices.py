@@ -29,7 +29,6 @@ class Choice:
     ) -> None:
         self.place = place
         self.dimension = dimension
-        self.stride = values.stride()
         self.values = torch_internals.clones((values,))[0] if keeps_values else None
         narrow = torch.int16 if among <= torch.iinfo(torch.int16).max else torch.int32
         self.indices = indices.to(narrow if among <= torch.iinfo(torch.int32).max else torch.int64)
@@ -39,8 +38,7 @@ class Choice:
         indices = self.indices.to(torch.int64, copy=True)
         if self.values is not None:
             return (torch_internals.clones((self.values,))[0] if keep else self.values), indices
-        values = torch.empty_strided(indices.shape, self.stride, dtype=tensor.dtype, device=tensor.device)
-        return torch.gather(tensor, self.dimension, indices, out=values), indices
+        return tensor.gather(self.dimension, indices), indices
 
     @property
     def held_bytes(self) -> int:

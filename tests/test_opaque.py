@@ -510,6 +510,30 @@ def test_a_library_that_a_region_loads_itself(
         assert counted == {KERNEL: calls}
 
 
+def test_a_library_that_a_region_known_for_long_loads(
+    library: types.ModuleType, counted: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody watches it any more: it made another attention call until now, and makes none that is recorded."""
+    attends: list[Callable[..., torch.Tensor]] = [torch.nn.functional.scaled_dot_product_attention]
+
+    def loads(*args: torch.Tensor) -> torch.Tensor:
+        sys.modules[library.__name__] = library
+        return library.Attention.apply(*args)[0]
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(attends[0](torch.tanh(query), key, value))
+
+    data = inputs()
+    train_step(functools.partial(fastac.checkpoint, region), data)
+    attends[0] = loads
+    with caplog.at_level(logging.INFO, logger="fastac"):
+        first = train_step(functools.partial(fastac.checkpoint, region), data)
+    assert "was loaded just now; saved from the next region on" in caplog.text
+    counted.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), first)
+    assert counted == {KERNEL: 1}
+
+
 def test_a_known_function_that_can_not_be_made_visible_is_named(
     library: types.ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
