@@ -40,4 +40,4 @@ class Selection:
 
 
 def _is_storage_of(origin: StorageWeakRef, tensor: torch.Tensor) -> bool:
-    return not origin.expired() and origin.cdata == tensor.untyped_storage()._cdata
+    return not origin.expired() and origin.cdata == StorageWeakRef(tensor.untyped_storage()).cdata
