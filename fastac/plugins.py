@@ -110,7 +110,10 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
         if isinstance(found, types.ModuleType):
             parts = [getattr(found, name) for name in ("ROWS", "FUNCTIONS") if hasattr(found, name)]
             if not parts:
-                raise FastacError("the module has neither ROWS nor FUNCTIONS")
+                raise FastacError(
+                    "the module has neither ROWS nor FUNCTIONS: an entry point's rows belong there, not in a call of "
+                    "fastac.register"
+                )
             return [item for part in parts for item in part]
         content: Iterable[Any] = found() if callable(found) else found
         return list(content)

@@ -114,7 +114,9 @@ def _problem(model: torch.nn.Module, function: Any, rows: list[ContainerReport])
     if function is None:
         calls_checkpoint_itself = seen and not hasattr(model, "enable_gradient_checkpointing")
         return "" if calls_checkpoint_itself else "fastac.enable(model) was not called, or was undone"
-    if not seen and not saves_nothing(function.keywords["policy"]):
+    if saves_nothing(function.keywords["policy"]):
+        return "this policy saves nothing, and attention calls are not watched under it"
+    if not seen:
         return "no forward with gradients was seen yet (a model compiled as a whole decides while it compiles)"
     return ""
 
