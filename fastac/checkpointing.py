@@ -21,8 +21,9 @@ from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotA
 from fastac.observation import Observer
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.preflight import is_compiled, refuse_options, refuse_switched, refuse_wrapped
+from fastac.scopes import Tape
 from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts, traced_failure
-from fastac.tape import Record, Replay, Tape
+from fastac.tape import Record, Replay
 
 logger = logging.getLogger("fastac")
 
@@ -212,6 +213,7 @@ class Region:
         if (
             known is None
             or record.missed
+            or record.late
             or (known.ops != record.calls and record.calls not in known.others)
             or (self.block is not None and self.key not in self.block.censuses and self._is_odd(record, known, outputs))
         ):
@@ -230,7 +232,7 @@ class Region:
         known = self._known
         mine = record.census() if isinstance(record, SelectiveRecord) else Census.of_tape(record)
         where = census.describe(self.function)
-        late = opaque.make_known_visible()
+        late = opaque.make_known_visible() + record.late
         seen: Observer | diagnosis.Look | None = self.observer
         nodes = autograd_graph.nodes_between(outputs, (self.args, self.kwargs))
         hidden = autograd_graph.hidden_functions(nodes, record.owners, self.policy)
@@ -243,11 +245,13 @@ class Region:
         if compiled or hidden or (seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops))):
             # Compiled code can not be watched, and a region that makes fewer calls than it should was not.
             seen = diagnosis.look_again(self.function, self.args, self.kwargs, self.policy, compiled)
-            diagnosis.leave_out_compiled_away(seen, record.calls, where)
+            if compiled:
+                diagnosis.leave_out_compiled_away(seen, record.calls, where)
             seen.hidden = list(dict.fromkeys(hidden + seen.hidden))
             seen.elsewhere += self.observer.elsewhere if self.observer is not None else []
             late += seen.late
         if late:
+            interception.install()
             logger.info("%s: the library of %s was loaded just now; saved from the next region on", where, late[0])
             return  # nothing is remembered: the next region is taken as the first of its kind
         if seen is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastac import census, hook, tape
+from fastac import census, hook, scopes
 from fastac.census import Call, Census
 from fastac.errors import FastacError
 from fastac.preservation import buffers_preserved, generators_preserved
@@ -51,7 +51,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     args, kwargs = fresh((args, kwargs))
     counter: Counter[str] = Counter()
     regions: list[Census] = []
-    tape.execution_counters.append(counter)
+    scopes.execution_counters.append(counter)
     census.listeners.append(regions.append)
     try:
         with generators_preserved(_devices(model)), torch.enable_grad():
@@ -64,7 +64,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
                 raise FastacError(f"verify: no output of {type(model).__name__} requires grad, so there is no gradient")
             torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
     finally:
-        tape.execution_counters.remove(counter)
+        scopes.execution_counters.remove(counter)
         census.listeners.remove(regions.append)
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     tensors |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}

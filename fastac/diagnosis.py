@@ -23,7 +23,7 @@ from fastac.policy import Policy
 from fastac.preservation import buffers_preserved, generators_preserved
 from fastac.recognition import Decomposed, UnknownOp
 from fastac.registry import ResolvedOp
-from fastac.tape import Scope, Tape, run_kernel, thread
+from fastac.scopes import Scope, Tape, run_kernel, thread
 
 logger = logging.getLogger("fastac")
 
@@ -122,6 +122,7 @@ def why_decomposed(
 class Look:
     """What a second look saw. missed: attention that the policy saves and no row can. late: ops loaded just now.
 
+    elsewhere: sentences on attention that was called where no region is open.
     silent: attention modules that ran without any attention that can be seen. hidden: autograd.Functions that say they
     are attention, and show no op.
     """

@@ -32,10 +32,7 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
             f"one (layout is where its keys are: bshd, bhsd or thd; dropout None if it never draws random numbers):\n"
             f"{unknown.suggested_row()}"
         )
-    for name in sorted(set(look.elsewhere)):
-        lines.append(
-            f"- {name} was called in another thread, where no region is open. Call it in the block's own thread."
-        )
+    lines += [f"- {reason}" for reason in sorted(set(look.elsewhere))]
     for hidden in look.hidden:
         lines.append(_explain_hidden(hidden))
     for name in sorted(set(look.silent)):

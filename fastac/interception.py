@@ -21,7 +21,7 @@ from fastac.entries import generation
 from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
 from fastac.rows import AttentionOp, DecompositionOp, SelectionOp
-from fastac.tape import run_kernel, thread
+from fastac.scopes import run_kernel, thread
 from fastac.torch_internals import BELOW_BACKEND_SELECT
 
 logger = logging.getLogger("fastac")
@@ -47,12 +47,18 @@ class _Holder:
 _holders: dict[str, _Holder] = {}
 _installing = threading.Lock()
 _known_op_names = 0
-_known_modules = 0
+_known_modules: object = None
 
 
 def intercepted() -> Collection[str]:
     """Qualified names of the ops that pass by the open scope."""
     return _holders.keys()
+
+
+def generation_of(resolved: ResolvedOp) -> int:
+    """The place of an op among the intercepted ones; beyond all where it is none."""
+    holder = _holders.get(resolved.qualified_name)
+    return holder.resolved.generation if holder is not None else sys.maxsize
 
 
 def install() -> None:
@@ -88,9 +94,17 @@ def _was_defined_again(resolved: ResolvedOp) -> bool:
 def install_if_loaded() -> None:
     """Intercept what modules that were imported since bring along. Costs nothing when none was."""
     global _known_modules
-    if len(sys.modules) != _known_modules:
-        _known_modules = len(sys.modules)
+    if (modules := loaded_modules()) != _known_modules:
+        _known_modules = modules
         install()
+
+
+def loaded_modules() -> tuple[int, str]:
+    """What changes when a module is imported: how many there are, and the newest."""
+    try:
+        return len(sys.modules), next(reversed(sys.modules))
+    except RuntimeError:  # another thread is importing at this moment
+        return len(sys.modules), ""
 
 
 def _intercept(resolved: ResolvedOp) -> None:

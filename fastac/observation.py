@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import census, interception, opaque, registry, torch_internals
 from fastac.autograd_graph import graph_roots, leads_to, tensors_of
+from fastac.entries import generation
 from fastac.policy import Policy
+from fastac.preservation import autocast_as_called
 from fastac.recognition import (
     Decomposed,
     SoftmaxAttention,
@@ -41,7 +42,7 @@ class Observer(TorchDispatchMode):
         self.silent: list[str] = []
         self.joined: list[str] = []
         self.progress: Callable[[], int] = lambda: 0
-        self.let_in: Callable[[], None] = lambda: None
+        self.let_in: Callable[[ResolvedOp], None] = lambda _: None
         self.ops: tuple[ResolvedOp, ...] = ()  # what the tape records is not seen twice
         module = census.module_of(function)
         parameters = list(module.parameters()) if module is not None else []
@@ -50,7 +51,10 @@ class Observer(TorchDispatchMode):
         self._roots = graph_roots([*parameters, *tensors])
         self._coarse: list[int] = []
         self._thread = 0
-        self._modules = len(sys.modules)
+        self._modules = interception.loaded_modules()
+        self._generation = generation.current
+        self._without_row: set[Any] = set()
+        self._running: Any = None
         self._module = module
         self._handles: list[Any] = []
 
@@ -71,14 +75,16 @@ class Observer(TorchDispatchMode):
         interception.watchers.remove(self._outside)
         while self._handles:
             self._handles.pop().remove()
-        self.progress, self.let_in = lambda: 0, lambda: None  # they held the record, which holds this
+        self.progress, self.let_in = lambda: 0, lambda _: None  # they held the record, which holds this
         counting = without_coarse([found for _, found in self.missed], self._coarse)
         self.missed = [missed for missed in self.missed if missed[1] in counting]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._join_late(func)
-        outputs = func(*args, **(kwargs or {}))
+        self._running = func
+        with autocast_as_called(func):
+            outputs = func(*args, **(kwargs or {}))
         self.observe(func, args, outputs, kwargs or {})
         return outputs
 
@@ -105,16 +111,22 @@ class Observer(TorchDispatchMode):
     def _join_late(self, op: Any) -> None:
         """Let an op whose library was loaded by this very forward count in it, before it is called for the first time.
 
-        Not a Function that is made visible meanwhile: it may have been called already, and counts from the next region.
+        Not a Function that is made visible meanwhile, nor an op that got its row meanwhile: they may have been called
+        already, and count from the next region.
         """
-        if len(sys.modules) != self._modules:
-            self._modules = len(sys.modules)
+        if (modules := interception.loaded_modules()) != self._modules:
+            self._modules = modules
             self.joined += opaque.make_known_visible()
         resolved = registry.classify(op)
-        if resolved is not None and resolved.qualified_name not in interception.intercepted():
+        if resolved is None:
+            self._without_row.add(op)
+            return
+        if resolved.qualified_name not in interception.intercepted():
             interception.install()
             self.joined.append(resolved.name)
-            self.let_in()
+        late = interception.generation_of(resolved) > self._generation
+        if late and op not in self._without_row and not opaque.is_opaque(resolved):
+            self.let_in(resolved)
 
     def observe(self, op: Any, args: Any, outputs: Any, kwargs: Any) -> None:
         """Take note of one op that has just run."""
@@ -134,7 +146,14 @@ class Observer(TorchDispatchMode):
             self.unknown.append(UnknownOp(*op._schema.name.split("::")))
 
     def _outside(self, resolved: ResolvedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == self._thread:
-            return  # this thread is being watched; engine "sac" opens no scope of ours
-        if leads_to(args, self._roots) and self.policy.saves(resolved.keys(args, kwargs)):
-            self.elsewhere.append(resolved.name)
+        if threading.get_ident() == self._thread:  # of engine "sac", which opens no scope of ours
+            if registry.classify(self._running) is None and self.policy.saves(resolved.keys(args, kwargs)):
+                self.elsewhere.append(
+                    f"{resolved.name} was called by the kernel of {self._running}, and engine sac sees into no kernel. "
+                    f"Use the default engine, or give that op a row, if it is an attention."
+                )
+        elif leads_to(args, self._roots) and self.policy.saves(resolved.keys(args, kwargs)):
+            self.elsewhere.append(
+                f"{resolved.name} was called in another thread, where no region is open. Call it in the block's own "
+                f"thread."
+            )

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from fastac import interception, packing, registry, torch_internals
 from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
 from fastac.rows import ALWAYS, KEYS_DIMENSION, AttentionOp, OpaqueFunction
-from fastac.tape import execution_counters, thread
+from fastac.scopes import execution_counters, thread
 
 logger = logging.getLogger("fastac")
 
@@ -34,12 +34,12 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _visible: dict[str, tuple[type[torch.autograd.Function], tuple[Any, ...]]] = {}
 _known: list[OpaqueFunction] = []
 _settled: set[tuple[OpaqueFunction, str]] = set()
-_looked_at = 0
+_looked_at: object = None
 _looking = threading.RLock()
 _handles = itertools.count()
 _calls: dict[int, _Call] = {}
-_contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Contexts that a forward really ran with. A backward inside the region wants on replay what it set there."""
+_states: weakref.WeakValueDictionary[int, packing.State] = weakref.WeakValueDictionary()
+"""What a forward that really ran set on its context, as long as the context or what was kept of the call lives."""
 
 
 class _Call(NamedTuple):
@@ -129,7 +129,7 @@ def make_visible(
         if torch.compiler.is_dynamo_compiling():
             _tell_compiled(name)
             return original(ctx, *args, **kwargs)
-        tensors = _tensors_of(args)
+        tensors = packing.tensors_in(args)
         # Not by `apply`: another Function that calls this forward as a helper may pass what it likes.
         by_hand = bool(kwargs) or not isinstance(ctx, torch.autograd.function.FunctionCtx)
         if by_hand or not tensors or not _is_watched(tensors):
@@ -142,9 +142,11 @@ def make_visible(
         finally:
             del _calls[handle]
         numbers = flat[-1].tolist()
-        first = _contexts.get(numbers[0])
-        if first is not None and first is not ctx:
-            vars(ctx).update(vars(first))
+        state = _states.get(numbers[0])
+        if state is not None and numbers[0] == handle:
+            _hold(state)
+        elif state is not None:
+            state.put_on(ctx)
         return packing.unpack(ctx, flat, numbers, tensors)
 
     _visible[name] = function, options
@@ -173,7 +175,7 @@ def know(*functions: OpaqueFunction) -> None:
     """Add Functions that are made visible as soon as their module is loaded and a model is enabled."""
     global _looked_at
     _known.extend(functions)
-    _looked_at = 0
+    _looked_at = None
 
 
 def known_backends() -> set[str]:
@@ -187,23 +189,24 @@ def make_known_visible() -> list[str]:
     One that can not be made visible stays as it is, and a warning says why: its backend is refused where it is used.
     """
     global _looked_at
-    if len(sys.modules) == _looked_at:
+    if (loaded := interception.loaded_modules()) == _looked_at:
         return []
     made: list[str] = []
     with _looking:
-        modules = list(sys.modules.items())
         complete = True
-        for module_name, module in modules:
+        for module_name, module in list(sys.modules.items()):
             for known in _known:
                 if (known, module_name) not in _settled and re.fullmatch(known.module, module_name):
                     complete = _make_visible(known, module_name, module, made) and complete
-        _looked_at = len(modules) if complete else 0
+        _looked_at = loaded if complete else None
     return made
 
 
 def _make_visible(known: OpaqueFunction, module_name: str, module: Any, made: list[str]) -> bool:
     function = getattr(module, known.name, None)
-    if function is None and getattr(module.__spec__, "_initializing", False):
+    if module is None:
+        return True  # Python's way to forbid an import
+    if function is None and getattr(getattr(module, "__spec__", None), "_initializing", False):
         return False  # still being imported
     _settled.add((known, module_name))
     if function is None:
@@ -251,16 +254,6 @@ def _op(name: str) -> torch._ops.OpOverload:
     return op
 
 
-def _tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors_of(value)
-    return found
-
-
 def _is_watched(tensors: Sequence[Any]) -> bool:
     """Whether somebody is there who saves or counts the call. Elsewhere, and in traces, the forward just runs."""
     if torch_internals.in_proxy_trace():
@@ -282,9 +275,20 @@ def _tell_compiled(name: str) -> None:
     )
 
 
+def _hold(state: packing.State) -> None:
+    """Keep it as long as the tapes that may replay the call: a gradient taken inside the region frees the context."""
+    scope = thread.scope
+    while scope is not None:
+        scope.tape.companions.append(state)
+        scope = scope.outer
+
+
 def _kernel(first: torch.Tensor, others: list[torch.Tensor], keys: int, draws: bool, handle: int) -> list[torch.Tensor]:
     """Run the forward itself. Returns its outputs, what it saved beyond its inputs, and how to find both again."""
     call = _calls[handle]
-    outputs = call.original(call.context, *call.args)
-    _contexts[handle] = call.context
-    return packing.pack(call.context, outputs, call.tensors, handle)
+    state = _states[handle] = packing.State()
+    outputs = state.run(call.original, call.context, call.args)
+    packed = packing.pack(call.context, outputs, call.tensors, handle)
+    # torch's selective checkpointing keeps the memory of outputs; the tape may copy them, see _hold.
+    packed[-1].untyped_storage().fastac_state = state  # type: ignore[attr-defined]
+    return packed

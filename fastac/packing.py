@@ -8,7 +8,7 @@ where each of the three begins with its length. A tensor is written as its place
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,46 @@ from fastac import torch_internals
 from fastac.errors import FastacError
 
 _NONE, _INPUTS = -1, -2
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of a forward, those in lists and tuples too."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
+class State:
+    """What a forward sets on its context besides what it saves: attributes, and whether gradients are materialized."""
+
+    materializes: bool | None = None
+    attributes: Mapping[str, Any] = {}
+
+    def run(self, forward: Callable[..., Any], context: Any, args: Sequence[Any]) -> Any:
+        """The outputs of a forward. Takes note of what it sets."""
+        set_materialize_grads = context.set_materialize_grads
+
+        def noted(value: bool) -> None:
+            self.materializes = value
+            set_materialize_grads(value)
+
+        context.set_materialize_grads = noted  # it can be set, and not be read
+        try:
+            outputs = forward(context, *args)
+        finally:
+            del context.set_materialize_grads
+        self.attributes = dict(vars(context))
+        return outputs
+
+    def put_on(self, context: Any) -> None:
+        """Set the same on another context."""
+        vars(context).update(self.attributes)
+        if self.materializes is not None:
+            context.set_materialize_grads(self.materializes)
 
 
 def pack(context: Any, outputs: Any, inputs: Sequence[torch.Tensor], handle: int) -> list[torch.Tensor]:

@@ -1,11 +1,16 @@
-"""Leaves what a run changes on the side as it was: random number generators and buffers."""
+"""Leaves what a run changes on the side as it was: random number generators, buffers, and whether autocast is on."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
+
+_CASTING = [device for device in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(device)]
+"""Types of device that autocast can be on for."""
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
@@ -62,3 +67,19 @@ def devices_of(args: Iterable[object]) -> set[torch.device]:
         elif isinstance(value, (list, tuple)):
             found |= devices_of(value)
     return found
+
+
+def autocast_as_called(op: Any) -> contextlib.AbstractContextManager[Any]:
+    """For a dispatch mode that runs an op: autocast for its kernel as it was on where the op was called.
+
+    Under a mode torch leaves autocast out, also for kernels in Python that would run under it without the mode. Ops of
+    torch's own never do: their inputs were cast before.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prim", "prims"):
+        return contextlib.nullcontext()
+    with enable_reentrant_dispatch():
+        devices = [device for device in _CASTING if torch.is_autocast_enabled(device)]
+    stack = contextlib.ExitStack()
+    for device in devices:
+        stack.enter_context(torch.autocast(device))  # in the dtype that is set
+    return stack

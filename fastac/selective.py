@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fastac import opaque, torch_internals
+from fastac import interception, opaque, torch_internals
 from fastac.census import Call, Census
 from fastac.choices import Choices, Reader
+from fastac.entries import generation
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.observation import Observer
 from fastac.policy import Policy
+from fastac.preservation import autocast_as_called
 from fastac.recognition import (
     Decomposed,
     SoftmaxAttention,
@@ -118,21 +120,46 @@ def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> Ch
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _choosing_again(mode: Any, choices: Choices, selections: Sequence[Selection | None]) -> None:
-    """Let torch's replaying mode choose again what the forward chose, and nothing else."""
-    reader, remaining = Reader(choices), iter(selections)
+def _extend_record(mode: Any) -> None:
+    """Let torch's recording mode run kernels under the autocast state they were called under."""
 
     class Mode(type(mode)):  # type: ignore[misc]
         supports_higher_order_operators = True
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with autocast_as_called(func):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+
+    mode.__class__ = Mode
+
+
+def _extend_replay(
+    mode: Any, choices: Choices, selections: Sequence[Selection | None], passes_by: Callable[[ResolvedOp], bool]
+) -> None:
+    """Let torch's replaying mode choose again what the forward chose, and run what the forward did not know."""
+    reader = Reader(choices)
+
+    class Mode(type(mode)):  # type: ignore[misc]
+        supports_higher_order_operators = True
+
+        def __enter__(self) -> Any:
+            self.remaining = iter(selections)
+            reader.used.clear()
+            return super().__enter__()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
             resolved = classify(func)
-            if resolved is not None and isinstance(resolved.row, SelectionOp):
-                chosen = reader.next(resolved, args, keep=False)
-                return func(*args, **(kwargs or {})) if chosen is None else chosen
-            if resolved is not None and resolved.has_selection and (selection := next(remaining, None)) is not None:
-                selection.put_into(resolved, resolved.selection(args, kwargs or {}))
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            with autocast_as_called(func):
+                if resolved is None:
+                    return super().__torch_dispatch__(func, types, args, kwargs)
+                if passes_by(resolved):
+                    return func(*args, **kwargs)
+                if isinstance(resolved.row, SelectionOp):
+                    return reader.choose(resolved, args, kwargs, lambda: func(*args, **kwargs))
+                if resolved.has_selection and (selection := next(self.remaining, None)) is not None:
+                    selection.put_into(resolved, resolved.selection(args, kwargs))
+                return super().__torch_dispatch__(func, types, args, kwargs)
 
     mode.__class__ = Mode
 
@@ -150,10 +177,20 @@ class SelectiveRecord:
         self.owners: list[int] = []
         self._choices = Choices()
         self._selections: list[Selection | None] = []  # of every sparse call, None for one that is recomputed
+        self.late: list[str] = []  # ops that were intercepted too late to be saved here
+        self._generation = generation.current
+        self._joined: set[str] = set()
         self._mode, self.replay = create_selective_checkpoint_contexts(self._decide)
+        _extend_record(self._mode)
 
-    def let_in(self) -> None:
-        """Nothing to do: what an op is, is asked at every call."""
+    def let_in(self, resolved: ResolvedOp) -> None:
+        """Count an op that was intercepted since this region began, and has not been called in it before."""
+        self._joined.add(resolved.qualified_name)
+
+    def passes_by(self, resolved: ResolvedOp) -> bool:
+        """Whether an op is none of the region's business: it may have been called before it was one."""
+        late = interception.generation_of(resolved) > self._generation
+        return late and resolved.qualified_name not in self._joined
 
     def census(self) -> Census:
         """What the region did."""
@@ -169,8 +206,7 @@ class SelectiveRecord:
     def __exit__(self, *exception: Any) -> None:
         try:
             self._mode.__exit__(*exception)
-            if self._choices or self._selections:
-                _choosing_again(self.replay, self._choices, self._selections)
+            _extend_replay(self.replay, self._choices, self._selections, self.passes_by)
         finally:
             if self.observer is not None:
                 self.observer.__exit__(*exception)
@@ -178,6 +214,9 @@ class SelectiveRecord:
     def _decide(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         resolved = classify(op)
         if resolved is None or torch_internals.has_stand_ins(args):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if self.passes_by(resolved):
+            self.late.append(resolved.name)
             return CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(resolved.row, DecompositionOp):
             missed = Decomposed.from_call(resolved, args, kwargs)

@@ -7,8 +7,7 @@ here was put in after a run with wrong gradients; `tests/test_tape.py` has one t
 
 from __future__ import annotations
 
-import collections
-import threading
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,57 +15,15 @@ from typing import Any
 import torch
 
 from fastac import torch_internals
-from fastac.choices import Choices, Reader
-from fastac.entries import Entry, described, generation, readable
+from fastac.choices import Reader
+from fastac.entries import Entry, described, readable
 from fastac.errors import FastacError
 from fastac.policy import Policy
 from fastac.preservation import devices_of, generator_state, set_generator_state
 from fastac.recognition import Decomposed
 from fastac.registry import ResolvedOp
+from fastac.scopes import Scope, Tape
 from fastac.selection import Selection
-from fastac.torch_internals import BELOW_BACKEND_SELECT
-
-Calls = collections.Counter[str]
-
-execution_counters: list[Calls] = []
-"""Counters, by op name, of every attention kernel that is really run while they stand here (fastac.verify)."""
-
-
-class Tape(list[Entry | None]):
-    """The entries of one region. Ops that are intercepted later than `generation` are none of its business.
-
-    Without that, a row registered between a forward and its recompute would ask the tape for a call it never saw.
-    """
-
-    __slots__ = ("choices", "generation", "recording")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices = Choices()
-        self.generation = generation.current
-        self.recording = False
-
-
-class _Thread(threading.local):
-    """The open scope is per thread: backward runs in other threads."""
-
-    scope: Scope | None = None
-
-
-thread = _Thread()
-
-
-def run_kernel(resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run the attention kernel itself. An op that it calls is part of it: neither recorded nor replayed."""
-    if execution_counters and resolved.is_attention and not torch_internals.has_stand_ins(args):
-        for counter in execution_counters:
-            counter[resolved.name] += 1
-    scope = thread.scope
-    thread.scope = None
-    try:
-        return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
-    finally:
-        thread.scope = scope
 
 
 def _requires_grad(args: Sequence[Any]) -> bool:
@@ -74,54 +31,6 @@ def _requires_grad(args: Sequence[Any]) -> bool:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return True
     return False
-
-
-class Scope:
-    """What is open while a region runs in this thread. Scopes nest as checkpointed regions do."""
-
-    outer: Scope | None = None
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def __enter__(self) -> Scope:
-        self.outer = thread.scope
-        thread.scope = self
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        thread.scope, self.outer = self.outer, None
-
-    def run(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
-        outer = self.outer
-        while outer is not None and outer.tape is self.tape:
-            outer = outer.outer  # a backward inside the region: the forward around this recompute is its own
-        if outer is None:
-            return run_kernel(resolved, keyset, args, kwargs)
-        if resolved.is_attention:
-            return outer.call(resolved, keyset, args, kwargs)
-        return outer.choose(resolved, keyset, args, kwargs)
-
-    def passes_by(self, resolved: ResolvedOp, args: Sequence[Any]) -> bool:
-        """Whether a call is none of the region's business.
-
-        dynamo and AOT call the op with fakes, and sometimes the real kernel on stand-ins, while a region is open.
-        """
-        return torch_internals.has_stand_ins(args) or resolved.generation > self.tape.generation
-
-    def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An attention op was called in this thread while the scope is open."""
-        raise NotImplementedError
-
-    def choose(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Something was chosen, perhaps for sparse attention, in this thread while the scope is open."""
-        return self.run(resolved, keyset, args, kwargs)
-
-    def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """An attention call was decomposed in this thread while the scope is open."""
-        if self.outer is not None:
-            self.outer.decomposed(resolved, args, kwargs)
 
 
 class Record(Scope):
@@ -146,6 +55,7 @@ class Record(Scope):
         self.calls: list[ResolvedOp] = []
         self.owners: list[int] = []  # the autograd node that each call belongs to
         self.missed: list[Decomposed] = []
+        self.late: list[str] = []  # ops that were intercepted too late to be saved here
 
     def __enter__(self) -> Record:
         self.entered = self.tape.recording = True
@@ -162,16 +72,15 @@ class Record(Scope):
             self.tape.recording = False
             super().__exit__(*exception)
 
-    def let_in(self) -> None:
-        """Count, from now on, what was intercepted since this region and those around it began."""
-        scope: Scope | None = self
-        while scope is not None:
-            scope.tape.generation = generation.current
-            scope = scope.outer
+    def let_in(self, resolved: ResolvedOp) -> None:
+        """Count an op that was intercepted since this region began, and has not been called in it before."""
+        self.tape.joined.add(resolved.qualified_name)
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.passes_by(resolved, args):
-            return run_kernel(resolved, keyset, args, kwargs)
+            if not torch_internals.has_stand_ins(args):
+                self.late.append(resolved.name)
+            return self.let_by(resolved, keyset, args, kwargs)
         owner = torch_internals.newest_node()
         keys = resolved.keys(args, kwargs)
         saves = self.policy.saves(keys)
@@ -217,7 +126,7 @@ class Record(Scope):
         """Keep what was chosen: attention that is saved may depend on it."""
         outputs = super().choose(resolved, keyset, args, kwargs)
         if not self.passes_by(resolved, args):
-            self.tape.choices.keep(resolved, args, kwargs, outputs)
+            self.tape.choices.keep(resolved, args, kwargs, outputs, self.inner())
         return outputs
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -236,7 +145,8 @@ class Replay(Scope):
         self.choices = Reader(tape.choices)
 
     def __enter__(self) -> Replay:
-        self.position = self.choices.position = 0
+        self.position = 0
+        self.choices.used.clear()
         super().__enter__()
         return self
 
@@ -251,7 +161,7 @@ class Replay(Scope):
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.passes_by(resolved, args):
-            return run_kernel(resolved, keyset, args, kwargs)
+            return self.let_by(resolved, keyset, args, kwargs)
         if self.position >= len(self.tape):
             raise FastacError(
                 f"recompute called {resolved.name} after the {len(self.tape)} attention calls the forward made: the "
@@ -292,8 +202,7 @@ class Replay(Scope):
 
     def choose(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Choose as the forward did."""
-        if not self.passes_by(resolved, args):
-            keep_graph = torch_internals.keeps_graph() or self.tape.recording
-            if (chosen := self.choices.next(resolved, args, keep_graph)) is not None:
-                return chosen
-        return super().choose(resolved, keyset, args, kwargs)
+        run = functools.partial(super().choose, resolved, keyset, args, kwargs)
+        if self.passes_by(resolved, args):
+            return run()
+        return self.choices.choose(resolved, args, kwargs, run, self.inner())

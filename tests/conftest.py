@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastac import census, interception, tape
+from fastac import census, interception, scopes
 from tests import support
 
 
@@ -35,11 +35,11 @@ def _as_in_a_fresh_process() -> Iterator[None]:
     yield
     if dispatch is not None:
         dispatch._AttentionBackendRegistry._active_backend = backend
-    left = [name for name, open_ in (("scope", tape.thread.scope), ("watchers", interception.watchers)) if open_]
-    left += ["execution counters"] if tape.execution_counters else []
-    tape.thread.scope = None
+    left = [name for name, open_ in (("scope", scopes.thread.scope), ("watchers", interception.watchers)) if open_]
+    left += ["execution counters"] if scopes.execution_counters else []
+    scopes.thread.scope = None
     interception.watchers.clear()
-    tape.execution_counters.clear()
+    scopes.execution_counters.clear()
     assert not left, f"left open by the test: {', '.join(left)}"
 
 

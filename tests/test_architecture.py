@@ -22,6 +22,7 @@ ORDER = (
     "selection",
     "entries",
     "choices",
+    "scopes",
     "tape",
     "interception",
     "packing",

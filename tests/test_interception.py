@@ -21,7 +21,8 @@ import torch.nn.functional as F
 import fastac
 from fastac import census, entries, interception, registry, torch_internals
 from fastac.policy import Policy
-from fastac.tape import Record, Tape
+from fastac.scopes import Tape
+from fastac.tape import Record
 from tests import support
 
 

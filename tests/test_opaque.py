@@ -210,7 +210,7 @@ def test_a_backward_inside_the_region(counted: Counter[str]) -> None:
     assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
     assert counted == {KERNEL: 1}
     gc.collect()
-    assert not opaque._contexts
+    assert not opaque._states
 
 
 @pytest.mark.parametrize("engine", ["tape", "sac"])

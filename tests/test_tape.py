@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import interception, registry, tape
+from fastac import interception, registry, scopes
 from fastac.errors import FastacError
 from tests import support
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, custom_attention, stack, stack_inputs, train_step
@@ -577,7 +577,7 @@ def test_exception_leaves_nothing_open(failing: int, known: bool, engine: str) -
     model.blocks[0].failing = {model.blocks[0].calls + failing}
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         train_step(model, inputs)
-    assert tape.thread.scope is None
+    assert scopes.thread.scope is None
     assert not interception.watchers
     assert_same(train_step(model, inputs), reference)
 

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 import fastac
 from fastac import interception
 from fastac.backends.flex import ROWS
-from fastac.tape import thread
+from fastac.scopes import thread
 from tests import support
 from tests.backends import flex_on_cpu
 from tests.backends.parity import QUERIES, Case, Parity, causal

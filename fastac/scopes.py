@@ -1,0 +1,128 @@
+"""What is open in a thread while a checkpointed region runs, and the tape it runs on.
+
+`fastac.interception` reaches the innermost scope, below autograd, with every registered op. `Record` and `Replay` in
+`fastac.tape` say what a scope does with it.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from fastac import torch_internals
+from fastac.choices import Choices
+from fastac.entries import Entry, generation
+from fastac.registry import ResolvedOp
+from fastac.torch_internals import BELOW_BACKEND_SELECT
+
+Calls = collections.Counter[str]
+
+execution_counters: list[Calls] = []
+"""Counters, by op name, of every attention kernel that is really run while they stand here (fastac.verify)."""
+
+
+class Tape(list[Entry | None]):
+    """The entries of one region. Ops that are intercepted later than `generation` are none of its business.
+
+    Without that, a row registered between a forward and its recompute would ask the tape for a call it never saw.
+    """
+
+    __slots__ = ("choices", "companions", "generation", "joined", "recording")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = Choices()
+        self.companions: list[object] = []  # what kept outputs need besides, which is no tensor
+        self.generation = generation.current
+        self.joined: set[str] = set()  # later ones that count, all the same
+        self.recording = False
+
+
+class _Thread(threading.local):
+    """The open scope is per thread: backward runs in other threads."""
+
+    scope: Scope | None = None
+
+
+thread = _Thread()
+
+
+def run_kernel(
+    resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any], inside: Scope | None = None
+) -> Any:
+    """Run the attention kernel itself. An op that it calls is part of it: neither recorded nor replayed.
+
+    inside: the scope that is open while it runs, after all: of an op that is none of its business.
+    """
+    if execution_counters and resolved.is_attention and not torch_internals.has_stand_ins(args):
+        for counter in execution_counters:
+            counter[resolved.name] += 1
+    scope = thread.scope
+    thread.scope = inside
+    try:
+        return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
+    finally:
+        thread.scope = scope
+
+
+class Scope:
+    """What is open while a region runs in this thread. Scopes nest as checkpointed regions do."""
+
+    outer: Scope | None = None
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def __enter__(self) -> Scope:
+        self.outer = thread.scope
+        thread.scope = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        thread.scope, self.outer = self.outer, None
+
+    def run(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
+        outer = self.outer
+        while outer is not None and outer.tape is self.tape:
+            outer = outer.outer  # a backward inside the region: the forward around this recompute is its own
+        if outer is None:
+            return run_kernel(resolved, keyset, args, kwargs)
+        if resolved.is_attention:
+            return outer.call(resolved, keyset, args, kwargs)
+        return outer.choose(resolved, keyset, args, kwargs)
+
+    def inner(self) -> int:
+        """How many regions are open inside this one."""
+        count, scope = 0, thread.scope
+        while scope is not None and scope is not self:
+            count, scope = count + 1, scope.outer
+        return count
+
+    def passes_by(self, resolved: ResolvedOp, args: Sequence[Any]) -> bool:
+        """Whether a call is none of the region's business.
+
+        dynamo and AOT call the op with fakes, and sometimes the real kernel on stand-ins, while a region is open.
+        """
+        if torch_internals.has_stand_ins(args):
+            return True
+        return resolved.generation > self.tape.generation and resolved.qualified_name not in self.tape.joined
+
+    def let_by(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run such a call. What it calls in turn was seen in the forward, where this op was not one yet."""
+        return run_kernel(resolved, keyset, args, kwargs, self if thread.scope is self else None)
+
+    def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An attention op was called in this thread while the scope is open."""
+        raise NotImplementedError
+
+    def choose(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Something was chosen, perhaps for sparse attention, in this thread while the scope is open."""
+        return self.run(resolved, keyset, args, kwargs)
+
+    def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """An attention call was decomposed in this thread while the scope is open."""
+        if self.outer is not None:
+            self.outer.decomposed(resolved, args, kwargs)
