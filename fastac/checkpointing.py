@@ -232,7 +232,7 @@ class Region:
         known = self._known
         mine = record.census() if isinstance(record, SelectiveRecord) else Census.of_tape(record)
         where = census.describe(self.function)
-        late = opaque.make_known_visible() + record.late
+        late = [*opaque.make_known_visible(), *interception.install(), *record.late]
         seen: Observer | diagnosis.Look | None = self.observer
         nodes = autograd_graph.nodes_between(outputs, (self.args, self.kwargs))
         hidden = autograd_graph.hidden_functions(nodes, record.owners, self.policy)
@@ -251,7 +251,6 @@ class Region:
             seen.elsewhere += self.observer.elsewhere if self.observer is not None else []
             late += seen.late
         if late:
-            interception.install()
             logger.info("%s: the library of %s was loaded just now; saved from the next region on", where, late[0])
             return  # nothing is remembered: the next region is taken as the first of its kind
         if seen is not None:

@@ -61,9 +61,10 @@ def generation_of(resolved: ResolvedOp) -> int:
     return holder.resolved.generation if holder is not None else sys.maxsize
 
 
-def install() -> None:
+def install() -> list[str]:
     """Intercept every registered op that the process has, once. Cheap when no library was loaded since.
 
+    Returns the names of those that are new.
     Raises FastacError when somebody else stands at BackendSelect of such an op: the later would shadow the earlier.
     """
     global _known_op_names
@@ -74,15 +75,18 @@ def install() -> None:
             registry.after_registration.append(install)
         count = len(torch_internals.op_names()) + len(registry.rows())
         if count == _known_op_names and not any(_was_defined_again(holder.resolved) for holder in _holders.values()):
-            return
+            return []
+        made = []
         for resolved in registry.present_ops():
             holder = _holders.get(resolved.qualified_name)
             if holder is None:
                 _intercept(resolved)
+                made.append(resolved.name)
             elif holder.resolved is not resolved and holder.resolved.op is not resolved.op:
                 resolved.generation = holder.resolved.generation
                 holder.resolved = resolved
         _known_op_names = count
+        return made
 
 
 def _was_defined_again(resolved: ResolvedOp) -> bool:
@@ -99,12 +103,13 @@ def install_if_loaded() -> None:
         install()
 
 
-def loaded_modules() -> tuple[int, str]:
-    """What changes when a module is imported: how many there are, and the newest."""
+def loaded_modules() -> tuple[int, int, str]:
+    """What changes when a module or a library of ops is loaded: how many there are, and the newest."""
+    counts = len(sys.modules), len(torch.ops.loaded_libraries)
     try:
-        return len(sys.modules), next(reversed(sys.modules))
+        return *counts, next(reversed(sys.modules))
     except RuntimeError:  # another thread is importing at this moment
-        return len(sys.modules), ""
+        return *counts, ""
 
 
 def _intercept(resolved: ResolvedOp) -> None:

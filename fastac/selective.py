@@ -180,6 +180,7 @@ class SelectiveRecord:
         self.late: list[str] = []  # ops that were intercepted too late to be saved here
         self._generation = generation.current
         self._joined: set[str] = set()
+        self._without_row: set[Any] = set()
         self._mode, self.replay = create_selective_checkpoint_contexts(self._decide)
         _extend_record(self._mode)
 
@@ -213,8 +214,13 @@ class SelectiveRecord:
 
     def _decide(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         resolved = classify(op)
-        if resolved is None or torch_internals.has_stand_ins(args):
+        if resolved is None:
+            self._without_row.add(op)
             return CheckpointPolicy.PREFER_RECOMPUTE
+        if torch_internals.has_stand_ins(args):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if op not in self._without_row and not opaque.is_opaque(resolved):
+            self.let_in(resolved)
         if self.passes_by(resolved):
             self.late.append(resolved.name)
             return CheckpointPolicy.PREFER_RECOMPUTE

@@ -836,3 +836,38 @@ def test_two_threads_at_once(library: types.ModuleType, counted: Counter[str]) -
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(train, data))
     assert counted == {KERNEL: 2}
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_a_gradient_that_is_taken_inside_the_region(retain: bool, counted: Counter[str]) -> None:
+    """Its graph is gone when recompute comes, and with it the context. What the forward had set there is not."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            output, statistics = kernel(q, k, v)
+            ctx.save_for_backward(q, k, v, output, statistics)
+            ctx.factor = 2.0
+            ctx.set_materialize_grads(False)
+            return output * 2.0, statistics + 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor, unused: torch.Tensor | None) -> Any:
+            assert unused is None, "it has no formula for that, and would raise"
+            return support.attention_math_backward(grad * ctx.factor, *ctx.saved_tensors)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            inner = query.detach().requires_grad_()
+            loss = Scaled.apply(inner, key, value)[0].square().sum()
+            (step,) = torch.autograd.grad(loss, inner, retain_graph=retain)
+        return torch.tanh(Scaled.apply(query - 0.1 * step, key, value)[0])
+
+    data = inputs()
+    reference = train_step(region, data)
+    fastac.make_visible(Scaled, layout="bhsd", dropout=None)
+    counted.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
+    assert counted == {KERNEL: 2}
+    gc.collect()
+    assert not opaque._states

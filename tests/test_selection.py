@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fastac
 from fastac import census, registry
 from fastac.backends import selection
+from fastac.choices import Choice
 from fastac.policy import Policy
 from tests import support
 from tests.support import assert_same, train_step
@@ -527,3 +528,169 @@ def test_a_choice_in_another_thread_is_no_attention() -> None:
         return torch.tanh(attend(torch.tanh(query), key, value))
 
     train_step(functools.partial(fastac.checkpoint, region), inputs())
+
+
+def shared_helper(scores: torch.Tensor) -> torch.Tensor:
+    return scores.topk(CHOSEN).indices
+
+
+@functools.lru_cache(maxsize=1)
+def cached_mask(shift: int) -> torch.Tensor:
+    return shared_helper(torch.linspace(1, 0, KEYS).roll(shift))
+
+
+@pytest.mark.parametrize(
+    ("evicted", "engine"),
+    [(False, "tape"), (False, "sac"), (True, "tape")],  # torch's selective checkpointing allows no more ops than before
+)
+def test_a_cached_choice_and_another_by_one_helper(evicted: bool, engine: str) -> None:
+    """Told apart by where the helper was called from. A choice that is made again must not come to the other's."""
+    attend = support.custom_attention(f"helper_{uuid.uuid4().hex[:8]}")
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        mask = cached_mask(0)
+        own = shared_helper(torch.tanh(key).mean(dim=(0, 1, 3)))
+        return torch.tanh(attend(torch.tanh(query), key[:, :, own], value[:, :, mask]))
+
+    def step(function: Callable[..., Any]) -> Any:
+        cached_mask.cache_clear()
+        if evicted:
+            cached_mask(0)
+        data = inputs()
+        output = function(*data.values())
+        if evicted:
+            cached_mask(1)
+        output.square().sum().backward()
+        return {name: tensor.grad for name, tensor in data.items()}
+
+    reference = step(region)
+    assert_same(step(functools.partial(fastac.checkpoint, region, engine=engine)), reference)
+    assert cached_mask(0).tolist() == list(range(CHOSEN))
+
+
+@ENGINES
+@pytest.mark.parametrize("cached", [0, 1])
+def test_choices_of_a_loop_of_which_one_is_cached(cached: int, engine: str) -> None:
+    """They can not be told apart by where they were made: what does not fit the numbers is chosen again."""
+    attend = support.custom_attention(f"loop_{uuid.uuid4().hex[:8]}")
+    cache: dict[int, torch.Tensor] = {}
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        scores = torch.tanh(key).mean(dim=(0, 1, 3)).detach()
+        for i in range(2):
+            if i not in cache:
+                blocks = (scores * (1, -2)[i]).topk(CHOSEN, sorted=False).indices
+                if i == cached:
+                    cache[i] = blocks
+            blocks = cache[i] if i == cached else blocks
+            query = attend(torch.tanh(query), key[:, :, blocks], value[:, :, blocks])
+        return torch.tanh(query)
+
+    data = inputs()
+    reference = train_step(region, data)
+    cache.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+
+
+@ENGINES
+@pytest.mark.parametrize("choice", CHOICES)
+def test_choices_of_a_loop_that_come_out_a_little_different(choice: str, engine: str) -> None:
+    """Keys with nearly equal scores: noise decides between them, and recompute must not decide again."""
+    attend = support.custom_attention(f"noisy_{uuid.uuid4().hex[:8]}")
+    calls: list[int] = []
+
+    def scores(part: int) -> torch.Tensor:
+        calls.append(1)
+        noise = torch.randn(KEYS, generator=torch.Generator().manual_seed(len(calls)))
+        levels = torch.linspace(-1, 1, KEYS).gt(0) if "sort" not in choice else torch.zeros(KEYS)
+        return levels + part + 1 + noise * 1e-4
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        for i in range(2):
+            blocks = CHOICES[choice](scores(i))
+            query = attend(torch.tanh(query), key[:, :, blocks], value[:, :, blocks])
+        return torch.tanh(query)
+
+    data = inputs()
+    reference = train_step(region, data)
+    calls.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+    assert len(calls) == 4
+
+
+INFINITY, NAN = float("inf"), float("nan")
+
+FITS = {
+    "the same": ([3.0, 1.0, 2.0, 0.0], [3.0, 1.0, 2.0, 0.0], True),
+    "noise decides": ([3.0, 2.0, 2.001, 0.0], [3.0, 2.001, 2.0, 0.0], True),
+    "another": ([3.0, 1.0, 2.0, 0.0], [0.0, 3.0, 1.0, 2.0], False),
+    "the same, masked": ([3.0, -INFINITY, 2.0, -INFINITY], [3.0, -INFINITY, 2.0, -INFINITY], True),
+    "too few, masked": ([3.0, -INFINITY, -INFINITY, -INFINITY], [3.0, -INFINITY, -INFINITY, -INFINITY], True),
+    "another, masked": ([3.0, -INFINITY, 2.0, -INFINITY], [-INFINITY, 2.0, -INFINITY, 3.0], False),
+    "another of the best": ([INFINITY, 1.0, 2.0, 0.0], [1.0, INFINITY, 2.0, 0.0], False),
+    "no number": ([NAN, 1.0, 2.0, 0.0], [NAN, 1.0, 2.0, 0.0], True),
+}
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("case", FITS)
+def test_what_fits_the_numbers(case: str, ordered: bool) -> None:
+    first, second, fits = (torch.tensor(value) for value in FITS[case])
+    kept = first.topk(2)
+    own = second.topk(2)
+    choice = Choice(0, (kept.values, kept.indices if ordered else kept.indices.flip(0)), 4, False, in_order=ordered)
+    values, indices = choice.made_again_where_it_fits(second, own)
+    expected = (kept if fits else own).indices
+    assert torch.equal(indices, expected if ordered or not fits else expected.flip(0))
+    assert torch.equal(values.nan_to_num(), second[indices].nan_to_num())
+
+
+def test_nothing_chosen_fits() -> None:
+    empty = torch.empty(2, 0).topk(0)
+    values, indices = Choice(1, empty, 0, False, in_order=True).made_again_where_it_fits(torch.empty(2, 0), empty)
+    assert (values.shape, indices.shape) == ((2, 0), (2, 0))
+
+
+def test_a_place_in_which_only_recompute_chooses_twice_is_an_error() -> None:
+    attend = support.custom_attention(f"twice_{uuid.uuid4().hex[:8]}")
+    runs: list[int] = []
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        for _ in range(len(runs)):
+            blocks = shared_helper(torch.tanh(key).mean(dim=(0, 1, 3)))
+        return torch.tanh(attend(torch.tanh(query), key[:, :, blocks], value[:, :, blocks]))
+
+    with pytest.raises(fastac.FastacError, match=r"more often .* \(shared_helper of test_selection.py in region of"):
+        train_step(functools.partial(fastac.checkpoint, region), inputs())
+
+
+def loop_of_choices(query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+    """Two outputs that share no autograd node, of the first choice in a loop, and no attention that is saved."""
+    scores, outputs = key.detach().mean(dim=(0, 1, 3)), []
+    for i in range(2):
+        blocks = (scores * (1, -2)[i]).topk(CHOSEN).indices
+        if i == 0:
+            outputs = [torch.tanh(key[:, :, blocks]).sum() * query, torch.cos(key[:, :, blocks]).sum() * query]
+    return outputs
+
+
+@ENGINES
+def test_outputs_that_are_backpropagated_one_by_one(engine: str) -> None:
+    def step(function: Callable[..., Any]) -> Any:
+        data = inputs()
+        for output in function(data["query"], data["key"]):
+            output.sum().backward()
+        return {name: data[name].grad for name in ("query", "key")}
+
+    assert_same(step(functools.partial(fastac.checkpoint, loop_of_choices, engine=engine)), step(loop_of_choices))
+
+
+@ENGINES
+def test_a_second_backward_through_the_choices_of_a_loop(engine: str) -> None:
+    data = inputs()
+    leaves = [data["query"], data["key"]]
+    outputs = fastac.checkpoint(loop_of_choices, *leaves, engine=engine)
+    grads = [torch.autograd.grad(sum(outputs).sum(), leaves, retain_graph=True) for _ in range(3)]  # type: ignore[union-attr]
+    for other in grads[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(grads[0], other, strict=True))

@@ -1,0 +1,320 @@
+"""Kernels whose library, row or visibility comes while a region runs, or between its forward and its recompute.
+
+None of them is silently recomputed: it is saved from its first call on, or a log line says that it is from the next
+region on; and no call is taken for another.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import types
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastac
+from fastac import interception, opaque, registry
+from fastac.rows import OpaqueFunction
+from tests import support
+from tests.support import assert_same, train_step
+
+ENGINES = pytest.mark.parametrize("engine", ["tape", "sac"])
+
+KERNEL = "the test's opaque kernel"
+LATE = "was loaded just now; saved from the next region on"
+
+Attend = Callable[..., torch.Tensor]
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (2, 3, 12, 8), "key": (2, 3, 12, 8), "value": (2, 3, 12, 8)}
+    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+
+
+def function(name: str = "Kernel") -> Any:
+    """A new autograd.Function over a kernel that nobody sees. By default its name says nothing of attention."""
+
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        support.executions[KERNEL] += 1
+        output, statistics = support.attention_math(q, k, v)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        return output
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return support.attention_math_backward(grad, *ctx.saved_tensors)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    made = type(torch.autograd.Function)(name, (torch.autograd.Function,), members)
+    made.__qualname__ = f"{name}_{uuid.uuid4().hex[:8]}"
+    return made
+
+
+@pytest.fixture
+def counted() -> Counter[str]:
+    support.executions.clear()
+    return support.executions
+
+
+@pytest.fixture
+def module() -> Iterator[types.ModuleType]:
+    """A module that is not imported yet. What fastac learns of its Functions is forgotten again."""
+    made = types.ModuleType(f"late_library_{uuid.uuid4().hex[:8]}")
+    known, settled = list(opaque._known), set(opaque._settled)
+    yield made
+    opaque._known[:] = known
+    opaque._settled.clear()
+    opaque._settled.update(settled)
+    sys.modules.pop(made.__name__, None)
+
+
+@pytest.fixture
+def row() -> Iterator[str]:
+    """Name of an op that does not exist yet. Its row, and those that a test adds, are taken out again."""
+    name = f"late_{uuid.uuid4().hex[:8]}"
+    before = list(registry._rows)
+    fastac.register(
+        fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None)
+    )
+    yield name
+    registry._rows[:] = before
+    registry._decisions.clear()
+
+
+def know(module: types.ModuleType, made: Any) -> None:
+    module.Kernel = made
+    opaque.know(OpaqueFunction(backend="tests", module=module.__name__, name="Kernel", layout="bhsd", dropout=None))
+
+
+# Ops
+
+
+@ENGINES
+@pytest.mark.parametrize("brings", ["the op", "a known Function, too", "its own row", "an inner region"])
+def test_an_op_that_a_region_loads_is_saved_from_its_first_call_on(
+    brings: str, engine: str, row: str, module: types.ModuleType, counted: Counter[str]
+) -> None:
+    loaded: list[Attend] = []
+    if brings == "a known Function, too":
+        know(module, function())
+
+    def load() -> Attend:
+        if not loaded:
+            op = support.define_attention_op(row)
+            sys.modules[module.__name__] = module
+            if brings == "its own row":
+                name = f"other_{row}"
+                support.define_attention_op(name)
+                fastac.register(fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name=name))
+            loaded.append(support.attention_function(op))
+        return loaded[0]
+
+    def inner(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(loaded[0](torch.tanh(query), key, value))
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        load()
+        if brings == "an inner region":
+            return torch.tanh(fastac.checkpoint(inner, query, key, value, engine=engine))
+        return inner(query, key, value)
+
+    data, name = inputs(), f"{support.NAMESPACE}::{row}"
+    interception.install()
+    first = train_step(functools.partial(fastac.checkpoint, region, engine=engine), data)
+    assert counted[name] == 1
+    for _ in range(2):
+        counted.clear()
+        assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), first)
+        assert counted == {name: 1}
+
+
+def test_an_op_that_is_loaded_inside_the_kernel_of_another(row: str, counted: Counter[str], caplog: Any) -> None:
+    """No mode sees it, and nothing was imported; the tape sees it from the next region on."""
+    name, made = f"{support.NAMESPACE}::{row}", []
+
+    def load() -> Attend:
+        if not made:
+            attend = support.define_attention_op(row)
+            library = torch.library.Library(support.NAMESPACE, "FRAGMENT")
+            outer = f"outer_{row}"
+            library.define(f"{outer}(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)")
+            library.impl(outer, lambda q, k, v: tuple(output.clone() for output in attend(q, k, v)), "CPU")
+            made.extend((support.attention_function(getattr(getattr(torch.ops, support.NAMESPACE), outer)), library))
+        return made[0]  # type: ignore[no-any-return]
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(load()(torch.tanh(query), key, value))
+
+    interception.install()
+    data = inputs()
+    with caplog.at_level(logging.INFO, logger="fastac"):
+        first = train_step(functools.partial(fastac.checkpoint, region), data)
+    assert LATE in caplog.text
+    counted.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), first)
+    assert counted == {name: 1}
+
+
+@ENGINES
+def test_an_op_that_gets_its_row_after_its_first_call(engine: str, counted: Counter[str], caplog: Any) -> None:
+    """Two calls, the row comes between them: the second must not come to the first in recompute."""
+    name = f"middle_{uuid.uuid4().hex[:8]}"
+    attend = support.attention_function(support.define_attention_op(name))
+    before = list(registry._rows)
+    registering = False
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query = torch.tanh(attend(torch.tanh(query), key, value))
+        if registering and len(registry._rows) == len(before):
+            fastac.register(
+                fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None)
+            )
+        return torch.tanh(attend(query, key, value))
+
+    interception.install()
+    data = inputs()
+    reference = train_step(region, data)
+    registering = True
+    try:
+        with caplog.at_level(logging.INFO, logger="fastac"):
+            assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+        assert LATE in caplog.text
+        counted.clear()
+        assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+        assert counted == {f"{support.NAMESPACE}::{name}": 2}
+    finally:
+        registry._rows[:] = before
+        registry._decisions.clear()
+
+
+def test_attention_in_the_kernel_of_an_op_without_a_row(attention_executions: Counter[str]) -> None:
+    """The tape sees it; torch's selective checkpointing can not, which is an error and no silent recompute."""
+    name = f"fastac_tests::mixer_{uuid.uuid4().hex[:8]}"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def mixer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value).clone()
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+            probabilities = (leaves[0] @ leaves[1].mT * 8**-0.5).softmax(-1)
+            return torch.autograd.grad(probabilities @ leaves[2], leaves, grad)
+
+    mixer.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(mixer(torch.tanh(query), key, value))
+
+    data = inputs()
+    reference = train_step(region, data)
+    for _ in range(2):
+        attention_executions.clear()
+        assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
+        assert attention_executions == {support.CPU_ATTENTION: 1}
+        with pytest.raises(fastac.PolicyNotAppliedError, match=rf"called by the kernel of {name.replace('::', '.')}"):
+            train_step(functools.partial(fastac.checkpoint, region, engine="sac"), data)
+
+
+# autograd.Functions
+
+
+@ENGINES
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_known_function_whose_name_says_nothing(
+    calls: int, engine: str, module: types.ModuleType, counted: Counter[str], caplog: Any
+) -> None:
+    made = function()
+    know(module, made)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        sys.modules[module.__name__] = module
+        for _ in range(calls):
+            query = torch.tanh(made.apply(torch.tanh(query), key, value))
+        return query
+
+    interception.install()
+    data = inputs()
+    reference = train_step(region, data)
+    del sys.modules[module.__name__]
+    with caplog.at_level(logging.INFO, logger="fastac"):
+        assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+    assert LATE in caplog.text
+    assert "compiled" not in caplog.text
+    for _ in range(2):
+        counted.clear()
+        assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+        assert counted == {KERNEL: calls}
+
+
+@ENGINES
+def test_a_function_that_is_made_visible_between_forward_and_backward(engine: str, counted: Counter[str]) -> None:
+    made = function()
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query = made.apply(torch.tanh(query), key, value)
+        return torch.tanh(made.apply(torch.tanh(query), key, value))
+
+    def step(run: Callable[..., torch.Tensor], visible: bool) -> Any:
+        data = inputs()
+        output = run(*data.values())
+        if visible:
+            fastac.make_visible(made, key="k", layout="bhsd", dropout=None)
+        output.square().sum().backward()
+        return {name: tensor.grad for name, tensor in data.items()}
+
+    reference = step(region, visible=False)
+    run = functools.partial(fastac.checkpoint, region, engine=engine)
+    assert_same(step(run, visible=True), reference)
+    counted.clear()
+    assert_same(step(run, visible=False), reference)
+    assert counted == {KERNEL: 2}
+
+
+def test_a_library_that_takes_the_place_of_another(module: types.ModuleType, counted: Counter[str]) -> None:
+    """As many modules as before, and another one among them."""
+    other = f"goes_{module.__name__}"
+    sys.modules[other] = types.ModuleType(other)
+    made = function()
+    know(module, made)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(made.apply(torch.tanh(query), key, value))
+
+    fastac.checkpoint(torch.sin, torch.ones(2, requires_grad=True))
+    before = len(sys.modules)
+    del sys.modules[other]
+    sys.modules[module.__name__] = module
+    assert len(sys.modules) == before
+    train_step(functools.partial(fastac.checkpoint, region), inputs())
+    assert counted == {KERNEL: 1}
+
+
+def test_a_library_that_may_not_be_imported(module: types.ModuleType, counted: Counter[str]) -> None:
+    """`sys.modules[name] = None` is Python's way to forbid an import. It may be allowed later."""
+    made = function()
+    know(module, made)
+    sys.modules[module.__name__] = None  # type: ignore[assignment]
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if sys.modules[module.__name__] is None:
+            return torch.tanh(query)
+        return torch.tanh(made.apply(torch.tanh(query), key, value))
+
+    train_step(functools.partial(fastac.checkpoint, region), inputs())
+    del sys.modules[module.__name__]
+    sys.modules[module.__name__] = module
+    sys.modules[f"more_{module.__name__}"] = module
+    try:
+        fastac.checkpoint(lambda x: x.cos(), torch.ones(2, requires_grad=True))
+        train_step(functools.partial(fastac.checkpoint, region), inputs())
+    finally:
+        del sys.modules[f"more_{module.__name__}"]
+    assert counted == {KERNEL: 1}
