@@ -112,7 +112,7 @@ class Scope:
 
     def let_by(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run such a call. What it calls in turn was seen in the forward, where this op was not one yet."""
-        return run_kernel(resolved, keyset, args, kwargs, self if thread.scope is self else None)
+        return run_kernel(resolved, keyset, args, kwargs, inside=self)
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An attention op was called in this thread while the scope is open."""

@@ -137,13 +137,12 @@ def _extend_replay(
     mode: Any, choices: Choices, selections: Sequence[Selection | None], passes_by: Callable[[ResolvedOp], bool]
 ) -> None:
     """Let torch's replaying mode choose again what the forward chose, and run what the forward did not know."""
-    reader = Reader(choices)
+    reader, remaining = Reader(choices), iter(selections)
 
     class Mode(type(mode)):  # type: ignore[misc]
         supports_higher_order_operators = True
 
         def __enter__(self) -> Any:
-            self.remaining = iter(selections)
             reader.used.clear()
             return super().__enter__()
 
@@ -157,7 +156,7 @@ def _extend_replay(
                     return func(*args, **kwargs)
                 if isinstance(resolved.row, SelectionOp):
                     return reader.choose(resolved, args, kwargs, lambda: func(*args, **kwargs))
-                if resolved.has_selection and (selection := next(self.remaining, None)) is not None:
+                if resolved.has_selection and (selection := next(remaining, None)) is not None:
                     selection.put_into(resolved, resolved.selection(args, kwargs))
                 return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -227,17 +227,20 @@ def test_attention_in_the_kernel_of_an_op_without_a_row(attention_executions: Co
 
 
 @ENGINES
+@pytest.mark.parametrize("ops_before", [0, 1])
 @pytest.mark.parametrize("calls", [1, 2])
 def test_a_known_function_whose_name_says_nothing(
-    calls: int, engine: str, module: types.ModuleType, counted: Counter[str], caplog: Any
+    calls: int, ops_before: int, engine: str, module: types.ModuleType, counted: Counter[str], caplog: Any
 ) -> None:
     made = function()
     know(module, made)
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         sys.modules[module.__name__] = module
+        for _ in range(ops_before):
+            query = torch.tanh(query)
         for _ in range(calls):
-            query = torch.tanh(made.apply(torch.tanh(query), key, value))
+            query = torch.tanh(made.apply(query, key, value))
         return query
 
     interception.install()
@@ -276,6 +279,69 @@ def test_a_function_that_is_made_visible_between_forward_and_backward(engine: st
     counted.clear()
     assert_same(step(run, visible=False), reference)
     assert counted == {KERNEL: 2}
+
+
+@pytest.mark.parametrize("same_shapes", [True, False])
+def test_a_function_around_an_op_that_is_made_visible_between_forward_and_backward(
+    same_shapes: bool, attention_executions: Counter[str]
+) -> None:
+    """Its op was seen in the forward, where the Function was not. In recompute it must not go to the next call."""
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            output, statistics = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+            ctx.save_for_backward(q, k, v, output, statistics)
+            return output  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return support.attention_math_backward(grad, *ctx.saved_tensors)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query = torch.tanh(Kernel.apply(torch.tanh(query), key, value))
+        keys = slice(None) if same_shapes else slice(5)
+        return torch.tanh(F.scaled_dot_product_attention(query, key[:, :, keys], value[:, :, keys]))
+
+    def step(run: Callable[..., torch.Tensor], visible: bool) -> Any:
+        data = inputs()
+        output = run(*data.values())
+        if visible:
+            fastac.make_visible(Kernel, key="k", layout="bhsd", dropout=None)
+        output.square().sum().backward()
+        return {name: tensor.grad for name, tensor in data.items()}
+
+    Kernel.__qualname__ = f"Kernel_{uuid.uuid4().hex[:8]}"
+    reference = step(region, visible=False)
+    attention_executions.clear()
+    assert_same(step(functools.partial(fastac.checkpoint, region), visible=True), reference)
+    assert attention_executions == {support.CPU_ATTENTION: 2}
+
+
+def test_an_outer_region_that_is_known_and_loads_what_an_inner_one_calls(
+    row: str, module: types.ModuleType, attention_executions: Counter[str], caplog: Any
+) -> None:
+    """Nobody watches the outer one any more: it recomputes the call in that step, and says so."""
+    attends: list[Attend] = [F.scaled_dot_product_attention]
+
+    def inner(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(attends[-1](torch.tanh(query), key, value))
+
+    def outer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query = F.scaled_dot_product_attention(torch.tanh(query), key, value)
+        if loading and len(attends) == 1:
+            sys.modules[module.__name__] = module
+            attends.append(support.attention_function(support.define_attention_op(row)))
+        if loading:
+            query = fastac.checkpoint(inner, query, key, value)
+        return torch.tanh(query)
+
+    loading, data = False, inputs()
+    train_step(functools.partial(fastac.checkpoint, outer), data)
+    loading = True
+    with caplog.at_level(logging.INFO, logger="fastac"):
+        train_step(functools.partial(fastac.checkpoint, outer), data)
+    assert f"outer: the library of {support.NAMESPACE}.{row}.default {LATE}" in caplog.text
 
 
 def test_a_library_that_takes_the_place_of_another(module: types.ModuleType, counted: Counter[str]) -> None:

@@ -335,6 +335,45 @@ def test_regions_inside_regions() -> None:
     assert scores.calls > 2
 
 
+def test_what_two_inner_regions_choose() -> None:
+    """They are two places of the outer region, whose recompute needs both choices."""
+    scores = Wavering()
+
+    def inner(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        blocks = scores(torch.tanh(key)).topk(CHOSEN).indices
+        return query * torch.tanh(value[:, :, blocks]).sum()
+
+    def outer(inner: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query = torch.tanh(inner(query, key, value))
+        query = torch.tanh(inner(query, key, value))
+        return query * torch.tanh(query)
+
+    data = inputs()
+    reference = train_step(functools.partial(outer, inner), data)
+    scores.calls = 0
+    checkpointed = functools.partial(outer, functools.partial(fastac.checkpoint, inner))
+    assert_same(train_step(functools.partial(fastac.checkpoint, checkpointed), data), reference)
+    assert scores.calls > 2
+
+
+@ENGINES
+def test_choices_of_a_loop_that_differ_in_what_they_ask(engine: str) -> None:
+    """So many, then fewer: told apart, and kept whatever the recomputed numbers are."""
+    scores = Wavering()
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        for count in (CHOSEN, CHOSEN - 1):
+            blocks = scores(torch.tanh(key)).topk(count).indices
+            query = torch.tanh(query * value[:, :, blocks].sum())
+        return query * torch.tanh(query)
+
+    data = inputs()
+    reference = train_step(region, data)
+    scores.calls = 0
+    assert_same(train_step(functools.partial(fastac.checkpoint, region, engine=engine), data), reference)
+    assert scores.calls == 4
+
+
 @ENGINES
 def test_values_of_a_topk_are_compared_with_what_they_came_from(engine: str) -> None:
     """MoBA's way: all keys whose score is at least the last of the top-k. A hair's breadth must not matter."""
@@ -686,11 +725,17 @@ def test_outputs_that_are_backpropagated_one_by_one(engine: str) -> None:
     assert_same(step(functools.partial(fastac.checkpoint, loop_of_choices, engine=engine)), step(loop_of_choices))
 
 
+def one_choice(query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
+    blocks = key.detach().mean(dim=(0, 1, 3)).topk(CHOSEN).indices
+    return [torch.tanh(key[:, :, blocks]).sum() * query]
+
+
 @ENGINES
-def test_a_second_backward_through_the_choices_of_a_loop(engine: str) -> None:
+@pytest.mark.parametrize("region", [one_choice, loop_of_choices])
+def test_a_second_backward_through_choices(region: Any, engine: str) -> None:
     data = inputs()
     leaves = [data["query"], data["key"]]
-    outputs = fastac.checkpoint(loop_of_choices, *leaves, engine=engine)
+    outputs = fastac.checkpoint(region, *leaves, engine=engine)
     grads = [torch.autograd.grad(sum(outputs).sum(), leaves, retain_graph=True) for _ in range(3)]  # type: ignore[union-attr]
     for other in grads[1:]:
         assert all(torch.equal(one, two) for one, two in zip(grads[0], other, strict=True))
