@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -69,13 +70,19 @@ def devices_of(args: Iterable[object]) -> set[torch.device]:
     return found
 
 
+@functools.cache
+def is_of_torch(op: Any) -> bool:
+    """Whether an op is one of torch's own, higher-order ones among them."""
+    return not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prim", "prims")
+
+
 def autocast_as_called(op: Any) -> contextlib.AbstractContextManager[Any]:
     """For a dispatch mode that runs an op: autocast for its kernel as it was on where the op was called.
 
     Under a mode torch leaves autocast out, also for kernels in Python that would run under it without the mode. Ops of
     torch's own never do: their inputs were cast before.
     """
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prim", "prims"):
+    if is_of_torch(op):
         return contextlib.nullcontext()
     with enable_reentrant_dispatch():
         devices = [device for device in _CASTING if torch.is_autocast_enabled(device)]

@@ -20,7 +20,7 @@ from fastac.entries import generation
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.observation import Observer
 from fastac.policy import Policy
-from fastac.preservation import autocast_as_called
+from fastac.preservation import autocast_as_called, is_of_torch
 from fastac.recognition import (
     Decomposed,
     SoftmaxAttention,
@@ -120,47 +120,53 @@ def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> Ch
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _extend_record(mode: Any) -> None:
-    """Let torch's recording mode run kernels under the autocast state they were called under."""
+_RecordMode, _ReplayMode = map(type, create_selective_checkpoint_contexts([]))
+"""The dispatch modes of torch's selective checkpointing. A mode becomes one of ours by its `__class__`."""
 
-    class Mode(type(mode)):  # type: ignore[misc]
-        supports_higher_order_operators = True
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+class _Recording(_RecordMode):  # type: ignore[misc, valid-type]
+    """Runs kernels under the autocast state they were called under."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_of_torch(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with autocast_as_called(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Replaying(_ReplayMode):  # type: ignore[misc, valid-type]
+    """Chooses again what the forward chose, and runs what the forward did not know."""
+
+    supports_higher_order_operators = True
+
+    def extend(
+        self, choices: Choices, selections: Sequence[Selection | None], passes_by: Callable[[ResolvedOp], bool]
+    ) -> None:
+        """Give it what the forward knew."""
+        self.reader, self.remaining, self.passes_by = Reader(choices), iter(selections), passes_by
+
+    def __enter__(self) -> Any:
+        self.reader.used.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        resolved = classify(func)
+        if resolved is None:
+            if is_of_torch(func):
+                return super().__torch_dispatch__(func, types, args, kwargs)
             with autocast_as_called(func):
                 return super().__torch_dispatch__(func, types, args, kwargs)
-
-    mode.__class__ = Mode
-
-
-def _extend_replay(
-    mode: Any, choices: Choices, selections: Sequence[Selection | None], passes_by: Callable[[ResolvedOp], bool]
-) -> None:
-    """Let torch's replaying mode choose again what the forward chose, and run what the forward did not know."""
-    reader, remaining = Reader(choices), iter(selections)
-
-    class Mode(type(mode)):  # type: ignore[misc]
-        supports_higher_order_operators = True
-
-        def __enter__(self) -> Any:
-            reader.used.clear()
-            return super().__enter__()
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            resolved = classify(func)
-            with autocast_as_called(func):
-                if resolved is None:
-                    return super().__torch_dispatch__(func, types, args, kwargs)
-                if passes_by(resolved):
-                    return func(*args, **kwargs)
-                if isinstance(resolved.row, SelectionOp):
-                    return reader.choose(resolved, args, kwargs, lambda: func(*args, **kwargs))
-                if resolved.has_selection and (selection := next(remaining, None)) is not None:
-                    selection.put_into(resolved, resolved.selection(args, kwargs))
-                return super().__torch_dispatch__(func, types, args, kwargs)
-
-    mode.__class__ = Mode
+        kwargs = kwargs or {}
+        with autocast_as_called(func):
+            if self.passes_by(resolved):
+                return func(*args, **kwargs)
+            if isinstance(resolved.row, SelectionOp):
+                return self.reader.choose(resolved, args, kwargs, lambda: func(*args, **kwargs))
+            if resolved.has_selection and (selection := next(self.remaining, None)) is not None:
+                selection.put_into(resolved, resolved.selection(args, kwargs))
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class SelectiveRecord:
@@ -181,7 +187,8 @@ class SelectiveRecord:
         self._joined: set[str] = set()
         self._without_row: set[Any] = set()
         self._mode, self.replay = create_selective_checkpoint_contexts(self._decide)
-        _extend_record(self._mode)
+        self._mode.__class__, self.replay.__class__ = _Recording, _Replaying
+        self.replay.extend(self._choices, self._selections, self.passes_by)
 
     def let_in(self, resolved: ResolvedOp) -> None:
         """Count an op that was intercepted since this region began, and has not been called in it before."""
@@ -206,7 +213,6 @@ class SelectiveRecord:
     def __exit__(self, *exception: Any) -> None:
         try:
             self._mode.__exit__(*exception)
-            _extend_replay(self.replay, self._choices, self._selections, self.passes_by)
         finally:
             if self.observer is not None:
                 self.observer.__exit__(*exception)
