@@ -203,7 +203,7 @@ class Region:
     def _be_told(self, record: Record | SelectiveRecord) -> None:
         if self.observer is not None:
             self.observer.progress = lambda: len(record.calls) + len(record.missed)
-            self.observer.let_in = record.let_in
+            self.observer.let_in = record.ops.let_in
 
     def check(self, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when an attention call of the forward that the policy saves was not saved."""

@@ -55,7 +55,7 @@ class Choice:
         values, indices = self.made_again(tensor)
         if not indices.numel():
             return own
-        mine, theirs = tensor.gather(self.dimension, indices), own[0]
+        mine, theirs = values if self.values is None else tensor.gather(self.dimension, indices), own[0]
         if not self.in_order:
             mine, theirs = mine.sort(self.dimension).values, theirs.sort(self.dimension).values
         largest = tensor.abs().masked_fill(~tensor.isfinite(), 0).amax()

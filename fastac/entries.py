@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,12 +36,38 @@ class Entry:
 
 
 class _Generation:
-    """How many ops are intercepted so far."""
+    """How many ops are intercepted so far, and which place each of them has among them, by its qualified name."""
 
-    current = 0
+    def __init__(self) -> None:
+        self.current = 0
+        self.places: dict[str, int] = {}
+
+    def add(self, name: str) -> None:
+        """Count one more. A region that is open meanwhile has begun without it and goes on without it."""
+        self.places[name] = self.current + 1
+        self.current += 1
 
 
 generation = _Generation()
+
+
+class CountedOps:
+    """The ops that count in one region: those that were intercepted when it began, and those that were let in since.
+
+    Without that, a row registered between a forward and its recompute would ask the region for a call it never saw.
+    """
+
+    def __init__(self) -> None:
+        self.generation = generation.current
+        self.late: set[str] = set()
+
+    def __contains__(self, resolved: ResolvedOp) -> bool:
+        name = resolved.qualified_name
+        return generation.places.get(name, sys.maxsize) <= self.generation or name in self.late
+
+    def let_in(self, resolved: ResolvedOp) -> None:
+        """Count an op that was intercepted since the region began, and has not been called in it before."""
+        self.late.add(resolved.qualified_name)
 
 
 def described(args: Sequence[Any]) -> list[Any]:

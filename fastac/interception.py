@@ -55,12 +55,6 @@ def intercepted() -> Collection[str]:
     return _holders.keys()
 
 
-def generation_of(resolved: ResolvedOp) -> int:
-    """The place of an op among the intercepted ones; beyond all where it is none."""
-    holder = _holders.get(resolved.qualified_name)
-    return holder.resolved.generation if holder is not None else sys.maxsize
-
-
 def install() -> list[str]:
     """Intercept every registered op that the process has, once. Cheap when no library was loaded since.
 
@@ -83,7 +77,6 @@ def install() -> list[str]:
                 _intercept(resolved)
                 made.append(resolved.name)
             elif holder.resolved is not resolved and holder.resolved.op is not resolved.op:
-                resolved.generation = holder.resolved.generation
                 holder.resolved = resolved
         _known_op_names = count
         return made
@@ -122,8 +115,6 @@ def _intercept(resolved: ResolvedOp) -> None:
     holder = _Holder(resolved)
     functions = {AttentionOp: _attention, DecompositionOp: _decomposition, SelectionOp: _choice}
     function = functions[type(resolved.row)](holder)
-    # Counted only now: a region that is open meanwhile has begun without this op and goes on without it.
-    resolved.generation = generation.current + 1
     if isinstance(resolved.op, torch._ops.HigherOrderOperator):
         torch_internals.at_backend_select(resolved.op, function)
     else:
@@ -131,7 +122,7 @@ def _intercept(resolved: ResolvedOp) -> None:
         holder.library = torch.library.Library(namespace, "IMPL")
         holder.library.impl(rest, function, "BackendSelect", with_keyset=True)
     _holders[name] = holder
-    generation.current += 1
+    generation.add(name)
     logger.debug("intercepting %s", name)
 
 

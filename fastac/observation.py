@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import census, interception, opaque, registry, torch_internals
 from fastac.autograd_graph import graph_roots, leads_to, tensors_of
-from fastac.entries import generation
+from fastac.entries import CountedOps
 from fastac.policy import Policy
 from fastac.preservation import autocast_as_called
 from fastac.recognition import (
@@ -52,7 +52,7 @@ class Observer(TorchDispatchMode):
         self._coarse: list[int] = []
         self._thread = 0
         self._modules = interception.loaded_modules()
-        self._generation = generation.current
+        self._ops = CountedOps()
         self._without_row: set[Any] = set()
         self._running: Any = None
         self._module = module
@@ -124,8 +124,7 @@ class Observer(TorchDispatchMode):
         if resolved.qualified_name not in interception.intercepted():
             interception.install()
             self.joined.append(resolved.name)
-        late = interception.generation_of(resolved) > self._generation
-        if late and op not in self._without_row and not opaque.is_opaque(resolved):
+        if resolved not in self._ops and op not in self._without_row and not opaque.is_opaque(resolved):
             self.let_in(resolved)
 
     def observe(self, op: Any, args: Any, outputs: Any, kwargs: Any) -> None:

@@ -39,7 +39,7 @@ _looking = threading.RLock()
 _handles = itertools.count()
 _calls: dict[int, _Call] = {}
 _states: weakref.WeakValueDictionary[int, packing.State] = weakref.WeakValueDictionary()
-"""What a forward that really ran set on its context, as long as the context or what was kept of the call lives."""
+"""What a forward that really ran set on its context, as long as something that was kept of the call lives."""
 
 
 class _Call(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -51,7 +50,6 @@ class ResolvedOp:
         self.op = op
         self.redispatch = torch_internals.redispatch_of(op)
         self.row = row
-        self.generation = sys.maxsize  # its place among the intercepted ops, once it is one
         self.name = str(op)
         self.qualified_name = qualified_name(op)
         arguments = torch_internals.arguments_of(op)

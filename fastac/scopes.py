@@ -13,7 +13,7 @@ from typing import Any
 
 from fastac import torch_internals
 from fastac.choices import Choices
-from fastac.entries import Entry, generation
+from fastac.entries import CountedOps, Entry
 from fastac.registry import ResolvedOp
 from fastac.torch_internals import BELOW_BACKEND_SELECT
 
@@ -24,19 +24,15 @@ execution_counters: list[Calls] = []
 
 
 class Tape(list[Entry | None]):
-    """The entries of one region. Ops that are intercepted later than `generation` are none of its business.
+    """The entries of one region, and what goes with them."""
 
-    Without that, a row registered between a forward and its recompute would ask the tape for a call it never saw.
-    """
-
-    __slots__ = ("choices", "companions", "generation", "joined", "recording")
+    __slots__ = ("choices", "companions", "ops", "recording")
 
     def __init__(self) -> None:
         super().__init__()
         self.choices = Choices()
         self.companions: list[object] = []  # what kept outputs need besides, which is no tensor
-        self.generation = generation.current
-        self.joined: set[str] = set()  # later ones that count, all the same
+        self.ops = CountedOps()
         self.recording = False
 
 
@@ -106,9 +102,7 @@ class Scope:
 
         dynamo and AOT call the op with fakes, and sometimes the real kernel on stand-ins, while a region is open.
         """
-        if torch_internals.has_stand_ins(args):
-            return True
-        return resolved.generation > self.tape.generation and resolved.qualified_name not in self.tape.joined
+        return torch_internals.has_stand_ins(args) or resolved not in self.tape.ops
 
     def let_by(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run such a call. What it calls in turn was seen in the forward, where this op was not one yet."""

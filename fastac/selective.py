@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fastac import interception, opaque, torch_internals
+from fastac import opaque, torch_internals
 from fastac.census import Call, Census
 from fastac.choices import Choices, Reader
-from fastac.entries import generation
+from fastac.entries import CountedOps
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.observation import Observer
 from fastac.policy import Policy
@@ -38,6 +38,21 @@ COMPILED_CODE = (
 )
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_RecordMode, _ReplayMode = map(type, create_selective_checkpoint_contexts([]))
+"""The dispatch modes of torch's selective checkpointing. A mode becomes one of ours by its `__class__`."""
+
+
+class _Checked(_RecordMode):  # type: ignore[misc, valid-type]
+    """Calls its `leave` after an orderly exit. AOT takes nothing but dispatch modes."""
+
+    supports_higher_order_operators = True  # torch has rules for some of them by the exact type of its own mode
+    leave: Callable[[], None]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if exception[0] is None:
+            self.leave()
 
 
 def traced_contexts(policy: Policy) -> Contexts:
@@ -79,7 +94,8 @@ def traced_contexts(policy: Policy) -> Contexts:
             raise CompiledPolicyNotAppliedError(traced_failure(policy, missed, unknown))
 
     forward, recompute = create_selective_checkpoint_contexts(decide)
-    return _then(forward, leave), recompute
+    forward.__class__, forward.leave = _Checked, leave
+    return forward, recompute
 
 
 def traced_failure(policy: Policy, small: Sequence[str], unknown: Sequence[UnknownOp]) -> str:
@@ -97,31 +113,12 @@ def traced_failure(policy: Policy, small: Sequence[str], unknown: Sequence[Unkno
     )
 
 
-def _then(mode: Any, leave: Callable[[], None]) -> Any:
-    """A dispatch mode of torch's that calls `leave` after an orderly exit. AOT takes nothing but dispatch modes."""
-
-    class Mode(type(mode)):  # type: ignore[misc]
-        supports_higher_order_operators = True  # torch has rules for some of them by the exact type of its own mode
-
-        def __exit__(self, *exception: Any) -> None:
-            super().__exit__(*exception)
-            if exception[0] is None:
-                leave()
-
-    mode.__class__ = Mode
-    return mode
-
-
 def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> CheckpointPolicy:
     resolved.check_trains()
     if policy.saves(resolved.keys(args, kwargs)):
         resolved.check_writes(args, kwargs)
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_RecordMode, _ReplayMode = map(type, create_selective_checkpoint_contexts([]))
-"""The dispatch modes of torch's selective checkpointing. A mode becomes one of ours by its `__class__`."""
 
 
 class _Recording(_RecordMode):  # type: ignore[misc, valid-type]
@@ -141,11 +138,9 @@ class _Replaying(_ReplayMode):  # type: ignore[misc, valid-type]
 
     supports_higher_order_operators = True
 
-    def extend(
-        self, choices: Choices, selections: Sequence[Selection | None], passes_by: Callable[[ResolvedOp], bool]
-    ) -> None:
+    def extend(self, choices: Choices, selections: Sequence[Selection | None], ops: CountedOps) -> None:
         """Give it what the forward knew."""
-        self.reader, self.remaining, self.passes_by = Reader(choices), iter(selections), passes_by
+        self.reader, self.remaining, self.ops = Reader(choices), iter(selections), ops
 
     def __enter__(self) -> Any:
         self.reader.used.clear()
@@ -153,14 +148,13 @@ class _Replaying(_ReplayMode):  # type: ignore[misc, valid-type]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         resolved = classify(func)
-        if resolved is None:
-            if is_of_torch(func):
-                return super().__torch_dispatch__(func, types, args, kwargs)
-            with autocast_as_called(func):
-                return super().__torch_dispatch__(func, types, args, kwargs)
+        if resolved is None and is_of_torch(func):  # by far the most
+            return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
         with autocast_as_called(func):
-            if self.passes_by(resolved):
+            if resolved is None:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            if resolved not in self.ops:
                 return func(*args, **kwargs)
             if isinstance(resolved.row, SelectionOp):
                 return self.reader.choose(resolved, args, kwargs, lambda: func(*args, **kwargs))
@@ -183,21 +177,11 @@ class SelectiveRecord:
         self._choices = Choices()
         self._selections: list[Selection | None] = []  # of every sparse call, None for one that is recomputed
         self.late: list[str] = []  # ops that were intercepted too late to be saved here
-        self._generation = generation.current
-        self._joined: set[str] = set()
+        self.ops = CountedOps()
         self._without_row: set[Any] = set()
         self._mode, self.replay = create_selective_checkpoint_contexts(self._decide)
         self._mode.__class__, self.replay.__class__ = _Recording, _Replaying
-        self.replay.extend(self._choices, self._selections, self.passes_by)
-
-    def let_in(self, resolved: ResolvedOp) -> None:
-        """Count an op that was intercepted since this region began, and has not been called in it before."""
-        self._joined.add(resolved.qualified_name)
-
-    def passes_by(self, resolved: ResolvedOp) -> bool:
-        """Whether an op is none of the region's business: it may have been called before it was one."""
-        late = interception.generation_of(resolved) > self._generation
-        return late and resolved.qualified_name not in self._joined
+        self.replay.extend(self._choices, self._selections, self.ops)
 
     def census(self) -> Census:
         """What the region did."""
@@ -225,8 +209,8 @@ class SelectiveRecord:
         if torch_internals.has_stand_ins(args):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if op not in self._without_row and not opaque.is_opaque(resolved):
-            self.let_in(resolved)
-        if self.passes_by(resolved):
+            self.ops.let_in(resolved)
+        if resolved not in self.ops:
             self.late.append(resolved.name)
             return CheckpointPolicy.PREFER_RECOMPUTE
         if isinstance(resolved.row, DecompositionOp):

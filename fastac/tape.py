@@ -52,6 +52,7 @@ class Record(Scope):
         self.preserves_generators = preserves_generators
         self.observer = observer
         self.entered = False
+        self.ops = tape.ops
         self.calls: list[ResolvedOp] = []
         self.owners: list[int] = []  # the autograd node that each call belongs to
         self.missed: list[Decomposed] = []
@@ -71,10 +72,6 @@ class Record(Scope):
         finally:
             self.tape.recording = False
             super().__exit__(*exception)
-
-    def let_in(self, resolved: ResolvedOp) -> None:
-        """Count an op that was intercepted since this region began, and has not been called in it before."""
-        self.tape.joined.add(resolved.qualified_name)
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.passes_by(resolved, args):
