@@ -20,12 +20,6 @@ from tests.support import assert_same, train_step
 ENGINES = pytest.mark.parametrize("engine", ["tape", "sac"])
 
 
-def inputs() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"query": (2, 3, 7, 8), "key": (2, 3, 12, 8), "value": (2, 3, 12, 8)}
-    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
-
-
 @functools.cache
 def mixing() -> Any:
     """An op with a kernel in Python: a product of matrices, which autocast computes in bfloat16. Tells its state."""
@@ -70,7 +64,7 @@ class Attention(torch.autograd.Function):
 def step(function: Any, enabled: bool = True) -> Any:
     states.clear()
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-        return train_step(function, inputs())
+        return train_step(function, support.attention_inputs(7, 12))
 
 
 @ENGINES

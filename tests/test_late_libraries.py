@@ -34,9 +34,7 @@ Attend = Callable[..., torch.Tensor]
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"query": (2, 3, 12, 8), "key": (2, 3, 12, 8), "value": (2, 3, 12, 8)}
-    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+    return support.attention_inputs(12, 12)
 
 
 def function(name: str = "Kernel") -> Any:
@@ -91,6 +89,11 @@ def row() -> Iterator[str]:
 def know(module: types.ModuleType, made: Any) -> None:
     module.Kernel = made
     opaque.know(OpaqueFunction(backend="tests", module=module.__name__, name="Kernel", layout="bhsd", dropout=None))
+
+
+def backward_once_visible(made: Any, loss: torch.Tensor) -> None:
+    fastac.make_visible(made, key="k", layout="bhsd", dropout=None)
+    loss.backward()
 
 
 # Ops
@@ -265,19 +268,12 @@ def test_a_function_that_is_made_visible_between_forward_and_backward(engine: st
         query = made.apply(torch.tanh(query), key, value)
         return torch.tanh(made.apply(torch.tanh(query), key, value))
 
-    def step(run: Callable[..., torch.Tensor], visible: bool) -> Any:
-        data = inputs()
-        output = run(*data.values())
-        if visible:
-            fastac.make_visible(made, key="k", layout="bhsd", dropout=None)
-        output.square().sum().backward()
-        return {name: tensor.grad for name, tensor in data.items()}
-
-    reference = step(region, visible=False)
+    data = inputs()
+    reference = train_step(region, data)
     run = functools.partial(fastac.checkpoint, region, engine=engine)
-    assert_same(step(run, visible=True), reference)
+    assert_same(train_step(run, data, backward=functools.partial(backward_once_visible, made)), reference)
     counted.clear()
-    assert_same(step(run, visible=False), reference)
+    assert_same(train_step(run, data), reference)
     assert counted == {KERNEL: 2}
 
 
@@ -303,18 +299,12 @@ def test_a_function_around_an_op_that_is_made_visible_between_forward_and_backwa
         keys = slice(None) if same_shapes else slice(5)
         return torch.tanh(F.scaled_dot_product_attention(query, key[:, :, keys], value[:, :, keys]))
 
-    def step(run: Callable[..., torch.Tensor], visible: bool) -> Any:
-        data = inputs()
-        output = run(*data.values())
-        if visible:
-            fastac.make_visible(Kernel, key="k", layout="bhsd", dropout=None)
-        output.square().sum().backward()
-        return {name: tensor.grad for name, tensor in data.items()}
-
     Kernel.__qualname__ = f"Kernel_{uuid.uuid4().hex[:8]}"
-    reference = step(region, visible=False)
+    data = inputs()
+    reference = train_step(region, data)
     attention_executions.clear()
-    assert_same(step(functools.partial(fastac.checkpoint, region), visible=True), reference)
+    backward = functools.partial(backward_once_visible, Kernel)
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), data, backward=backward), reference)
     assert attention_executions == {support.CPU_ATTENTION: 2}
 
 

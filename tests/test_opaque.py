@@ -92,10 +92,7 @@ def block(attention: Callable[..., Any], *rest: Any, select: Callable[..., Any] 
 
 
 def inputs(requires_grad: bool = True, keys: int = 10, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"query": (2, 3, 12, 8), "key": (2, 3, keys, 8), "value": (2, 3, keys, 8)}
-    made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-    return {name: tensor.requires_grad_(requires_grad) for name, tensor in made.items()}
+    return support.attention_inputs(12, keys, dtype=dtype, requires_grad=requires_grad)
 
 
 @pytest.fixture
@@ -182,6 +179,20 @@ def test_two_backwards_through_one_graph(counted: Counter[str]) -> None:
     assert counted == {KERNEL: 1}
 
 
+def assert_made_visible_it_is_replayed(
+    attention: type[torch.autograd.Function], region: Callable[..., Any], calls: int, counted: Counter[str]
+) -> None:
+    """Exact, its kernel run once per call, and nothing that was set on a context outlives the step."""
+    data = inputs()
+    reference = train_step(region, data)
+    fastac.make_visible(attention, layout="bhsd", dropout=None)
+    counted.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
+    assert counted == {KERNEL: calls}
+    gc.collect()
+    assert not opaque._states
+
+
 def test_a_backward_inside_the_region(counted: Counter[str]) -> None:
     """In recompute it meets a context that no forward ran with: what the forward set on its own is there."""
 
@@ -203,14 +214,7 @@ def test_a_backward_inside_the_region(counted: Counter[str]) -> None:
         (inner,) = torch.autograd.grad(output.sum(), tanh, retain_graph=True)
         return torch.tanh(output) + inner.detach() * query
 
-    data = inputs()
-    reference = train_step(region, data)
-    fastac.make_visible(Scaled, layout="bhsd", dropout=None)
-    counted.clear()
-    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
-    assert counted == {KERNEL: 1}
-    gc.collect()
-    assert not opaque._states
+    assert_made_visible_it_is_replayed(Scaled, region, 1, counted)
 
 
 @pytest.mark.parametrize("engine", ["tape", "sac"])
@@ -863,11 +867,4 @@ def test_a_gradient_that_is_taken_inside_the_region(retain: bool, counted: Count
             (step,) = torch.autograd.grad(loss, inner, retain_graph=retain)
         return torch.tanh(Scaled.apply(query - 0.1 * step, key, value)[0])
 
-    data = inputs()
-    reference = train_step(region, data)
-    fastac.make_visible(Scaled, layout="bhsd", dropout=None)
-    counted.clear()
-    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
-    assert counted == {KERNEL: 2}
-    gc.collect()
-    assert not opaque._states
+    assert_made_visible_it_is_replayed(Scaled, region, 2, counted)

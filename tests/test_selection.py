@@ -48,9 +48,7 @@ class Wavering:
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"query": (2, 3, 7, DIM), "key": (2, 3, KEYS, DIM), "value": (2, 3, KEYS, DIM)}
-    return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
+    return support.attention_inputs(7, KEYS, dim=DIM)
 
 
 def sparse(choose: Callable[[torch.Tensor], torch.Tensor], scores: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -591,19 +589,19 @@ def test_a_cached_choice_and_another_by_one_helper(evicted: bool, engine: str) -
         own = shared_helper(torch.tanh(key).mean(dim=(0, 1, 3)))
         return torch.tanh(attend(torch.tanh(query), key[:, :, own], value[:, :, mask]))
 
-    def step(function: Callable[..., Any]) -> Any:
-        cached_mask.cache_clear()
-        if evicted:
-            cached_mask(0)
-        data = inputs()
-        output = function(*data.values())
+    def backward(loss: torch.Tensor) -> None:
         if evicted:
             cached_mask(1)
-        output.square().sum().backward()
-        return {name: tensor.grad for name, tensor in data.items()}
+        loss.backward()
 
-    reference = step(region)
-    assert_same(step(functools.partial(fastac.checkpoint, region, engine=engine)), reference)
+    data = inputs()
+    reference = train_step(region, data)
+    cached_mask.cache_clear()
+    if evicted:
+        cached_mask(0)
+    assert_same(
+        train_step(functools.partial(fastac.checkpoint, region, engine=engine), data, backward=backward), reference
+    )
     assert cached_mask(0).tolist() == list(range(CHOSEN))
 
 
