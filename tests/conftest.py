@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastac import census, interception, scopes
+from fastac import census, interception, opaque, registry, scopes
 from tests import support
 
 
@@ -41,6 +41,32 @@ def _as_in_a_fresh_process() -> Iterator[None]:
     interception.watchers.clear()
     scopes.execution_counters.clear()
     assert not left, f"left open by the test: {', '.join(left)}"
+
+
+@pytest.fixture
+def rows_as_before() -> Iterator[None]:
+    """The rows that a test registers, or takes away, are so for itself alone."""
+    before = list(registry._rows)
+    yield
+    registry._rows[:] = before
+    registry._decisions.clear()
+
+
+@pytest.fixture
+def functions_as_before() -> Iterator[None]:
+    """The autograd.Functions that a test makes known are so for itself alone."""
+    known, settled = list(opaque._known), set(opaque._settled)
+    yield
+    opaque._known[:] = known
+    opaque._settled.clear()
+    opaque._settled.update(settled)
+
+
+@pytest.fixture
+def counted() -> Counter[str]:
+    """How often the kernels of the tests' own ran since the test began or called `.clear()`."""
+    support.executions.clear()
+    return support.executions
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import census, checkpointing, diagnosis, interception, observation, recognition, registry
+from fastac import census, checkpointing, diagnosis, interception, observation, recognition
 from fastac.policy import Policy
 from tests import support
 
@@ -303,10 +303,9 @@ def test_another_op_that_can_be_saved_is_looked_at_once_per_block(looks: list[An
 
 
 @pytest.fixture
-def library_loaded_later() -> Iterator[tuple[str, Callable[[], Attend]]]:
+def library_loaded_later(rows_as_before: None) -> tuple[str, Callable[[], Attend]]:
     """Name of an op that has a row, and a function that loads its library."""
     name = f"later_{uuid.uuid4().hex[:8]}"
-    before = list(registry._rows)
     fastac.register(
         fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None)
     )
@@ -317,9 +316,7 @@ def library_loaded_later() -> Iterator[tuple[str, Callable[[], Attend]]]:
             loaded.append(support.attention_function(support.define_attention_op(name)))
         return loaded[0]
 
-    yield f"{support.NAMESPACE}::{name}", load
-    registry._rows[:] = before
-    registry._decisions.clear()
+    return f"{support.NAMESPACE}::{name}", load
 
 
 def test_a_backend_whose_library_was_loaded_since_the_first_step(
@@ -520,6 +517,7 @@ def test_an_op_that_looks_like_attention_is_named(pattern: str, engine: str) -> 
     assert f"at {WAN}.blocks.0 was saved (1 of 2 reached a registered op)" in message
 
 
+@pytest.mark.usefixtures("rows_as_before")
 @pytest.mark.parametrize("kind", ["plain", "dropout"])
 def test_the_lines_that_the_error_gives_register_the_op(kind: str, attention_executions: Any) -> None:
     name = f"my_attention_forward_{uuid.uuid4().hex[:6]}"
@@ -530,16 +528,11 @@ def test_the_lines_that_the_error_gives_register_the_op(kind: str, attention_exe
     lines = re.search(r"    import fastac\n    row = .*\n    fastac\.register\(row\)\n", message)
     assert lines, message
     assert f"dropout={'None' if kind == 'plain' else repr('dropout_p')}" in message
-    before = list(registry._rows)
-    try:
-        exec(textwrap.dedent(lines.group()).replace("bshd", "bhsd"), {})
-        for _ in range(2):
-            attention_executions.clear()
-            support.assert_same(support.train_step(model, inputs), expected)
-        assert attention_executions == {support.CPU_ATTENTION: 3, f"{support.NAMESPACE}::{name}": 1}
-    finally:
-        registry._rows[:] = before
-        registry._decisions.clear()
+    exec(textwrap.dedent(lines.group()).replace("bshd", "bhsd"), {})
+    for _ in range(2):
+        attention_executions.clear()
+        support.assert_same(support.train_step(model, inputs), expected)
+    assert attention_executions == {support.CPU_ATTENTION: 3, f"{support.NAMESPACE}::{name}": 1}
 
 
 def test_an_op_without_a_row_in_the_place_of_one_with() -> None:

@@ -288,22 +288,18 @@ def test_a_module_that_was_imported_since_is_looked_into(monkeypatch: pytest.Mon
     assert support.executions == {f"fastac_tests::{name}": 1}
 
 
+@pytest.mark.usefixtures("rows_as_before")
 def test_a_row_whose_op_turns_out_not_to_be_savable_is_left_out_until_it_is_called(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     name = f"late_{uuid.uuid4().hex[:8]}"
-    before = list(registry._rows)
-    try:
-        fastac.register(fastac.AttentionOp(backend="tests", namespace="fastac_tests", name=name, layout="bhsd"))
-        op = support.define_attention_op(name, "always_writes")
-        with caplog.at_level(logging.ERROR, logger="fastac"):
-            interception.install()
-        assert "writes its argument 'out'" in caplog.text
-        inputs = {n: torch.randn(1, 2, 8, 4) for n in ("query", "key", "value")}
-        inputs["query"].requires_grad_()
-        attend = support.attention_function(op)
-        with pytest.raises(fastac.FastacError, match="writes its argument 'out'"):
-            fastac.checkpoint(attend, *inputs.values(), torch.empty(1, 2, 8, 4))
-    finally:
-        registry._rows[:] = before
-        registry._decisions.clear()
+    fastac.register(fastac.AttentionOp(backend="tests", namespace="fastac_tests", name=name, layout="bhsd"))
+    op = support.define_attention_op(name, "always_writes")
+    with caplog.at_level(logging.ERROR, logger="fastac"):
+        interception.install()
+    assert "writes its argument 'out'" in caplog.text
+    inputs = {n: torch.randn(1, 2, 8, 4) for n in ("query", "key", "value")}
+    inputs["query"].requires_grad_()
+    attend = support.attention_function(op)
+    with pytest.raises(fastac.FastacError, match="writes its argument 'out'"):
+        fastac.checkpoint(attend, *inputs.values(), torch.empty(1, 2, 8, 4))

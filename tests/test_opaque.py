@@ -95,12 +95,6 @@ def inputs(requires_grad: bool = True, keys: int = 10, dtype: torch.dtype = torc
     return support.attention_inputs(12, keys, dtype=dtype, requires_grad=requires_grad)
 
 
-@pytest.fixture
-def counted() -> Counter[str]:
-    support.executions.clear()
-    return support.executions
-
-
 WAYS = {"plain": {}, "a view": {"view": True}, "None among the outputs": {"none": True}}
 
 
@@ -447,18 +441,14 @@ def test_a_name_is_given_once_and_a_function_made_visible_once() -> None:
 
 
 @pytest.fixture
-def library() -> Iterator[types.ModuleType]:
+def library(functions_as_before: None) -> Iterator[types.ModuleType]:
     """A module that is not imported yet, with a Function that fastac knows."""
     module = types.ModuleType(f"opaque_library_{uuid.uuid4().hex[:8]}")
     module.Attention = function()
-    known, settled = list(opaque._known), set(opaque._settled)
     opaque.know(
         OpaqueFunction(backend="tests", module=module.__name__, name="Attention", layout="bhsd", dropout=None),
     )
     yield module
-    opaque._known[:] = known
-    opaque._settled.clear()
-    opaque._settled.update(settled)
     sys.modules.pop(module.__name__, None)
 
 

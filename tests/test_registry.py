@@ -26,13 +26,7 @@ SDPA_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 QKV = "Tensor query, Tensor key, Tensor value"
 
 
-@pytest.fixture(autouse=True)
-def rows_as_before() -> Iterator[None]:
-    """What a test registers is gone after it."""
-    before = list(registry._rows)
-    yield
-    registry._rows[:] = before
-    registry._decisions.clear()
+pytestmark = pytest.mark.usefixtures("rows_as_before")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -76,12 +76,8 @@ def test_a_choice_is_not_made_again(choice: str, engine: str) -> None:
 
 
 @pytest.fixture
-def _without_rows() -> Iterator[None]:
-    before = list(registry._rows)
-    registry._rows[:] = [row for row in before if row not in selection.ROWS]
-    registry._decisions.clear()
-    yield
-    registry._rows[:] = before
+def _without_rows(rows_as_before: None) -> None:
+    registry._rows[:] = [row for row in registry._rows if row not in selection.ROWS]
     registry._decisions.clear()
 
 
