@@ -63,16 +63,16 @@ def count_cpu_attention() -> None:
 # Models
 
 
-def build(class_name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A tiny model of the catalogue in training mode, and its keyword arguments for one call that returns a tuple.
 
     Floating inputs require grad. The timestep does not, and stays in float32 where it is one.
     """
     import diffusers
 
-    row = MODELS[class_name]
+    row = MODELS[name]
     torch.manual_seed(seed)
-    model = getattr(diffusers, class_name)(**row.config).train()
+    model = getattr(diffusers, row.class_name)(**row.config).train()
     fill_zeros(model)
     torch.manual_seed(seed + 1)
     inputs = row.inputs()

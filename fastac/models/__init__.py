@@ -3,13 +3,15 @@
 from fastac.models import ltx, wan
 from fastac.models.reading import BlockContainer, ModelRow, containers, tiny_model
 
-MODELS: dict[str, ModelRow] = {row.class_name: row for row in (*wan.ROWS, *ltx.ROWS)}
-"""Exact class name in diffusers -> row. Never matched by prefix: WanVACETransformer3DModel is another model."""
+MODELS: dict[str, ModelRow] = {row.name: row for row in (*wan.ROWS, *ltx.ROWS)}
+"""Name -> row: `WanTransformer3DModel`, and `WanTransformer3DModel:i2v` for another way to use the class."""
+
+_OF_CLASS = {row.class_name: row for row in reversed(MODELS.values())}
 
 
 def row_of(model: object) -> ModelRow | None:
-    """The catalogue row of a model, by exact class name."""
-    return MODELS.get(type(model).__name__)
+    """The catalogue row of a model, by exact class name: WanVACETransformer3DModel is no WanTransformer3DModel."""
+    return _OF_CLASS.get(type(model).__name__)
 
 
 __all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of", "tiny_model"]

@@ -11,17 +11,28 @@ import torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """One model class of diffusers.
+    """One model class of diffusers, in one way to use it.
 
-    containers: dotted names of the module lists whose members the model checkpoints one by one.
-    config: keyword arguments of a tiny model of this class, with random weights, for `fastac check` and tests.
-    inputs: makes its keyword arguments for one call, from the standard normal distribution.
+    variant: tells the rows of one class apart, such as text to video from image to video; the first row of a class is
+    the one that stands for it. containers: dotted names of the module lists whose members the model checkpoints one by
+    one. config: keyword arguments of a tiny model, with random weights, for `fastac check` and tests. inputs: makes
+    its keyword arguments for one call, from the standard normal distribution.
+    linear: names of the attention modules in a block that are linear attention, which has no kernel to save.
+    flex: its self-attention is flex_attention, whatever backend is set, which has no backward on the CPU.
     """
 
     class_name: str
+    variant: str = ""
     containers: tuple[str, ...]
     config: Mapping[str, Any]
     inputs: Callable[[], dict[str, Any]]
+    linear: tuple[str, ...] = ()
+    flex: bool = False
+
+    @property
+    def name(self) -> str:
+        """What `fastac check` calls it: the class, and behind a colon the variant where there is one."""
+        return f"{self.class_name}:{self.variant}" if self.variant else self.class_name
 
 
 @dataclasses.dataclass(frozen=True)
