@@ -7,6 +7,7 @@ right when fastac is wrong.
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac.models import MODELS
+from fastac.models import MODELS, tiny_model
+from fastac.models.reading import fill_zeros as fill_zeros
 from fastac.policy import Policy
 
 Tensors = dict[str, torch.Tensor]
@@ -64,32 +66,11 @@ def count_cpu_attention() -> None:
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A tiny model of the catalogue in training mode, and its keyword arguments for one call that returns a tuple.
-
-    Floating inputs require grad. The timestep does not, and stays in float32 where it is one.
-    """
-    import diffusers
-
-    row = MODELS[name]
-    torch.manual_seed(seed)
-    model = getattr(diffusers, row.class_name)(**row.config).train()
-    fill_zeros(model)
-    torch.manual_seed(seed + 1)
-    inputs = row.inputs()
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and name != "timestep":
-            inputs[name] = value.to(dtype).requires_grad_()
-    if dtype != torch.float32:
-        model = model.to(dtype)
-    return model, {**inputs, "return_dict": False}
-
-
-def fill_zeros(model: torch.nn.Module) -> None:
-    """Give parameters that begin as zeros a small value: behind them every gradient would be zero, and so equal."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.numel() and not parameter.any():
-                parameter.normal_(0, 0.02)
+    """A tiny model of the catalogue, and its keyword arguments for one call that returns a tuple."""
+    model, inputs = tiny_model(MODELS[name], dtype, seed=seed)
+    if "return_dict" in inspect.signature(model.forward).parameters:
+        inputs["return_dict"] = False
+    return model, inputs
 
 
 class AttentionBlock(torch.nn.Module):

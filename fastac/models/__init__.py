@@ -1,9 +1,12 @@
 """One file per DiT family: which modules hold its checkpointed blocks, and a tiny configuration to try it with."""
 
-from fastac.models import ltx, wan
+from fastac.models import cogvideox, hunyuan_video, ltx, wan
 from fastac.models.reading import BlockContainer, ModelRow, containers, tiny_model
+from fastac.models.wrappers import unwrapped
 
-MODELS: dict[str, ModelRow] = {row.name: row for row in (*wan.ROWS, *ltx.ROWS)}
+_FAMILIES = (wan, ltx, hunyuan_video, cogvideox)
+
+MODELS: dict[str, ModelRow] = {row.name: row for family in _FAMILIES for row in family.ROWS}
 """Name -> row: `WanTransformer3DModel`, and `WanTransformer3DModel:i2v` for another way to use the class."""
 
 _OF_CLASS = {row.class_name: row for row in reversed(MODELS.values())}
@@ -14,4 +17,4 @@ def row_of(model: object) -> ModelRow | None:
     return _OF_CLASS.get(type(model).__name__)
 
 
-__all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of", "tiny_model"]
+__all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of", "tiny_model", "unwrapped"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,21 +50,39 @@ class BlockContainer:
 
 
 def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[BlockContainer]:
-    """The outermost block containers of a model; without a row, every module list whose members hold attention."""
-    found: list[BlockContainer] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.ModuleList) or len(module) == 0:
-            continue
-        if any(name.startswith(outer.name + ".") for outer in found):
-            continue
-        listed = row is not None and name in row.containers
-        if listed or (row is None and all(_has_attention(block) for block in module)):
-            found.append(BlockContainer(name, {f"{name}.{i}": block for i, block in enumerate(module)}))
-    return found
+    """The outermost block containers of a model.
+
+    Without a row: module lists whose members all hold attention, of modules that have the switch for gradient
+    checkpointing where there is such a list. A list below them, as in a text refiner, is not theirs to checkpoint.
+    """
+    lists = [
+        BlockContainer(name, {f"{name}.{i}": block for i, block in enumerate(module)})
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module)
+    ]
+    if row is not None:
+        return [found for found in lists if found.name in row.containers]
+    lists = _outermost([found for found in lists if all(map(_has_attention, found.blocks.values()))])
+    switched = [found for found in lists if _has_switch(model.get_submodule(found.name.rpartition(".")[0]))]
+    return switched or lists
+
+
+def _outermost(lists: list[BlockContainer]) -> list[BlockContainer]:
+    names = tuple(found.name + "." for found in lists)
+    return [found for found in lists if not found.name.startswith(names)]
+
+
+def _has_switch(module: torch.nn.Module) -> bool:
+    name = "gradient_checkpointing"  # not hasattr(module, name): a PeftModel passes on what its inner model has
+    return name in vars(module) or hasattr(type(module), name)
 
 
 def _has_attention(block: torch.nn.Module) -> bool:
     return any(hasattr(inner, "processor") or "attention" in type(inner).__name__.lower() for inner in block.modules())
+
+
+NO_FEATURES = re.compile("timestep|guidance|mask|ind(ic|ex)es|position|rotary")
+"""Arguments of which the name has one of these words tell how to read features; they are none themselves."""
 
 
 def tiny_model(
@@ -71,23 +90,37 @@ def tiny_model(
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A tiny model of a row with random weights, in training mode, and its keyword arguments for one call.
 
-    Parameters that begin as zeros get small values, since every gradient behind them would be zero. Floating inputs
-    require grad.
+    Parameters that begin as zeros get small values, since every gradient behind them would be zero. Every floating
+    tensor, alone or in lists, tuples and dicts, gets the dtype. Features require grad, that is all of these but for
+    those of the arguments that NO_FEATURES names: a mask that requires grad would decompose attention.
     """
     import diffusers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: torch.nn.Module = getattr(diffusers, row.class_name)(**row.config).train()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.numel() and not parameter.any():
-                    parameter.normal_(0, 0.02)
+        fill_zeros(model)
         inputs = row.inputs()
     for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            value = value.to(device)
-            inputs[name] = value.to(dtype).requires_grad_() if value.is_floating_point() else value
+        inputs[name] = _placed(value, dtype, device, requires_grad=not NO_FEATURES.search(name))
     if dtype != torch.float32:
         model = model.to(dtype)
     return model.to(device), inputs
+
+
+def fill_zeros(model: torch.nn.Module) -> None:
+    """Give parameters that begin as zeros a small value: behind them every gradient would be zero, and so equal."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() and not parameter.any():
+                parameter.normal_(0, 0.02)
+
+
+def _placed(value: Any, dtype: torch.dtype, device: str, requires_grad: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype).requires_grad_(requires_grad) if value.is_floating_point() else value.to(device)
+    if isinstance(value, dict):
+        return {key: _placed(item, dtype, device, requires_grad) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_placed(item, dtype, device, requires_grad) for item in value)
+    return value
