@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import shutil
@@ -13,17 +14,20 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from fastac import interception, models, opaque, plugins, preflight, registry, verification
+from fastac import checks, interception, models, opaque, plugins, preflight, registry, verification
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.errors import FastacError
 from fastac.policy import NAMED
+from fastac.reporting import readable_bytes
 from fastac.rows import AttentionOp, OpaqueFunction, Verdict
 
-WIDTH = 100  # of what is printed where there is no terminal
+WIDTH, WIDE = 100, 160  # of what is printed where there is no terminal; of a table with many columns
 CAN_BE_SAVED = "can be saved"
+NUMBERS = ("ops", "attention runs", "again", "saved", "bytes saved")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -34,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backends = commands.add_parser("backends", help="every attention library and backend: what fastac does for it here")
     backends.add_argument("--json", action="store_true", help="the same as one JSON object")
     check = commands.add_parser("check", help="prove the promise on a tiny model with random weights, on this machine")
-    check.add_argument("model", metavar="CLASS", help=f"a diffusers class: {', '.join(models.MODELS)}")
+    which = check.add_mutually_exclusive_group(required=True)
+    which.add_argument("model", metavar="CLASS", nargs="?", help=f"a diffusers class: {', '.join(models.MODELS)}")
+    which.add_argument("--all", action="store_true", help="every class, one after the other, as one table")
+    check.add_argument("--json", action="store_true", help="the table of --all as one JSON object")
     check.add_argument("--policy", default="attn_only", choices=list(NAMED), help="default: %(default)s")
     check.add_argument("--engine", default="tape", choices=["tape", "sac"], help="default: %(default)s")
     check.add_argument("--backend", help="a diffusers attention backend, as `fastac backends` lists them")
@@ -88,8 +95,9 @@ def _table(title: str, *headings: str) -> Table:
     """Its first and last columns are folded where the width asks for it, names and verdicts in between are not."""
     table = Table(title=title, title_justify="left")
     for heading in headings:
-        prose = heading in ("library", headings[-1])
-        table.add_column(heading, overflow="fold", no_wrap=not prose, justify="right" if heading == "ops" else "left")
+        prose = heading in ("library", "model", "backend", headings[-1])
+        number = heading in NUMBERS
+        table.add_column(heading, overflow="fold", no_wrap=not prose, justify="right" if number else "left")
     return table
 
 
@@ -170,16 +178,15 @@ def _missing(backend: DiffusersBackend) -> str | None:
 
 
 def _check(options: argparse.Namespace) -> int:
+    dtype = DTYPES[options.dtype]
+    if options.all:
+        return _check_all(options, dtype)
+    if options.json:
+        raise FastacError("check --json: it is for --all")
     row = models.MODELS.get(options.model)
     if row is None:
         raise FastacError(f"check {options.model}: no tiny model of this class. There are {', '.join(models.MODELS)}.")
-    dtype = DTYPES[options.dtype]
-    try:
-        model, inputs = models.tiny_model(row, dtype, options.device)
-    except (RuntimeError, AssertionError) as error:  # torch without this device says so in either way
-        raise FastacError(f"check --device {options.device}: torch can not use it here: {error}") from error
-    if options.backend is not None:
-        _set_backend(model, options.backend)
+    model, inputs = checks.tiny(row, dtype, options.device, options.backend)
     try:
         print(verification.verify(model, **inputs, policy=options.policy, engine=options.engine))
     except NotImplementedError as error:  # flex_attention has no backward for the CPU
@@ -187,11 +194,27 @@ def _check(options: argparse.Namespace) -> int:
     return 0
 
 
-def _set_backend(model: torch.nn.Module, backend: str) -> None:
-    try:
-        model.set_attention_backend(backend)  # type: ignore[operator]
-    except (ValueError, RuntimeError, ImportError) as error:
-        raise FastacError(f"check --backend {backend}: diffusers can not use it here: {error}") from error
+def _check_all(options: argparse.Namespace, dtype: torch.dtype) -> int:
+    torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+    found = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for row in progress.track(models.MODELS.values(), description="check"):
+            one = checks.check(row, options.policy, options.engine, dtype, options.device, options.backend)
+            found.append(one)
+    if options.json:
+        versions = {name: _version(name) for name in ("fastac", "torch", "diffusers")}
+        what = {name: getattr(options, name) for name in ("policy", "engine", "dtype", "device")}
+        rows = [dataclasses.asdict(one) for one in found]
+        print(json.dumps({**what, "versions": versions, "models": rows}, indent=2))
+    else:
+        title = f"{options.policy} against no checkpointing, {options.dtype}, engine {options.engine}"
+        columns = ("model", "attention runs", "again", "saved", "bytes saved", "backend", "verdict", "remarks")
+        table = _table(title, *columns)
+        for one in found:
+            counts = (str(one.attention), str(one.again), str(one.saved), readable_bytes(one.saved_bytes))
+            table.add_row(one.name, *(counts if one.compared else [""] * 4), one.backend, one.verdict, one.remark)
+        Console(width=max(WIDE, shutil.get_terminal_size((WIDE, 24)).columns), highlight=False).print(table)
+    return 0 if all(one.kept for one in found) else 1
 
 
 if __name__ == "__main__":

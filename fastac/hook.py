@@ -1,4 +1,4 @@
-"""enable and disable: fastac as a diffusers model's gradient checkpointing function."""
+"""enable and disable: fastac as a diffusers model's gradient checkpointing function, or around its blocks' forward."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from fastac import census, interception, models, registry
+from fastac import block_forward, census, interception, models
+from fastac.block_forward import Setting
 from fastac.checkpointing import ENGINES, checkpoint
-from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
-from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
-from fastac.preflight import refuse_wrapped, unavailable
-from fastac.registry import BackendUse
-from fastac.rows import Verdict
+from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.models import BlockContainer
+from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks
+from fastac.preflight import check_backends, refuse_wrapped
+from fastac.remarks import refuse_only_linear, remarks
 
 logger = logging.getLogger("fastac")
 
@@ -39,56 +40,87 @@ def enable(
     model: torch.nn.Module,
     policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
     *,
+    blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
     engine: str = "tape",
 ) -> None:
-    """Checkpoint a diffusers model's blocks so that what the policy names is saved and the rest recomputed.
+    """Checkpoint a model's blocks so that what the policy names is saved and the rest recomputed.
 
-    Takes the place of `model.enable_gradient_checkpointing()`. policy: "attn_only", "long_attn_only", "full", a
-    fastac.Policy, or a mapping of block-name patterns to these (the first that matches counts).
+    Takes the place of `model.enable_gradient_checkpointing()` on a diffusers model, which may be inside
+    DistributedDataParallel, torch.compile's OptimizedModule or a PeftModel. policy: "attn_only", "long_attn_only",
+    "full", a fastac.Policy, or a mapping of block-name patterns to these (the first that matches counts).
+    blocks: for any other model. The dotted name of a module list whose members are the blocks, or of one block; a
+    module instead of a name; several of these. Their `forward` is checkpointed, state-dict keys stay as they are.
     Raises UnsupportedBackendError when an attention module's backend can not be honoured, FastacError for a model
-    without gradient checkpointing, an unknown policy or engine, or blocks that are checkpointed already. The model
-    is as it was then.
+    without gradient checkpointing or blocks, an unknown policy or engine, a policy that would save nothing because
+    the attention is linear, or blocks that are checkpointed already. The model is as it was then.
     """
-    _check_model(model)
+    check_module(model, "enable")
+    model = models.unwrapped(model)
     if engine not in ENGINES:
         raise FastacError(f"enable(engine={engine!r}): there are {', '.join(ENGINES)}")
-    containers = models.containers(model, models.row_of(model))
-    if not containers:
-        raise FastacError(
-            f"enable: found no transformer blocks in {type(model).__name__}: no module list whose members hold "
-            f"attention. Call fastac.checkpoint(block, *args) where the model calls its blocks."
-        )
-    blocks = {name: block for container in containers for name, block in container.blocks.items()}
+    containers = _containers(model, blocks)
+    named = {name: block for container in containers for name, block in container.blocks.items()}
     selected: Policy | BlockPolicies
-    selected = resolve_blocks(policy, blocks) if isinstance(policy, Mapping) else resolve(policy)
+    selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
     refuse_wrapped(model)
     interception.install()
     check_backends(model, selected)
+    refuse_only_linear(model, containers, selected)
 
-    before = {module: _Before(module.gradient_checkpointing, _function_of(module)) for module in _switches(model)}
-    function = functools.partial(checkpoint, policy=selected, engine=engine)
-    model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
-    for module, state in before.items():
-        if not is_ours(state.function):
-            _before[module] = state
-    for name, block in blocks.items():
+    if blocks is None:
+        block_forward.take_off(model)
+        _switch_on(model, functools.partial(checkpoint, policy=selected, engine=engine))
+    else:
+        disable(model)
+        block_forward.put_on(model, named, selected, engine)
+    for name, block in named.items():
         record = census.block_record(block)
         if record is not None:
             record.name = f"{type(model).__name__}.{name}"
             record.latest = record.latest_key = None  # what another policy did is no longer so
-    for module in before:
+    logger.info("%s: policy %s, engine %s, %d blocks", type(model).__name__, selected, engine, len(named))
+    for remark in remarks(model, containers):
+        logger.warning("%s: %s", type(model).__name__, remark)
+
+
+def _containers(model: torch.nn.Module, blocks: Any) -> list[BlockContainer]:
+    name = type(model).__name__
+    if blocks is not None:
+        if any(module.gradient_checkpointing and not is_ours(_function_of(module)) for module in _switches(model)):
+            raise FastacError(
+                f"enable(blocks=...): gradient checkpointing of {name} is on already, so its blocks would be "
+                f"checkpointed twice. Switch it off first, or enable(model) without blocks."
+            )
+        return block_forward.select(model, blocks)
+    _check_model(model)
+    containers = models.containers(model, models.row_of(model))
+    if not containers:
+        raise FastacError(
+            f"enable: found no transformer blocks in {name}: no module list whose members hold attention. "
+            f'Name them: enable(model, blocks="...").'
+        )
+    return containers
+
+
+def _switch_on(model: torch.nn.Module, function: functools.partial[Any]) -> None:
+    before = {module: _Before(module.gradient_checkpointing, _function_of(module)) for module in _switches(model)}
+    model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
+    for module, state in before.items():
+        if not is_ours(state.function):
+            _before[module] = state
         if _check_before_forward not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_check_before_forward)
-    logger.info("%s: policy %s, engine %s, %d blocks", type(model).__name__, selected, engine, len(blocks))
 
 
 def disable(model: torch.nn.Module) -> None:
     """Undo `enable`: the model's gradient checkpointing is again what it was when fastac came in.
 
     Does nothing to a model that fastac is not enabled on. A copy of an enabled model is left without checkpointing.
-    Raises FastacError for what is no module.
+    Raises FastacError for what is no module, and for blocks whose forward was wrapped since.
     """
     check_module(model, "disable")
+    model = models.unwrapped(model)
+    block_forward.take_off(model)
     for module in _switches(model):
         if not is_ours(_function_of(module)):
             continue
@@ -99,9 +131,18 @@ def disable(model: torch.nn.Module) -> None:
             del module._forward_pre_hooks[key]
 
 
-def snapshot(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
-    """The gradient checkpointing of a model as it is, for `restore`."""
-    return {
+@dataclasses.dataclass
+class Snapshot:
+    """The checkpointing of a model at one time. switches: flag, function and forward hooks by module."""
+
+    switches: dict[torch.nn.Module, Any]
+    setting: Setting | None
+    blocks: dict[str, torch.nn.Module]
+
+
+def snapshot(model: torch.nn.Module) -> Snapshot:
+    """The checkpointing of a model as it is, for `restore`."""
+    switches = {
         module: (
             module.gradient_checkpointing,
             _function_of(module),
@@ -110,17 +151,21 @@ def snapshot(model: torch.nn.Module) -> dict[torch.nn.Module, Any]:
         )
         for module in _switches(model)
     }
+    blocks = {name: own.module for name, own in block_forward.checkpointed(model).items()}
+    return Snapshot(switches, block_forward.setting_of(model), blocks)
 
 
-def restore(model: torch.nn.Module, state: dict[torch.nn.Module, Any]) -> None:
-    """Put a model's gradient checkpointing back to what `snapshot` saw, fastac's own or not."""
+def restore(model: torch.nn.Module, state: Snapshot) -> None:
+    """Put a model's checkpointing back to what `snapshot` saw, fastac's own or not."""
     disable(model)
-    for module, (flag, function, hooks, before) in state.items():
+    for module, (flag, function, hooks, before) in state.switches.items():
         _set(module, flag, function)
         if before is not None:
             _before[module] = before
         for key, forward_hook in hooks.items():
             module._forward_pre_hooks.setdefault(key, forward_hook)
+    if state.setting is not None:
+        block_forward.put_on(model, state.blocks, state.setting.policy, state.setting.engine)
 
 
 def _set(module: Any, flag: Any, function: Any) -> None:
@@ -145,6 +190,18 @@ def enabled_function(model: torch.nn.Module) -> functools.partial[Any] | None:
     return None
 
 
+def setting_of(model: torch.nn.Module) -> Setting | None:
+    """The policy and engine that `enable` set on a model, in either way; None where it did not, or no more."""
+    function = enabled_function(model)
+    return block_forward.setting_of(model) if function is None else Setting(**function.keywords)
+
+
+def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
+    """The containers of the blocks that are checkpointed, or would be."""
+    blocks = {name: own.module for name, own in block_forward.checkpointed(model).items()}
+    return block_forward.grouped(blocks) if blocks else models.containers(model, models.row_of(model))
+
+
 def was_replaced(model: torch.nn.Module) -> bool:
     """Whether gradient checkpointing is on, on a model that fastac was enabled on, with another function."""
     return any(
@@ -159,36 +216,6 @@ def was_switched_off(model: torch.nn.Module) -> bool:
     return bool(switches) and not any(module.gradient_checkpointing for module in switches)
 
 
-def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> None:
-    """Raise UnsupportedBackendError when attention modules use a backend that the policy can not be honoured on."""
-    saves = not saves_nothing(policy)
-    for use in registry.backend_uses(model):
-        if isinstance(policy, BlockPolicies):
-            saves = not _block_policy(model, policy, use.module).saves_nothing
-        if use.verdict is Verdict.NOT_TRAINABLE or (saves and not use.family):
-            verdict = use.verdict.value.replace("_", " ")
-            raise UnsupportedBackendError(_refusal(model, policy, use, f"is {verdict}: {use.reason}"))
-        if saves and (missing := unavailable(use.family, use.op)) is not None:
-            raise UnsupportedBackendError(_refusal(model, policy, use, f"can not be saved here: {missing}"))
-
-
-def _block_policy(model: torch.nn.Module, policies: BlockPolicies, module_name: str) -> Policy:
-    names = {block: name for name, block in model.named_modules() if block in policies}
-    for block, name in names.items():
-        if module_name == name or module_name.startswith(name + "."):
-            return policies[block]
-    return Policy("full")  # outside the checkpointed blocks nothing is saved
-
-
-def _refusal(model: torch.nn.Module, policy: Policy | BlockPolicies, use: BackendUse, reason: str) -> str:
-    where = f"{type(model).__name__}.{use.module}" if use.module else type(model).__name__
-    way_out = "" if use.verdict is Verdict.NOT_TRAINABLE else ', or policy="full"'
-    return (
-        f"{policy}: backend {use.backend!r} at {where} {reason}. "
-        f'Use transformer.set_attention_backend("native"){way_out}; `fastac backends` lists what can be saved here.'
-    )
-
-
 def check_module(model: object, call: str) -> None:
     """Raise FastacError for what is no module; `call` is the public function that was given it."""
     if not isinstance(model, torch.nn.Module):
@@ -199,15 +226,11 @@ def check_module(model: object, call: str) -> None:
 
 
 def _check_model(model: torch.nn.Module) -> None:
-    check_module(model, "enable")
     name = type(model).__name__
-    inner = getattr(model, "module", None)
-    if not hasattr(model, "enable_gradient_checkpointing") and hasattr(inner, "enable_gradient_checkpointing"):
-        raise FastacError(f"enable: {name} wraps a {type(inner).__name__}. Pass that one: enable(model.module).")
     if not hasattr(model, "enable_gradient_checkpointing"):
         raise FastacError(
-            f"enable: {name} has no enable_gradient_checkpointing, so it is no diffusers model. "
-            f"Call fastac.checkpoint(block, *args) where the model calls its blocks."
+            f"enable: {name} has no enable_gradient_checkpointing, so it is no diffusers model. Name its blocks: "
+            f'enable(model, blocks="transformer.layers"), or call fastac.checkpoint(block, *args) where it calls them.'
         )
     if not getattr(model, "_supports_gradient_checkpointing", False):
         raise FastacError(

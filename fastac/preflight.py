@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import torch
 
 from fastac import census, opaque, registry, torch_internals
-from fastac.errors import FastacError, PolicyNotAppliedError
-from fastac.policy import Policy
+from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
+from fastac.policy import BlockPolicies, Policy, saves_nothing
+from fastac.registry import BackendUse
 from fastac.rows import AttentionOp, Verdict
 
 
@@ -82,3 +83,35 @@ def unavailable(family: str, name: str = "") -> str | None:
         device = "the CPU" if accelerator is None else f"the CPU or {accelerator.type}"
         return f"{ops[0].name} has no kernel for {device}, which is all this machine has"
     return None
+
+
+def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> None:
+    """Raise UnsupportedBackendError when attention modules use a backend that the policy can not be honoured on."""
+    saves = not saves_nothing(policy)
+    for use in registry.backend_uses(model):
+        if use.linear:
+            continue  # there is no kernel, so no backend
+        if isinstance(policy, BlockPolicies):
+            saves = not _block_policy(model, policy, use.module).saves_nothing
+        if use.verdict is Verdict.NOT_TRAINABLE or (saves and not use.family):
+            verdict = use.verdict.value.replace("_", " ")
+            raise UnsupportedBackendError(_refusal(model, policy, use, f"is {verdict}: {use.reason}"))
+        if saves and (missing := unavailable(use.family, use.op)) is not None:
+            raise UnsupportedBackendError(_refusal(model, policy, use, f"can not be saved here: {missing}"))
+
+
+def _block_policy(model: torch.nn.Module, policies: BlockPolicies, module_name: str) -> Policy:
+    names = {block: name for name, block in model.named_modules() if block in policies}
+    for block, name in names.items():
+        if module_name == name or module_name.startswith(name + "."):
+            return policies[block]
+    return Policy("full")  # outside the checkpointed blocks nothing is saved
+
+
+def _refusal(model: torch.nn.Module, policy: Policy | BlockPolicies, use: BackendUse, reason: str) -> str:
+    where = f"{type(model).__name__}.{use.module}" if use.module else type(model).__name__
+    way_out = "" if use.verdict is Verdict.NOT_TRAINABLE else ', or policy="full"'
+    return (
+        f"{policy}: backend {use.backend!r} at {where} {reason}. "
+        f'Use transformer.set_attention_backend("native"){way_out}; `fastac backends` lists what can be saved here.'
+    )

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fastac import census, hook, models
 from fastac.policy import saves_nothing
+from fastac.remarks import remarks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,10 @@ class ContainerReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What fastac did on a model. active: whether its function is the one the model will call."""
+    """What fastac did on a model. active: whether its function is the one the model will call.
+
+    remarks: what of its attention is not as it seems, such as linear attention, and backends that are set in vain.
+    """
 
     model_class: str
     policy: str
@@ -45,10 +49,15 @@ class Report:
     active: bool
     problem: str
     rows: tuple[ContainerReport, ...]
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         state = f"policy {self.policy}, engine {self.engine}" if self.active else "not enabled by fastac.enable"
-        table = Table(title=f"{self.model_class}: {state}", title_justify="left", caption=self.problem or None)
+        table = Table(
+            title=f"{self.model_class}: {state}",
+            title_justify="left",
+            caption="\n".join(filter(None, (self.problem, *self.remarks))) or None,
+        )
         for heading in ("blocks", "class", "attention calls", "saved", "recomputed", "bytes saved", "ops"):
             words = heading in ("blocks", "class", "ops")
             table.add_column(heading, justify="left" if words else "right", no_wrap=True)
@@ -72,8 +81,10 @@ def report(model: torch.nn.Module) -> Report:
     Raises FastacError for what is no module.
     """
     hook.check_module(model, "report")
+    model = models.unwrapped(model)
     rows = []
-    for container in models.containers(model, models.row_of(model)):
+    containers = hook.containers_of(model)
+    for container in containers:
         records = [census.block_record(block) for block in container.blocks.values()]
         latest = [record.latest for record in records if record is not None and record.latest is not None]
         calls = [call for seen in latest for call in seen.calls]
@@ -93,28 +104,28 @@ def report(model: torch.nn.Module) -> Report:
                 selection_bytes=sum(seen.selection_bytes for seen in latest),
             )
         )
-    function = hook.enabled_function(model)
-    options = function.keywords if function is not None else {}
+    setting = hook.setting_of(model)
     return Report(
         model_class=type(model).__name__,
-        policy=str(options.get("policy", "none")),
-        engine=str(options.get("engine", "none")),
-        active=function is not None,
-        problem=_problem(model, function, rows),
+        policy="none" if setting is None else str(setting.policy),
+        engine="none" if setting is None else setting.engine,
+        active=setting is not None,
+        problem=_problem(model, setting, rows),
         rows=tuple(rows),
+        remarks=remarks(model, containers),
     )
 
 
-def _problem(model: torch.nn.Module, function: Any, rows: list[ContainerReport]) -> str:
+def _problem(model: torch.nn.Module, setting: Any, rows: list[ContainerReport]) -> str:
     if hook.was_replaced(model):
         return "gradient checkpointing was enabled again without fastac: nothing is saved"
     seen = any(row.blocks_seen for row in rows)
-    if function is None and hook.was_switched_off(model):
+    if setting is None and hook.was_switched_off(model):
         return "gradient checkpointing was switched off since fastac.enable"
-    if function is None:
+    if setting is None:
         calls_checkpoint_itself = seen and not hasattr(model, "enable_gradient_checkpointing")
         return "" if calls_checkpoint_itself else "fastac.enable(model) was not called, or was undone"
-    if saves_nothing(function.keywords["policy"]):
+    if saves_nothing(setting.policy):
         return "this policy saves nothing, and attention calls are not watched under it"
     if not seen:
         return "no forward with gradients was seen yet (a model compiled as a whole decides while it compiles)"

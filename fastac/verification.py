@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import hook, interception
+from fastac import block_forward, hook, interception, models
 from fastac.checkpointing import checkpoint
 from fastac.comparison import Step, as_found, differences, fresh, run_forward, run_step
 from fastac.errors import FastacError, PolicyNotAppliedError
@@ -80,15 +80,17 @@ def verify(
     *args: Any,
     policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
     engine: str = "tape",
+    blocks: Any = None,
     reference: str = "none",
     per_block: bool = False,
     **kwargs: Any,
 ) -> Verification:
     """Run a model without checkpointing and with a policy; compare outputs, every gradient, and kernel executions.
 
-    args, kwargs: of one call of the model. reference: "none", or "full" for a model that does not fit otherwise.
+    args, kwargs: of one call of the model. blocks: as in `enable`; those it was given, for a model that is enabled so.
+    reference: "none", or "full" for a model that does not fit otherwise.
     per_block: run the model once under full checkpointing, then compare block by block on the inputs each had; needs
-    the memory of one block. A module without diffusers' gradient checkpointing is taken as one block.
+    the memory of one block. A module without diffusers' gradient checkpointing and blocks is taken as one block.
     Differences are allowed only where two runs of the reference differ, up to four times as much. Executions are
     counted in the whole process: let nothing else train meanwhile.
     Raises PolicyNotAppliedError when attention ran again that was to be saved, FastacError when a result differs.
@@ -96,15 +98,21 @@ def verify(
     """
     if reference not in REFERENCES:
         raise FastacError(f"verify(reference={reference!r}): there are {', '.join(REFERENCES)}")
-    subject = type(model).__name__
+    hook.check_module(model, "verify")
+    inner = models.unwrapped(model)
+    subject = type(inner).__name__
     interception.install()
+    if blocks is None:
+        blocks = [own.module for own in block_forward.checkpointed(inner).values()] or None
     with as_found(model):
-        if not hasattr(model, "enable_gradient_checkpointing"):
+        if blocks is None and not hasattr(inner, "enable_gradient_checkpointing"):
             result = _verify_block(model, args, kwargs, policy, engine, reference)
         elif per_block:
+            if blocks is not None:
+                raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
             result = _verify_blocks(model, args, kwargs, policy, engine, reference)
         else:
-            result = _verify_model(model, args, kwargs, policy, engine, reference)
+            result = _verify_model(model, args, kwargs, policy, engine, reference, blocks)
     result = dataclasses.replace(result, subject=subject)
     _raise_if_broken(result)
     return result
@@ -132,33 +140,37 @@ def _raise_if_broken(result: Verification) -> None:
 
 
 def _verify_model(
-    model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+    model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str, blocks: Any
 ) -> Verification:
+    inner: Any = models.unwrapped(model)
+
     def step() -> Step:
         return run_step(model, model, args, kwargs)
 
     def reference_step() -> Step:
-        hook.disable(model)
-        if reference == "full":
-            model.enable_gradient_checkpointing(_full_checkpoint)  # type: ignore[operator]
+        hook.disable(inner)
+        if blocks is not None:
+            if reference == "full":
+                hook.enable(inner, "full", blocks=blocks)
+        elif reference == "full":
+            inner.enable_gradient_checkpointing(_full_checkpoint)
         else:
-            model.disable_gradient_checkpointing()  # type: ignore[operator]
+            inner.disable_gradient_checkpointing()
         return step()
 
     def policy_step() -> Step:
-        hook.enable(model, policy, engine=engine)
+        hook.enable(inner, policy, engine=engine, blocks=blocks)
         return step()
 
-    return _compare(reference_step, policy_step, _selected(model, policy, engine), reference)
+    return _compare(reference_step, policy_step, _selected(inner, policy, engine, blocks), reference)
 
 
-def _selected(model: torch.nn.Module, policy: Any, engine: str) -> Policy | BlockPolicies:
-    hook.enable(model, policy, engine=engine)
-    function = hook.enabled_function(model)
-    if function is None:
+def _selected(model: torch.nn.Module, policy: Any, engine: str, blocks: Any = None) -> Policy | BlockPolicies:
+    hook.enable(model, policy, engine=engine, blocks=blocks)
+    setting = hook.setting_of(model)
+    if setting is None:
         raise FastacError(f"verify: {type(model).__name__} did not take a gradient checkpointing function")
-    selected: Policy | BlockPolicies = function.keywords["policy"]
-    return selected
+    return setting.policy
 
 
 def _verify_block(
@@ -178,10 +190,11 @@ def _verify_block(
 def _verify_blocks(
     model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
 ) -> Verification:
-    selected = _selected(model, policy, engine)
+    inner: Any = models.unwrapped(model)
+    selected = _selected(inner, policy, engine)
     regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    hook.disable(model)
-    model.enable_gradient_checkpointing(functools.partial(_captured, regions))  # type: ignore[operator]
+    hook.disable(inner)
+    inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
     run_forward(model, args, kwargs)
     parts = [_verify_block(block, inputs, named, selected, engine, reference) for block, inputs, named in regions]
     if not parts:

@@ -36,10 +36,13 @@ ORDER = (
     "preflight",
     "selective",
     "checkpointing",
+    "block_forward",
+    "remarks",
     "hook",
     "reporting",
     "comparison",
     "verification",
+    "checks",
     "cli",
 )
 """A module imports only from the ones before it. A module that is added gets a place here."""
@@ -48,7 +51,7 @@ CATALOGUES = {"backends": {"errors", "rows", "registry", "opaque"}, "models": {"
 """Folder -> what of the engine its files may import, besides each other."""
 
 ENTRY_POINTS = {"__init__", "__main__"}  # import what they like
-MAY_READ_CATALOGUES = {"hook", "reporting", "verification", "cli"}
+MAY_READ_CATALOGUES = {"block_forward", "remarks", "hook", "reporting", "verification", "checks", "cli"}
 
 LIBRARIES = (
     "flash_attn",

@@ -8,6 +8,7 @@ import io
 import logging
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import hook
+from fastac import hook, models
 from fastac.policy import Policy
 from tests import support
 from tests.model_state import state_of
@@ -378,7 +379,7 @@ def test_what_is_no_model(model: Any, message: str) -> None:
     [
         (support.stack, r"AttentionStack has no enable_gradient_checkpointing.*fastac\.checkpoint\(block"),
         (WithoutSupport, "WithoutSupport does not support gradient checkpointing"),
-        (WithoutBlocks, r"no transformer blocks in WithoutBlocks.*fastac\.checkpoint\(block"),
+        (WithoutBlocks, r"no transformer blocks in WithoutBlocks.*enable\(model, blocks="),
     ],
 )
 def test_a_model_that_can_not_be_enabled(build: Any, message: str) -> None:
@@ -506,3 +507,100 @@ def test_a_block_that_attends_nowhere_is_no_error(executions: Any) -> None:
         model(**inputs).sum().backward()
     (row,) = fastac.report(model).rows
     assert (row.blocks_seen, row.attention_calls) == (2, 2)
+
+
+# Models inside something
+
+
+class Engine(torch.nn.Module):
+    """Holds a model as `module`, and is none of torch's own wrappers."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.module(**kwargs)
+
+
+def peft_model(model: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["to_q", "to_v"]))
+    support.fill_zeros(wrapped)
+    return wrapped
+
+
+WRAPPERS: dict[str, Any] = {
+    "optimized": lambda model: torch.compile(model, backend="aot_eager"),
+    "peft": peft_model,
+    "engine": Engine,
+    "optimized peft": lambda model: torch.compile(peft_model(model), backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_model_is_enabled_inside(wrapper: str, wan: Any, executions: Any) -> None:
+    """Block names are those of the model inside, whatever it is wrapped in."""
+    torch._dynamo.reset()
+    model, inputs = wan
+    wrapped = WRAPPERS[wrapper](model)
+    inner = models.unwrapped(wrapped)
+    assert inner is model
+    before = state_of(inner)
+    expected = support.train_step(wrapped, inputs)
+    for policy, count in (("attn_only", 4), ({"blocks.0": "full", "*": "attn_only"}, 6)):
+        fastac.enable(wrapped, policy)
+        executions(wrapped, inputs)
+        assert executions(wrapped, inputs, expected if "optimized" not in wrapper else None) == count
+        report = fastac.report(wrapped)
+        assert (report.model_class, report.active) == (WAN, True)
+    assert [row.container for row in report.rows] == ["blocks"]
+    fastac.disable(wrapped)
+    assert state_of(inner) == before
+    assert executions(wrapped, inputs) == 4
+
+
+@pytest.mark.parametrize("wrapper", ["peft", "engine"])
+def test_a_wrapped_model_is_verified(wrapper: str, wan: Any) -> None:
+    model, inputs = wan
+    wrapped = WRAPPERS[wrapper](model)
+    for per_block in (False, True):
+        found = fastac.verify(wrapped, **inputs, per_block=per_block)
+        assert (found.subject, found.saved, found.different) == (WAN, 4, ())
+    assert not fastac.report(wrapped).active
+
+
+def test_a_child_of_that_name_is_no_wrapper() -> None:
+    model = torch.nn.Module()
+    model.module = torch.nn.Linear(1, 1)
+    assert models.unwrapped(model) is model
+
+
+# What of the attention is not as it seems
+
+
+def test_a_processor_that_ignores_the_backend_is_told_of(executions: Any, caplog: Any) -> None:
+    """CogVideoX: set_attention_backend changes nothing for it, and scaled_dot_product_attention runs."""
+    model, inputs = support.build("CogVideoXTransformer3DModel")
+    expected = support.train_step(model, inputs)
+    fastac.enable(model)
+    assert fastac.report(model).remarks == ()
+    model.set_attention_backend("_native_math")  # which could not be saved, if it were used
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        fastac.enable(model)
+    assert executions(model, inputs, expected) == 2
+    (remark,) = fastac.report(model).remarks
+    assert remark == (
+        "backend '_native_math' is set, and 2 attention modules do not look at it: CogVideoXAttnProcessor2_0 calls "
+        "scaled_dot_product_attention itself"
+    )
+    assert remark in caplog.text
+    assert remark in str(fastac.report(model))
+    assert fastac.report(model).rows[0].ops == ("aten._scaled_dot_product_flash_attention_for_cpu",)
+
+
+def test_a_processor_that_heeds_the_backend_is_not(wan: Any) -> None:
+    model, _ = wan
+    model.set_attention_backend("_native_flash")
+    fastac.enable(model)
+    assert fastac.report(model).remarks == ()

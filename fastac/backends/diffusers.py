@@ -101,10 +101,18 @@ def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
         processor = getattr(inner, "processor", None)
         if processor is None or not callable(processor):
             continue
+        runs = type(processor).__name__
+        if "LinearAttn" in runs:
+            yield BackendUse(name, "", Verdict.SAVABLE, processor=runs, linear=True)
+            continue
+        ignores = ""
         if hasattr(processor, "_attention_backend"):
             own = processor._attention_backend
             backend = default_backend() if own is None else str(getattr(own, "value", own))
         else:
             backend = "native"
+            ignores = default_backend()
         found = BACKENDS.get(backend, _UNLISTED)
-        yield BackendUse(name, backend, found.verdict, found.reason, found.family, found.op)
+        yield BackendUse(
+            name, backend, found.verdict, found.reason, found.family, found.op, processor=runs, ignores=ignores
+        )

@@ -2,6 +2,7 @@
 
 from fastac.models import cogvideox, hunyuan_video, ltx, wan
 from fastac.models.reading import BlockContainer, ModelRow, containers, tiny_model
+from fastac.models.wrappers import unwrapped
 
 _FAMILIES = (wan, ltx, hunyuan_video, cogvideox)
 
@@ -16,4 +17,4 @@ def row_of(model: object) -> ModelRow | None:
     return _OF_CLASS.get(type(model).__name__)
 
 
-__all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of", "tiny_model"]
+__all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of", "tiny_model", "unwrapped"]

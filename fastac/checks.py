@@ -1,0 +1,124 @@
+"""The promise, tried on a tiny model of every class of the catalogue: what `fastac check --all` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from fastac import hook, models, registry, verification
+from fastac.errors import FastacError
+from fastac.models import ModelRow
+from fastac.remarks import linear_attention
+
+KEPT, REFUSED, NOT_HERE, FAILED = "kept", "refused", "not on a CPU", "failed"
+
+AS_SET, SDPA, FLEX = "as set", "SDPA, whatever is set", "flex_attention, whatever is set"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What `fastac.verify` found on the tiny model of one row.
+
+    attention: kernels in a forward. in_blocks: those of them inside checkpointed blocks, which full checkpointing runs
+    again in backward. again: those that the policy ran again. compared: outputs and gradients, all equal where the
+    verdict is "kept". saved_bytes: of the tiny model. backend: which attention backend its blocks use. linear: modules
+    of linear attention in its blocks, which are recomputed. problem: why it was refused, or what failed.
+    """
+
+    name: str
+    containers: tuple[str, ...]
+    blocks: int
+    attention: int = 0
+    in_blocks: int = 0
+    saved: int = 0
+    again: int = 0
+    saved_bytes: int = 0
+    compared: int = 0
+    backend: str = AS_SET
+    linear: int = 0
+    verdict: str = KEPT
+    problem: str = ""
+
+    @property
+    def kept(self) -> bool:
+        """Whether nothing was found wrong: the promise is kept, or refused loudly, or can not be tried here."""
+        return self.verdict != FAILED
+
+    @property
+    def remark(self) -> str:
+        """What there is to say about it, in a few words."""
+        linear = f"{self.linear} linear attention modules are recomputed" if self.linear else ""
+        outside = self.attention - self.in_blocks
+        around = f"{outside} outside the blocks" if outside else ""
+        return "; ".join(filter(None, (self.problem, linear, around)))
+
+
+def check(
+    row: ModelRow,
+    policy: str = "attn_only",
+    engine: str = "tape",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    backend: str | None = None,
+) -> Checked:
+    """Verify a policy on the tiny model of one row; what goes wrong becomes its verdict, not an error.
+
+    Raises FastacError for a device or backend that can not be used here.
+    """
+    model, inputs = tiny(row, dtype, device, backend)
+    containers = hook.containers_of(model)
+    linear = linear_attention(model, containers)
+    checked = Checked(
+        name=row.name,
+        containers=tuple(container.name for container in containers),
+        blocks=sum(len(container.blocks) for container in containers),
+        backend=_backend_of(row, model),
+        linear=len(linear),
+    )
+    try:
+        hook.enable(model, policy, engine=engine)
+    except FastacError as error:
+        return dataclasses.replace(checked, verdict=REFUSED, problem=_first_line(error))
+    try:
+        found = verification.verify(model, **inputs, policy=policy, engine=engine)
+    except NotImplementedError as error:
+        verdict = NOT_HERE if row.flex and device == "cpu" else FAILED
+        return dataclasses.replace(checked, verdict=verdict, problem=_first_line(error))
+    except FastacError as error:
+        return dataclasses.replace(checked, verdict=FAILED, problem=_first_line(error))
+    return dataclasses.replace(
+        checked,
+        attention=found.policy_executions[0],
+        in_blocks=found.saved + found.recomputed,
+        saved=found.saved,
+        again=found.policy_executions[1],
+        saved_bytes=found.saved_bytes,
+        compared=found.compared,
+    )
+
+
+def tiny(row: ModelRow, dtype: torch.dtype, device: str, backend: str | None) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The tiny model of a row and its inputs; raises FastacError for a device or backend that can not be used here."""
+    try:
+        model, inputs = models.tiny_model(row, dtype, device)
+    except (RuntimeError, AssertionError) as error:  # torch without this device says so in either way
+        raise FastacError(f"check --device {device}: torch can not use it here: {error}") from error
+    if backend is not None:
+        try:
+            model.set_attention_backend(backend)  # type: ignore[operator]
+        except (ValueError, RuntimeError, ImportError) as error:
+            raise FastacError(f"check --backend {backend}: diffusers can not use it here: {error}") from error
+    return model, inputs
+
+
+def _backend_of(row: ModelRow, model: torch.nn.Module) -> str:
+    if row.flex:
+        return FLEX
+    uses = [use for use in registry.backend_uses(model) if not use.linear]
+    return SDPA if uses and all(use.ignores for use in uses) else AS_SET
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

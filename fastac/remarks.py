@@ -1,0 +1,69 @@
+"""What of a model's attention is not as its reader would think: linear attention, and backends that are set in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fastac import models, registry
+from fastac.errors import FastacError
+from fastac.models import BlockContainer
+from fastac.policy import LONG_MIN_KV, BlockPolicies, Policy
+
+
+def linear_attention(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> dict[str, str]:
+    """Qualified name -> class, of the modules in a model's blocks that are linear attention: no kernel to save."""
+    row = models.row_of(model)
+    names = {use.module: use.processor for use in registry.backend_uses(model) if use.linear}
+    found = {}
+    for container in containers:
+        for name, block in container.blocks.items():
+            for inner, module in block.named_modules(prefix=name):
+                if inner in names or (row is not None and inner.removeprefix(name + ".") in row.linear):
+                    found[inner] = names.get(inner, type(module).__name__)
+    return found
+
+
+def remarks(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> tuple[str, ...]:
+    """Sentences for people, one for each thing that holds for some attention of a model's blocks."""
+    containers = list(containers)
+    linear = linear_attention(model, containers)
+    found = []
+    if linear:
+        kinds = ", ".join(dict.fromkeys(linear.values()))
+        found.append(f"{next(iter(linear))} and {len(linear) - 1} more are linear attention ({kinds}): recomputed")
+    names = [name for container in containers for name in container.blocks]
+    ignored: dict[tuple[str, str], int] = {}
+    for use in registry.backend_uses(model):
+        inside = any(use.module == name or use.module.startswith(name + ".") for name in names)
+        if inside and use.ignores not in ("", use.backend):
+            ignored[use.ignores, use.processor] = ignored.get((use.ignores, use.processor), 0) + 1
+    for (backend, processor), count in ignored.items():
+        found.append(
+            f"backend {backend!r} is set, and {count} attention modules do not look at it: {processor} calls "
+            f"scaled_dot_product_attention itself"
+        )
+    return tuple(found)
+
+
+def refuse_only_linear(
+    model: torch.nn.Module, containers: Iterable[BlockContainer], policy: Policy | BlockPolicies
+) -> None:
+    """Raise FastacError for a policy of long attention where the long attention of every block is linear."""
+    containers = list(containers)
+    blocks = {name: block for container in containers for name, block in container.blocks.items()}
+    linear = linear_attention(model, containers)
+    long = {name for name, block in blocks.items() if _policy_of(policy, block).min_kv >= LONG_MIN_KV}
+    saving = {name for name, block in blocks.items() if not _policy_of(policy, block).saves_nothing}
+    if long and saving == long and all(any(inner.startswith(name + ".") for inner in linear) for name in long):
+        first = next(iter(linear))
+        raise FastacError(
+            f"{policy}: the self-attention of {type(model).__name__}.{first} is linear attention "
+            f"({linear[first]}), which has no kernel to save, and what is left attends to the text: nothing would be "
+            f'saved. Use policy="attn_only", or a min_kv below the length of the text.'
+        )
+
+
+def _policy_of(policies: Policy | Mapping[torch.nn.Module, Policy], block: torch.nn.Module) -> Policy:
+    return policies if isinstance(policies, Policy) else policies[block]
