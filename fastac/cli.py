@@ -197,7 +197,8 @@ def _check(options: argparse.Namespace) -> int:
 def _check_all(options: argparse.Namespace, dtype: torch.dtype) -> int:
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     found = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for row in progress.track(models.MODELS.values(), description="check"):
             one = checks.check(row, options.policy, options.engine, dtype, options.device, options.backend)
             found.append(one)

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 
-from fastac import cli
+from fastac import cli, models, verification
 from fastac.backends import LIBRARIES
+from fastac.errors import PolicyNotAppliedError
 
 
 @pytest.fixture(autouse=True)
@@ -92,10 +94,76 @@ def test_check_proves_the_promise(class_name: str, options: list[str], capsys: p
     assert "attention runs in backward" in table
 
 
+@pytest.fixture
+def three_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A catalogue of a plain model, one with attention outside its blocks, one that does not look at the backend."""
+    names = ["WanTransformer3DModel", "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel"]
+    monkeypatch.setattr(models, "MODELS", {name: models.MODELS[name] for name in names})
+    return names
+
+
+def test_check_all_is_a_table_of_every_class(three_models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--all"]) == 0
+    table = capsys.readouterr().out
+    cells = {row[0]: row[1:] for line in table.splitlines() if (row := [c.strip() for c in line.split("│")[1:-1]])}
+    assert list(cells) == three_models
+    assert cells["WanTransformer3DModel"] == ["4", "0", "4", "52.0 KiB", "as set", "kept", ""]
+    assert cells["HunyuanVideoTransformer3DModel"][:3] == ["5", "0", "4"]
+    assert cells["HunyuanVideoTransformer3DModel"][-1] == "1 outside the blocks"
+    assert cells["CogVideoXTransformer3DModel"][4] == "SDPA, whatever is set"
+
+    assert cli.main(["check", "--all", "--json", "--policy", "full", "--dtype", "bf16", "--engine", "sac"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name: found[name] for name in ("policy", "engine", "dtype", "device")} == {
+        "policy": "full",
+        "engine": "sac",
+        "dtype": "bf16",
+        "device": "cpu",
+    }
+    assert set(found["versions"]) == {"fastac", "torch", "diffusers"}
+    wan, hunyuan_video, _ = found["models"]
+    assert (wan["attention"], wan["again"], wan["saved"], wan["verdict"]) == (4, 4, 0, "kept")
+    assert (hunyuan_video["attention"], hunyuan_video["again"]) == (5, 4)
+
+
+def test_check_all_tells_what_is_refused(three_models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--all", "--json", "--backend", "_native_math"]) == 0
+    refused = {model["name"]: model["verdict"] for model in json.loads(capsys.readouterr().out)["models"]}
+    assert refused["WanTransformer3DModel"] == "refused"
+    assert refused["CogVideoXTransformer3DModel"] == "kept", "it does not look at the backend"
+
+
+def test_check_all_goes_on_after_a_class_that_fails(
+    three_models: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verify = verification.verify
+
+    def broken(model: torch.nn.Module, **options: Any) -> Any:
+        if type(model).__name__ == "WanTransformer3DModel":
+            raise PolicyNotAppliedError("verify: ran 4 attention kernels in backward\nand a table")
+        return verify(model, **options)
+
+    monkeypatch.setattr(verification, "verify", broken)
+    assert cli.main(["check", "--all"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "Transformer3DModel" in line]
+    assert [("failed" in line, "kept" in line) for line in lines] == [(True, False), (False, True), (False, True)]
+    assert "verify: ran 4 attention" in lines[0]
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["check", "--all", "WanTransformer3DModel"]])
+def test_check_wants_a_class_or_all(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "--all" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["check", "WanTransformer"], "no tiny model of this class"),
+        (["check", "WanTransformer3DModel", "--json"], "it is for --all"),
+        (["check", "--all", "--device", "nonsense"], "--device nonsense"),
         (["check", "WanTransformer3DModel", "--backend", "_native_math"], "is decomposed"),
         (["check", "WanTransformer3DModel", "--backend", "sage"], "diffusers can not use it here"),
         (["check", "WanTransformer3DModel", "--backend", "nonsense"], "diffusers can not use it here"),
