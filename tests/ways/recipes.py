@@ -1,0 +1,183 @@
+"""What the ways of training share: the models, a run that counts attention step by step, and the comparison of runs.
+
+A way is a recipe: a function that builds a model, calls `run.enable` where a script would call `fastac.enable`, and
+trains by `run.step`. It is run without checkpointing, under `attn_only` and under `full`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fastac
+from tests import support
+from tests.support import CPU_ATTENTION, Tensors, assert_same
+
+WAN = "WanTransformer3DModel"
+LTX = "LTXVideoTransformer3DModel"
+HUNYUAN = "HunyuanVideoTransformer3DModel"
+COGVIDEOX = "CogVideoXTransformer3DModel"
+
+
+class Attention(NamedTuple):
+    """Attention calls in one forward of a tiny model. in_blocks: those of them in checkpointed blocks."""
+
+    calls: int
+    in_blocks: int
+
+
+ATTENTION = {
+    WAN: Attention(4, 4),
+    LTX: Attention(4, 4),
+    HUNYUAN: Attention(5, 4),  # its token refiner is not checkpointed
+    COGVIDEOX: Attention(2, 2),
+}
+
+EACH_MODEL = pytest.mark.parametrize("name", ATTENTION)
+
+Batch = dict[str, Any]
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.nn.Module, Batch]:
+    """A tiny model and a batch for it. As in a training script, no input requires grad, and the seed is set once."""
+    model, inputs = support.build(name, dtype, seed)
+    torch.manual_seed(seed)
+    return model, {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+
+
+def batches(batch: Batch, count: int, generator: torch.Generator | None = None) -> list[Batch]:
+    """Batches of the same shapes with videos and texts of their own; without a generator the same at every call."""
+    generator = generator or torch.Generator().manual_seed(11)
+
+    def drawn(like: torch.Tensor) -> torch.Tensor:
+        return torch.randn(like.shape, generator=generator).to(like.dtype)
+
+    names = ("hidden_states", "encoder_hidden_states")
+    return [batch | {name: drawn(batch[name]) for name in names} for _ in range(count)]
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """As many times the clips."""
+    return {
+        key: value.repeat(times, *[1] * (value.dim() - 1)) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }
+
+
+def narrow(batch: Batch) -> Batch:
+    """The left half of the video, as from another aspect-ratio bucket."""
+    video = batch["hidden_states"]
+    if video.dim() == 5:
+        return batch | {"hidden_states": video[..., : video.shape[-1] // 2].contiguous()}
+    # LTX takes tokens, and is told their grid.
+    grid = video.unflatten(1, (batch["num_frames"], batch["height"], batch["width"]))
+    width = batch["width"] // 2
+    return batch | {"hidden_states": grid[:, :, :, :width].flatten(1, 3), "width": width}
+
+
+def sampled(model: torch.nn.Module, batch: Batch, mode: Callable[[], Any] = torch.no_grad) -> torch.Tensor:
+    """Two Euler steps from noise, as in a validation; every attention call in them must run, once."""
+    support.executions.clear()
+    with mode():
+        video = batch["hidden_states"]
+        for _ in range(2):
+            video = video - model(**batch | {"hidden_states": video})[0] / 2
+    assert support.executions == {CPU_ATTENTION: 2 * ATTENTION[type(model).__name__].calls}, support.executions
+    return video
+
+
+def adamw(model: torch.nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
+    """An optimizer of what is to be trained. The rate is high, so that a differing bit grows."""
+    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr)
+
+
+class Run:
+    """One training under a policy, None for none: the numbers of every step and the attention kernels that it ran."""
+
+    def __init__(self, policy: str | None) -> None:
+        self.policy = policy
+        self.tensors: Tensors = {}
+        self.executions: list[int] = []
+        support.count_cpu_attention()
+
+    def enable(self, model: torch.nn.Module, policy: Any = None) -> None:
+        """Where a script enables fastac. policy: instead of the run's `attn_only`."""
+        if self.policy is not None:
+            fastac.enable(model, policy if policy is not None and self.policy == "attn_only" else self.policy)
+
+    def step(
+        self,
+        model: torch.nn.Module,
+        *micro_batches: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        forward: Callable[..., Any] | None = None,
+        backward: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        """One optimizer step, kept: losses, outputs, gradients and parameters.
+
+        Random numbers go on from step to step: a recompute that draws one too many changes every later step.
+        forward: called with a micro-batch in the place of the model. backward: called with its loss.
+        """
+        number = len(self.executions)
+        optimizer.zero_grad()
+        support.executions.clear()
+        for index, batch in enumerate(micro_batches):
+            outputs = (forward or model)(**batch)
+            loss = support.loss_of(outputs)
+            loss.backward() if backward is None else backward(loss)
+            self.keep(f"step {number}.{index}", {"loss": loss} | support.flat_tensors(outputs, "output"))
+        self.executions.append(support.executions[CPU_ATTENTION])
+        self.keep(f"step {number}", support.gradients(support.leaves_of(model, {})))
+        optimizer.step()
+        self.keep(f"step {number} parameter", dict(model.named_parameters()))
+
+    def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy what must be the same in every run."""
+        copies = {f"{name}: {key}": tensor.detach().clone() for key, tensor in tensors.items()}
+        assert not copies.keys() & self.tensors.keys(), "kept twice under one name"
+        self.tensors |= copies
+
+
+Recipe = Callable[[Run], object]
+
+
+def assert_exact_and_saved(
+    recipe: Recipe, name: str, forwards: int = 1, again: int | list[int] | None = None, saved_again: int | list[int] = 0
+) -> Run:
+    """Run a recipe with and without checkpointing: every number is the same, bit for bit, and attention runs once.
+
+    forwards: how often a step calls the model. again: the attention calls that a step runs a second time under `full`,
+    all of those in blocks when left out. They show that the recipe's blocks are checkpointed and its kernels counted.
+    saved_again: the same for the run that saves, where the recipe saves less than all. Both may differ by step.
+    """
+    plain, saved, full = Run(None), Run("attn_only"), Run("full")
+    for run in (plain, saved, full):
+        recipe(run)
+    assert_same(saved.tensors, plain.tensors)
+    assert_same(full.tensors, plain.tensors)
+    attention = ATTENTION[name]
+    steps = len(plain.executions)
+    assert steps, "the recipe made no step"
+    assert plain.executions == [forwards * attention.calls] * steps, f"without checkpointing: {plain.executions}"
+    again = forwards * attention.in_blocks if again is None else again
+    for run, more in ((saved, saved_again), (full, again)):
+        each = more if isinstance(more, list) else [more] * steps
+        expected = [count + extra for count, extra in zip(plain.executions, each, strict=True)]
+        assert run.executions == expected, f"{run.policy}: {run.executions} attention executions, not {expected}"
+    assert not untrained(plain), f"no step trained {untrained(plain)}"
+    return saved
+
+
+def untrained(run: Run) -> list[str]:
+    """Parameters whose gradients are zero in every step."""
+    seen, moved = set(), set()
+    for key, tensor in run.tensors.items():
+        _, is_gradient, parameter = key.partition("gradient of ")
+        if is_gradient:
+            seen.add(parameter)
+            moved |= {parameter} if tensor.any() else set()
+    # A key bias adds the same to all scores of a query, which softmax does not see: its gradient is rounding noise.
+    return sorted(parameter for parameter in seen - moved if not parameter.endswith(("_k.bias", "_k_proj.bias")))

@@ -1,0 +1,118 @@
+"""accelerate: `prepare` in either order with `enable`, mixed precision, accumulation, save_state and load_state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from tests import support
+from tests.support import assert_same
+from tests.ways.recipes import EACH_MODEL, Run, adamw, assert_exact_and_saved, batches, build
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_as_in_a_fresh_process() -> Iterator[None]:
+    yield
+    forget()
+
+
+def forget() -> None:
+    """accelerate keeps one state per process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def accelerator_of(mixed_precision: str = "no", **options: Any) -> Accelerator:
+    forget()
+    return Accelerator(cpu=True, mixed_precision=mixed_precision, **options)
+
+
+@pytest.mark.parametrize("order", ["before prepare", "after prepare", "after prepare, unwrapped"])
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@EACH_MODEL
+def test_prepare(name: str, mixed_precision: str, order: str) -> None:
+    """prepare puts its autocast around the model's forward; the recompute sees the same."""
+
+    def recipe(run: Run) -> None:
+        accelerator = accelerator_of(mixed_precision)
+        model, batch = build(name)
+        if order == "before prepare":
+            run.enable(model)
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        if order == "after prepare":
+            run.enable(model)
+        if order == "after prepare, unwrapped":
+            run.enable(accelerator.unwrap_model(model))
+        for one in batches(batch, 3):
+            run.step(model, one, optimizer=optimizer, backward=accelerator.backward)
+
+    assert_exact_and_saved(recipe, name)
+
+
+@EACH_MODEL
+def test_accumulation_clipping_and_a_schedule(name: str) -> None:
+    """The loop of training scripts: the weights move at every third micro-batch."""
+
+    def recipe(run: Run) -> None:
+        accelerator = accelerator_of(gradient_accumulation_steps=3)
+        model, batch = build(name)
+        run.enable(model)
+        optimizer = adamw(model)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        for number, one in enumerate(batches(batch, 6)):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            support.executions.clear()
+            with accelerator.accumulate(model):
+                loss = support.loss_of(model(**one))
+                accelerator.backward(loss)
+                run.executions.append(support.executions[support.CPU_ATTENTION])
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    run.keep(f"step {number}", {"norm": norm})
+                run.keep(f"step {number}", {"loss": loss} | support.gradients(support.leaves_of(model, {})))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            run.keep(f"step {number} parameter", dict(model.named_parameters()))
+            moved = any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+            assert moved == (number % 3 == 2)
+
+    assert_exact_and_saved(recipe, name)
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@EACH_MODEL
+def test_save_state_and_load_state(name: str, mixed_precision: str, tmp_path: Path) -> None:
+    """Two steps, saved and loaded into a fresh model, two more: as four in one go. Adapters drop out."""
+
+    def start(run: Run, seed: int) -> Any:
+        accelerator = accelerator_of(mixed_precision)
+        model, batch = build(name, seed=seed)
+        model.requires_grad_(False)
+        model.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
+        support.fill_zeros(model)
+        run.enable(model)
+        return accelerator, *accelerator.prepare(model, adamw(model)), batch
+
+    def recipe(run: Run, stops: bool = True) -> None:
+        accelerator, model, optimizer, batch = start(run, seed=0)
+        for number, one in enumerate(batches(batch, 4)):
+            if stops and number == 2:
+                folder = str(tmp_path / str(run.policy))
+                accelerator.save_state(folder)
+                accelerator, model, optimizer, _ = start(run, seed=8)
+                accelerator.load_state(folder)
+            run.step(model, one, optimizer=optimizer, backward=accelerator.backward)
+
+    saved = assert_exact_and_saved(recipe, name)
+    in_one_go = Run(None)
+    recipe(in_one_go, stops=False)
+    assert_same(saved.tensors, in_one_go.tensors)

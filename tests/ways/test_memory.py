@@ -1,0 +1,97 @@
+"""What people save memory by beside checkpointing: weights stored in float8, weights that come and go by group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import peft
+import pytest
+import torch
+from diffusers.hooks.group_offloading import ModuleGroup
+from diffusers.training_utils import cast_training_params
+
+from tests import support
+from tests.ways.recipes import EACH_MODEL, Run, adamw, assert_exact_and_saved, batches, build
+
+CPU = torch.device("cpu")
+GROUPS: dict[str, dict[str, Any]] = {
+    "blocks": {"offload_type": "block_level", "num_blocks_per_group": 1},
+    "leaves": {"offload_type": "leaf_level"},
+}
+EACH_ORDER = pytest.mark.parametrize("order", ["before", "after"])
+
+
+def add_adapter(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Over a frozen base. peft makes it in the base's dtype, and scripts cast it."""
+    model.requires_grad_(False)
+    model.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    cast_training_params(model, dtype)
+    support.fill_zeros(model)
+
+
+@pytest.mark.parametrize("adapter", ["first", "last"])
+@EACH_ORDER
+@EACH_MODEL
+def test_layerwise_casting(name: str, order: str, adapter: str) -> None:
+    """A frozen base in float8, whose layers are cast to bfloat16 each for its own forward, under adapters.
+
+    order: of enable_layerwise_casting, against fastac.enable. adapter: whether it comes before both or after.
+    """
+
+    def recipe(run: Run) -> None:
+        model, batch = build(name, torch.bfloat16)
+        if adapter == "first":
+            add_adapter(model, torch.bfloat16)  # diffusers then switches off that peft casts its inputs
+        if order == "after":
+            run.enable(model)
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+        if order == "before":
+            run.enable(model)
+        if adapter == "last":
+            add_adapter(model)
+        stored = {key for key, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn}
+        assert any("to_k.base_layer.weight" in key for key in stored)
+        optimizer = adamw(model)
+        for one in batches(batch, 3):
+            run.step(model, one, optimizer=optimizer)
+
+    assert_exact_and_saved(recipe, name)
+
+
+@EACH_ORDER
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("trained", ["all", "adapter"])
+@EACH_MODEL
+def test_group_offloading(name: str, trained: str, groups: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are brought for the forward of a group, and once more for its recompute.
+
+    order: of enable_group_offload, against fastac.enable.
+    """
+    brought = Counter[str]()
+    onload = ModuleGroup.onload_
+
+    def counted(group: ModuleGroup) -> None:
+        brought[policy] += 1
+        onload(group)
+
+    monkeypatch.setattr(ModuleGroup, "onload_", counted)
+
+    def recipe(run: Run) -> None:
+        nonlocal policy
+        policy = str(run.policy)
+        model, batch = build(name)
+        if trained == "adapter":
+            add_adapter(model)
+        if order == "after":
+            run.enable(model)
+        model.enable_group_offload(onload_device=CPU, offload_device=CPU, **GROUPS[groups])
+        if order == "before":
+            run.enable(model)
+        optimizer = adamw(model)
+        for one in batches(batch, 3):
+            run.step(model, one, optimizer=optimizer)
+
+    policy = ""
+    assert_exact_and_saved(recipe, name)
+    assert 0 < brought["None"] < brought["attn_only"] <= brought["full"]

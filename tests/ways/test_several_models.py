@@ -1,0 +1,113 @@
+"""Several models in one training, of one class and one input signature, under policies of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import torch
+
+from tests import support
+from tests.ways.recipes import ATTENTION, EACH_MODEL, Run, adamw, assert_exact_and_saved, batches, build
+
+
+@EACH_MODEL
+def test_a_student_and_its_teacher(name: str) -> None:
+    """The teacher is enabled under another policy, and only looks on: it makes N calls more, and never any again."""
+
+    def recipe(run: Run) -> None:
+        student, batch = build(name)
+        teacher, _ = build(name, seed=5)
+        run.enable(student)
+        run.enable(teacher, "full")
+        optimizer = adamw(student)
+
+        def forward(**inputs: Any) -> torch.Tensor:
+            with torch.no_grad():
+                (target,) = teacher(**inputs)
+            (output,) = student(**inputs)
+            return (output - target).square()
+
+        for one in batches(batch, 3):
+            run.step(student, one, optimizer=optimizer, forward=forward)
+
+    assert_exact_and_saved(recipe, name, forwards=2, again=ATTENTION[name].in_blocks)
+
+
+@EACH_MODEL
+def test_generator_and_discriminator(name: str) -> None:
+    """They take turns; the generator's gradient comes through the discriminator, which recomputes its attention."""
+
+    def recipe(run: Run) -> None:
+        generator, batch = build(name)
+        discriminator, _ = build(name, seed=5)
+        run.enable(generator)
+        run.enable(discriminator, "full")
+        optimizer, opponent = adamw(generator), adamw(discriminator)
+
+        def generated(**inputs: Any) -> Any:
+            discriminator.requires_grad_(False)
+            (fake,) = generator(**inputs)
+            return discriminator(**inputs | {"hidden_states": fake})
+
+        def judged(**inputs: Any) -> Any:
+            discriminator.requires_grad_(True)
+            with torch.no_grad():
+                (fake,) = generator(**inputs)
+            (judgement,) = discriminator(**inputs | {"hidden_states": fake})
+            return judgement.square()
+
+        for one in batches(batch, 2):
+            run.step(generator, one, optimizer=optimizer, forward=generated)
+            run.step(discriminator, one, optimizer=opponent, forward=judged)
+
+    blocks = ATTENTION[name].in_blocks
+    assert_exact_and_saved(recipe, name, forwards=2, again=[2 * blocks, blocks] * 2, saved_again=[blocks] * 4)
+
+
+@EACH_MODEL
+def test_two_forwards_before_either_backward(name: str) -> None:
+    """One loss over two trained models, as of a model and its refiner."""
+
+    def recipe(run: Run) -> None:
+        both = torch.nn.Module()
+        both.first, batch = build(name)
+        both.second, _ = build(name, seed=5)
+        run.enable(both.first)
+        run.enable(both.second, {"*blocks.0": "full", "*": "attn_only"})
+        optimizer = adamw(both)
+        for one in batches(batch, 3):
+            run.step(
+                both, one, optimizer=optimizer, forward=lambda **inputs: (both.first(**inputs), both.second(**inputs))
+            )
+
+    blocks = ATTENTION[name].in_blocks
+    assert_exact_and_saved(recipe, name, forwards=2, again=2 * blocks, saved_again=blocks // 2)
+
+
+@EACH_MODEL
+def test_two_adapters_of_one_model(name: str) -> None:
+    """As in distribution matching: each step trains one of them, over the same frozen base."""
+
+    def recipe(run: Run) -> None:
+        model, batch = build(name)
+        model.requires_grad_(False)
+        for adapter in ("generator", "critic"):
+            config = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"])
+            model.add_adapter(config, adapter_name=adapter)
+        support.fill_zeros(model)
+        run.enable(model)
+        optimizers = {}
+        for adapter in ("generator", "critic"):
+            model.set_adapter(adapter)
+            optimizers[adapter] = adamw(model)
+        for number, one in enumerate(batches(batch, 4)):
+            adapter = ("generator", "critic")[number % 2]
+            model.set_adapter(adapter)
+            run.step(model, one, optimizer=optimizers[adapter])
+
+    saved = assert_exact_and_saved(recipe, name)
+    for number, adapter in enumerate(("generator", "critic") * 2):
+        trained = [key for key in saved.tensors if key.startswith(f"step {number}: gradient of")]
+        assert trained
+        assert all(adapter in key for key in trained)
