@@ -60,12 +60,16 @@ class _Witness(Scope):
         return next((name for module in reversed(self.modules) if (name := self.names.get(id(module)))), "")
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        owner = torch_internals.newest_node()
+        ends_here = self.compiled and isinstance(resolved.op, torch._ops.HigherOrderOperator)
+        outputs = None if ends_here else run_kernel(resolved, keyset, args, kwargs)
+        # Noted when it ran, as on the tape: where a kernel raises, the block may try another.
         self.ops.append(resolved)
-        self.owners.append(torch_internals.newest_node())
+        self.owners.append(owner)
         self.seen.append(Attention(self.where, resolved.name, resolved.keys(args, kwargs)))
-        if self.compiled and isinstance(resolved.op, torch._ops.HigherOrderOperator):
+        if ends_here:
             raise _SeenEnough  # eagerly it would take the memory that it is compiled to save
-        return run_kernel(resolved, keyset, args, kwargs)
+        return outputs
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         found = Decomposed.from_call(resolved, args, kwargs)
@@ -156,6 +160,8 @@ def look_again(
         with (
             generators_preserved(devices),
             buffers_preserved(module),
+            # Nothing of this run may reach the hooks of a checkpoint around the region, which counts what is saved.
+            torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is),
             _module_stack(witness, module),
             witness,
             _SdpaCalls(witness),
@@ -172,6 +178,10 @@ def look_again(
     return Look(
         tuple(witness.ops), missed, observer.unknown, observer.elsewhere, observer.silent, observer.joined, hidden
     )
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def leave_out_compiled_away(look: Look, recorded: Sequence[ResolvedOp], where: str) -> None:

@@ -37,6 +37,22 @@ COMPILED_CODE = (
     "wrong gradients. Use the default engine."
 )
 
+REPLAY_FAILURES = {
+    "backward an extra time": (
+        "this region was backpropagated already, and torch's selective checkpointing allows that once. Use the default "
+        "engine, under which retain_graph=True works."
+    ),
+    "has been mutated": (
+        "an attention output was changed in place after it was saved. Replace the in-place operation, or use the "
+        "default engine, which keeps a copy where the change is legal."
+    ),
+    "not found in storage": (
+        "recompute made a call that the forward did not: the checkpointed function took another path. Make it depend "
+        "on its arguments alone."
+    ),
+}
+"""Words of torch's error (2.13) -> what it means. An error with other words passes as it is."""
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _RecordMode, _ReplayMode = map(type, create_selective_checkpoint_contexts([]))
@@ -149,18 +165,27 @@ class _Replaying(_ReplayMode):  # type: ignore[misc, valid-type]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         resolved = classify(func)
         if resolved is None and is_of_torch(func):  # by far the most
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._replayed(func, types, args, kwargs)
         kwargs = kwargs or {}
         with autocast_as_called(func):
             if resolved is None:
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                return self._replayed(func, types, args, kwargs)
             if resolved not in self.ops:
                 return func(*args, **kwargs)
             if isinstance(resolved.row, SelectionOp):
                 return self.reader.choose(resolved, args, kwargs, lambda: func(*args, **kwargs))
             if resolved.has_selection and (selection := next(self.remaining, None)) is not None:
                 selection.put_into(resolved, resolved.selection(args, kwargs))
+            return self._replayed(func, types, args, kwargs)
+
+    def _replayed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        try:
             return super().__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError as error:
+            told = next((told for words, told in REPLAY_FAILURES.items() if words in str(error)), None)
+            if told is None or isinstance(error, FastacError):
+                raise
+            raise FastacError(f'engine="sac": {told} (at {func})') from error
 
 
 class SelectiveRecord:

@@ -30,11 +30,14 @@ def _as_in_a_fresh_process() -> Iterator[None]:
     """What one test made known does not change the next, and no test may leave anything open behind."""
     census._blocks.clear()
     census._kinds.clear()
-    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
-    backend = dispatch._AttentionBackendRegistry._active_backend if dispatch is not None else None
+    before = sys.modules.get("diffusers.models.attention_dispatch")
+    backend = before._AttentionBackendRegistry._active_backend if before is not None else None
     yield
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     if dispatch is not None:
-        dispatch._AttentionBackendRegistry._active_backend = backend
+        # Where the test was the first to import it, what it began with.
+        first = dispatch.AttentionBackendName(dispatch.DIFFUSERS_ATTN_BACKEND)
+        dispatch._AttentionBackendRegistry._active_backend = first if before is None else backend
     left = [name for name, open_ in (("scope", scopes.thread.scope), ("watchers", interception.watchers)) if open_]
     left += ["execution counters"] if scopes.execution_counters else []
     scopes.thread.scope = None

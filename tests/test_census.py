@@ -961,6 +961,59 @@ def test_a_second_look_leaves_random_numbers_and_buffers_as_they_were() -> None:
     assert all(parameter.grad is None for parameter in block.parameters())
 
 
+@pytest.mark.parametrize("checkpoint", [fastac.checkpoint, torch_checkpoint])
+def test_a_second_look_inside_somebody_s_checkpoint(checkpoint: Any) -> None:
+    """What that saves is counted in its forward, and in its recompute no second look is taken any more."""
+    model = support.stack(layers=2, policy="attn_only", block=Alternating)
+    model.blocks[1].cross = False
+    inputs = support.stack_inputs()
+    plain = support.stack(layers=2, block=Alternating)
+    plain.blocks[1].cross = False
+    expected = support.train_step(plain, inputs)
+    del expected["output"]
+    options = {} if checkpoint is fastac.checkpoint else {"use_reentrant": False}
+    for _ in range(2):
+        for leaf in support.leaves_of(model, inputs).values():
+            leaf.grad = None
+        torch.manual_seed(7)
+        support.loss_of(checkpoint(model, *inputs.values(), **options)).backward()
+        support.assert_same(support.gradients(support.leaves_of(model, inputs)), expected)
+
+
+class Falling(support.AttentionBlock):
+    """Tries a kernel that is not there for this device, and falls back to torch's."""
+
+    tries = True
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        if self.tries:
+            with contextlib.suppress(NotImplementedError):
+                torch.ops.fastac_tests.not_for_this_device(video, video, video)
+            return video + self._attention(*self.qkv(self.norms[0](video)).chunk(3, dim=-1))
+        return super().forward(video, text)
+
+
+def test_a_second_look_counts_no_kernel_that_raised(looks: list[Any], rows_as_before: None) -> None:
+    library = torch.library.Library("fastac_tests", "FRAGMENT")
+    library.define("not_for_this_device(Tensor query, Tensor key, Tensor value) -> Tensor")
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    library.impl("not_for_this_device", kernel, "CPU")
+    row = fastac.AttentionOp(backend="tests", namespace="fastac_tests", name="not_for_this_device", layout="bhsd")
+    fastac.register(row)
+    model = support.stack(layers=2, policy="attn_only", block=Falling)
+    model.blocks[0].tries = False
+    inputs = support.stack_inputs()
+    plain = support.stack(layers=2, block=Falling)
+    plain.blocks[0].tries = False
+    expected = support.train_step(plain, inputs)
+    for _ in range(2):
+        support.assert_same(support.train_step(model, inputs), expected)
+    assert looks, "its second block makes fewer calls than its class did before"
+
+
 def test_a_second_look_takes_its_hooks_away() -> None:
     before = [list(hooks) for hooks in global_hooks()]
     block = block_of(math_kernel)
