@@ -31,6 +31,9 @@ CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 executions: Counter[str] = Counter()
 """How often each counting kernel ran, by qualified op name. The fixture `attention_executions` empties it."""
 
+executed_keys: Counter[int] = Counter()
+"""How often torch's CPU attention ran, by the number of keys. Whoever reads it empties it."""
+
 _libraries: list[torch.library.Library] = []  # a Library takes its kernels along when it goes
 
 
@@ -47,6 +50,8 @@ def count_kernel(op: str, device: str) -> None:
 
     def counted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         executions[op] += 1
+        if op == CPU_ATTENTION:
+            executed_keys[args[1].shape[-2]] += 1
         return kernel.call_boxed(keyset, *args, **kwargs)
 
     namespace, _, name = op.partition("::")

@@ -1,10 +1,44 @@
 """One file per DiT family: which modules hold its checkpointed blocks, and a tiny configuration to try it with."""
 
-from fastac.models import cogvideox, hunyuan_video, ltx, wan
+from fastac.models import (
+    allegro,
+    anyflow,
+    cogvideox,
+    cosmos,
+    easyanimate,
+    helios,
+    hunyuan_video,
+    kandinsky,
+    latte,
+    ltx,
+    minimax_h3,
+    mochi,
+    motif_video,
+    sana_video,
+    wan,
+    wan_animate,
+)
 from fastac.models.reading import BlockContainer, ModelRow, containers, tiny_model
 from fastac.models.wrappers import unwrapped
 
-_FAMILIES = (wan, ltx, hunyuan_video, cogvideox)
+_FAMILIES = (
+    wan,
+    wan_animate,
+    anyflow,
+    helios,
+    ltx,
+    hunyuan_video,
+    cogvideox,
+    mochi,
+    allegro,
+    latte,
+    easyanimate,
+    cosmos,
+    sana_video,
+    kandinsky,
+    motif_video,
+    minimax_h3,
+)
 
 MODELS: dict[str, ModelRow] = {row.name: row for family in _FAMILIES for row in family.ROWS}
 """Name -> row: `WanTransformer3DModel`, and `WanTransformer3DModel:i2v` for another way to use the class."""

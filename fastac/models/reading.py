@@ -81,8 +81,9 @@ def _has_attention(block: torch.nn.Module) -> bool:
     return any(hasattr(inner, "processor") or "attention" in type(inner).__name__.lower() for inner in block.modules())
 
 
-NO_FEATURES = re.compile("timestep|guidance|mask|ind(ic|ex)es|position|rotary")
-"""Arguments of which the name has one of these words tell how to read features; they are none themselves."""
+TIMES = re.compile("timestep|guidance")
+PLACES = re.compile("mask|ind(ic|ex)es|position|rotary|camera")
+"""Arguments whose names have one of these words tell how features are to be read, and are none themselves."""
 
 
 def tiny_model(
@@ -90,9 +91,10 @@ def tiny_model(
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A tiny model of a row with random weights, in training mode, and its keyword arguments for one call.
 
-    Parameters that begin as zeros get small values, since every gradient behind them would be zero. Every floating
-    tensor, alone or in lists, tuples and dicts, gets the dtype. Features require grad, that is all of these but for
-    those of the arguments that NO_FEATURES names: a mask that requires grad would decompose attention.
+    Parameters that begin as zeros get small values, since every gradient behind them would be zero. What the class
+    keeps in float32 stays so. Floating inputs, alone or in lists, tuples and dicts, are features, which get the dtype
+    and require grad, but for those of arguments that TIMES names, which get the dtype alone, and of those that PLACES
+    names, which stay as they are: a mask that requires grad would decompose attention.
     """
     import diffusers
 
@@ -102,10 +104,18 @@ def tiny_model(
         fill_zeros(model)
         inputs = row.inputs()
     for name, value in inputs.items():
-        inputs[name] = _placed(value, dtype, device, requires_grad=not NO_FEATURES.search(name))
-    if dtype != torch.float32:
-        model = model.to(dtype)
+        kept, timed = PLACES.search(name) is not None, TIMES.search(name) is not None
+        inputs[name] = _placed(value, device, None if kept else dtype, requires_grad=not kept and not timed)
+    _cast(model, dtype)
     return model.to(device), inputs
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """As `from_pretrained(torch_dtype=dtype)` does: what the class keeps in float32 stays so."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
 
 
 def fill_zeros(model: torch.nn.Module) -> None:
@@ -116,11 +126,12 @@ def fill_zeros(model: torch.nn.Module) -> None:
                 parameter.normal_(0, 0.02)
 
 
-def _placed(value: Any, dtype: torch.dtype, device: str, requires_grad: bool) -> Any:
+def _placed(value: Any, device: str, dtype: torch.dtype | None, requires_grad: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device, dtype).requires_grad_(requires_grad) if value.is_floating_point() else value.to(device)
+        value = value.to(device)
+        return value.to(dtype).requires_grad_(requires_grad) if dtype and value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: _placed(item, dtype, device, requires_grad) for key, item in value.items()}
+        return {key: _placed(item, device, dtype, requires_grad) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_placed(item, dtype, device, requires_grad) for item in value)
+        return type(value)(_placed(item, device, dtype, requires_grad) for item in value)
     return value

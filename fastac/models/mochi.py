@@ -1,0 +1,34 @@
+"""Mochi: one attention per sample, over its video and those of its text tokens that are valid."""
+
+from typing import Any
+
+import torch
+
+from fastac.models.reading import ModelRow
+
+
+def _text_to_video_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(2, 4, 2, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 16, 16),
+        "timestep": torch.tensor([500, 300]),
+        "encoder_attention_mask": torch.arange(16) < torch.tensor([[12], [8]]),
+    }
+
+
+ROWS = (
+    ModelRow(
+        class_name="MochiTransformer3DModel",
+        containers=("transformer_blocks",),
+        config={
+            "num_attention_heads": 2,
+            "attention_head_dim": 8,
+            "num_layers": 2,
+            "pooled_projection_dim": 16,
+            "in_channels": 4,
+            "text_embed_dim": 16,
+            "time_embed_dim": 4,
+        },
+        inputs=_text_to_video_inputs,
+    ),
+)
