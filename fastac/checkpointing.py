@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -20,8 +20,8 @@ from fastac.census import Census
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
 from fastac.observation import Observer
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.preflight import is_compiled, refuse_options, refuse_switched, refuse_wrapped
-from fastac.scopes import Tape
+from fastac.preflight import is_compiled, refuse_options, refuse_strange_block, refuse_switched, refuse_wrapped
+from fastac.scopes import Tape, thread
 from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts, traced_failure
 from fastac.tape import Record, Replay
 
@@ -52,7 +52,7 @@ def checkpoint(
     what can not be honoured: reentrant checkpointing, a context_fn of the caller, debug mode.
     """
     if isinstance(policy, BlockPolicies):
-        policy = policy.of(function) or _refuse_strange_block(function)
+        policy = policy.of(function) or refuse_strange_block(function)
     else:
         policy = resolve(policy)
     full = functools.partial(
@@ -90,17 +90,18 @@ def checkpoint(
     return outputs
 
 
-def _refuse_strange_block(function: Any) -> NoReturn:
-    refuse_wrapped(function)
-    raise FastacError(
-        f"{census.describe(function)} is called under policies per block, and is no block that fastac.enable saw: "
-        f"it was exchanged since. Call fastac.enable again."
-    )
-
-
 @functools.cache
 def _warn_of_trace() -> None:
     logger.warning("a trace that is neither dynamo nor AOT: checkpointed regions are traced as they are")
+
+
+@functools.cache
+def _warn_of_outer_checkpoint(where: str) -> None:
+    logger.warning(
+        "%s: its forward runs again in backward, inside a checkpoint that is not fastac's: there attention runs again, "
+        "too. Leave that checkpoint out, or use fastac.checkpoint for it.",
+        where,
+    )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
@@ -176,6 +177,8 @@ class Region:
         if torch_internals.in_proxy_trace() or any(map(torch_internals.is_fake, (*self.args, *self.kwargs.values()))):
             return traced_contexts(self.policy)
         interception.install_if_loaded()
+        if torch_internals.in_backward() and thread.scope is None:
+            _warn_of_outer_checkpoint(census.describe(self.function))
         block = self.block
         if block is not None and block.latest_key == self.key:  # cheaper than hashing the key
             self._known = block.latest

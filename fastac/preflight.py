@@ -40,6 +40,15 @@ def refuse_wrapped(function: Any) -> None:
             )
 
 
+def refuse_strange_block(function: Any) -> NoReturn:
+    """Raise FastacError for a block that is called under policies per block and has none."""
+    refuse_wrapped(function)
+    raise FastacError(
+        f"{census.describe(function)} is called under policies per block, and is no block that fastac.enable saw: "
+        f"it was exchanged since. Call fastac.enable again."
+    )
+
+
 def refuse_switched(function: Any, policy: Policy) -> None:
     """Raise PolicyNotAppliedError for a block whose backend was switched since fastac.enable looked at it."""
     block = census.block_of(function)

@@ -33,6 +33,7 @@ _REQUIRED = (
     "_C._FunctionBase.to_save",
     "_C._TorchDispatchModeKey.PROXY",
     "_C._autograd._get_current_graph_task_keep_graph",
+    "_C._current_graph_task_id",
     "_C._dispatch_get_all_op_names",
     "_C._dispatch_has_kernel_for_dispatch_key",
     "_C._dispatch_keyset_full_after",
@@ -115,6 +116,11 @@ def in_compiled_code() -> bool:
             return True
         frame = caller
     return False
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def in_proxy_trace() -> bool:

@@ -752,6 +752,28 @@ def test_inside_reentrant_checkpointing(attention_executions: Any, looks: list[A
     assert not looks
 
 
+def test_another_checkpoint_around_a_region_is_told_of(
+    caplog: pytest.LogCaptureFixture, attention_executions: Any
+) -> None:
+    """A region can not keep what somebody else's recompute asks its function for."""
+    checkpointing._warn_of_outer_checkpoint.cache_clear()
+    inputs = support.stack_inputs()
+    model = support.stack(policy="attn_only")
+
+    def count(outer: Any, **options: Any) -> int:
+        attention_executions.clear()
+        outer(model, *inputs.values(), **options).sum().backward()
+        return attention_executions[support.CPU_ATTENTION]
+
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        assert count(lambda function, *args: function(*args)) == 4
+        assert count(fastac.checkpoint) == 4, "this one keeps them"
+        assert not caplog.records
+        assert count(torch_checkpoint, use_reentrant=False) == count(torch_checkpoint, use_reentrant=False) == 6
+    (record,) = caplog.records
+    assert "AttentionBlock: its forward runs again in backward" in record.getMessage()
+
+
 # One census per block class and signature
 
 
