@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from fastac import hook, models, registry, verification
+from fastac.comparison import run_step
 from fastac.errors import FastacError
 from fastac.models import ModelRow
 from fastac.remarks import linear_attention
 
-KEPT, REFUSED, NOT_HERE, FAILED = "kept", "refused", "not on a CPU", "failed"
+KEPT, REFUSED, NOT_HERE, FAILED = "kept", "refused", "does not train here", "failed"
 
-AS_SET, SDPA, FLEX = "as set", "SDPA, whatever is set", "flex_attention, whatever is set"
+AS_SET, SDPA, FLEX = "as set", "always SDPA", "always flex"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +50,9 @@ class Checked:
     @property
     def remark(self) -> str:
         """What there is to say about it, in a few words."""
-        linear = f"{self.linear} linear attention modules are recomputed" if self.linear else ""
         outside = self.attention - self.in_blocks
-        around = f"{outside} outside the blocks" if outside else ""
-        return "; ".join(filter(None, (self.problem, linear, around)))
+        found = ((self.linear, "linear, recomputed"), (outside, "outside the blocks"))
+        return self.problem or "; ".join(f"{count} {what}" for count, what in found if count)
 
 
 def check(
@@ -78,15 +78,17 @@ def check(
         linear=len(linear),
     )
     try:
+        run_step(model, model, (), inputs)
+    except RuntimeError as error:
+        problem = "flex_attention has no backward on a CPU" if row.flex and device == "cpu" else _first_line(error)
+        return dataclasses.replace(checked, verdict=NOT_HERE, problem=problem)
+    try:
         hook.enable(model, policy, engine=engine)
     except FastacError as error:
         return dataclasses.replace(checked, verdict=REFUSED, problem=_first_line(error))
     try:
         found = verification.verify(model, **inputs, policy=policy, engine=engine)
-    except NotImplementedError as error:
-        verdict = NOT_HERE if row.flex and device == "cpu" else FAILED
-        return dataclasses.replace(checked, verdict=verdict, problem=_first_line(error))
-    except FastacError as error:
+    except RuntimeError as error:  # FastacError is one
         return dataclasses.replace(checked, verdict=FAILED, problem=_first_line(error))
     return dataclasses.replace(
         checked,

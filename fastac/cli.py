@@ -95,7 +95,7 @@ def _table(title: str, *headings: str) -> Table:
     """Its first and last columns are folded where the width asks for it, names and verdicts in between are not."""
     table = Table(title=title, title_justify="left")
     for heading in headings:
-        prose = heading in ("library", "model", "backend", headings[-1])
+        prose = heading in ("library", headings[-1])
         number = heading in NUMBERS
         table.add_column(heading, overflow="fold", no_wrap=not prose, justify="right" if number else "left")
     return table

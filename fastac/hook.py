@@ -80,7 +80,12 @@ def enable(
             record.latest = record.latest_key = None  # what another policy did is no longer so
     logger.info("%s: policy %s, engine %s, %d blocks", type(model).__name__, selected, engine, len(named))
     for remark in remarks(model, containers):
-        logger.warning("%s: %s", type(model).__name__, remark)
+        _tell(type(model).__name__, remark)
+
+
+@functools.cache
+def _tell(model: str, remark: str) -> None:
+    logger.warning("%s: %s", model, remark)
 
 
 def _containers(model: torch.nn.Module, blocks: Any) -> list[BlockContainer]:

@@ -20,7 +20,7 @@ def linear_attention(model: torch.nn.Module, containers: Iterable[BlockContainer
     for container in containers:
         for name, block in container.blocks.items():
             for inner, module in block.named_modules(prefix=name):
-                if inner in names or (row is not None and inner.removeprefix(name + ".") in row.linear):
+                if inner in names or (row is not None and type(module).__name__ in row.linear):
                     found[inner] = names.get(inner, type(module).__name__)
     return found
 
@@ -32,7 +32,8 @@ def remarks(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> tup
     found = []
     if linear:
         kinds = ", ".join(dict.fromkeys(linear.values()))
-        found.append(f"{next(iter(linear))} and {len(linear) - 1} more are linear attention ({kinds}): recomputed")
+        more = f" and {len(linear) - 1} more" if len(linear) > 1 else ""
+        found.append(f"linear attention, which is recomputed: {next(iter(linear))}{more} ({kinds})")
     names = [name for container in containers for name in container.blocks]
     ignored: dict[tuple[str, str], int] = {}
     for use in registry.backend_uses(model):

@@ -574,33 +574,3 @@ def test_a_child_of_that_name_is_no_wrapper() -> None:
     model = torch.nn.Module()
     model.module = torch.nn.Linear(1, 1)
     assert models.unwrapped(model) is model
-
-
-# What of the attention is not as it seems
-
-
-def test_a_processor_that_ignores_the_backend_is_told_of(executions: Any, caplog: Any) -> None:
-    """CogVideoX: set_attention_backend changes nothing for it, and scaled_dot_product_attention runs."""
-    model, inputs = support.build("CogVideoXTransformer3DModel")
-    expected = support.train_step(model, inputs)
-    fastac.enable(model)
-    assert fastac.report(model).remarks == ()
-    model.set_attention_backend("_native_math")  # which could not be saved, if it were used
-    with caplog.at_level(logging.WARNING, logger="fastac"):
-        fastac.enable(model)
-    assert executions(model, inputs, expected) == 2
-    (remark,) = fastac.report(model).remarks
-    assert remark == (
-        "backend '_native_math' is set, and 2 attention modules do not look at it: CogVideoXAttnProcessor2_0 calls "
-        "scaled_dot_product_attention itself"
-    )
-    assert remark in caplog.text
-    assert remark in str(fastac.report(model))
-    assert fastac.report(model).rows[0].ops == ("aten._scaled_dot_product_flash_attention_for_cpu",)
-
-
-def test_a_processor_that_heeds_the_backend_is_not(wan: Any) -> None:
-    model, _ = wan
-    model.set_attention_backend("_native_flash")
-    fastac.enable(model)
-    assert fastac.report(model).remarks == ()

@@ -18,7 +18,7 @@ class ModelRow:
     the one that stands for it. containers: dotted names of the module lists whose members the model checkpoints one by
     one. config: keyword arguments of a tiny model, with random weights, for `fastac check` and tests. inputs: makes
     its keyword arguments for one call, from the standard normal distribution.
-    linear: names of the attention modules in a block that are linear attention, which has no kernel to save.
+    linear: classes of the modules in its blocks that are linear attention, and have no processor that says so.
     flex: its self-attention is flex_attention, whatever backend is set, which has no backward on the CPU.
     """
 

@@ -48,7 +48,6 @@ ROWS = (
             "rope_max_seq_len": 32,
         },
         inputs=_text_to_video_inputs,
-        linear=("attn1",),
     ),
     ModelRow(
         class_name="SanaWMTransformer3DModel",
@@ -63,7 +62,7 @@ ROWS = (
             "chunk_plucker_channels": 6,
             "caption_channels": 16,
         },
-        # The attention of every second block is linear here, under the name it has in the others, too.
         inputs=_camera_inputs,
+        linear=("BidirectionalGDNUCPESinglePathLiteLA",),
     ),
 )
