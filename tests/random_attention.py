@@ -1,0 +1,200 @@
+"""Every kind of attention that the property tests build blocks of, and what they are observed by.
+
+A block notes each attention call that its Python code makes, in forward and in recompute. With what the policy saves
+that tells how often the kernels have to run, without asking fastac.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fastac
+from tests import support
+
+WIDTH, HEADS = 8, 2
+
+Tensor = torch.Tensor
+Attend = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""(block, query, key, value), each (batch, heads, sequence, dim) -> output like query."""
+
+
+class AttentionCall(NamedTuple):
+    """One call of the block at a place in the model, over so many keys. recompute: not in a model's forward."""
+
+    place: int
+    keys: int
+    recompute: bool
+
+
+class Observed:
+    """What the blocks tell. inner_regions: whether blocks checkpoint parts of themselves."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+        self.in_forward = False
+        self.inner_regions = False
+        self.raised: BaseException | None = None
+
+
+observed = Observed()
+
+
+_tests_op = functools.cache(support.custom_attention)
+
+
+@functools.cache
+def _failing_op() -> Callable[..., Any]:
+    """An op with a row whose kernel always raises, as one for another machine does."""
+    library = torch.library.Library(support.NAMESPACE, "FRAGMENT")
+    library.define("random_failing(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)")
+
+    def kernel(*_: Tensor) -> Any:
+        raise NotImplementedError("this kernel runs nowhere")
+
+    library.impl("random_failing", kernel, "CPU")
+    support._libraries.append(library)
+    fastac.register(
+        fastac.AttentionOp(
+            backend="tests", namespace=support.NAMESPACE, name="random_failing", layout="bhsd", dropout=None
+        )
+    )
+    return torch.ops.fastac_tests.random_failing.default
+
+
+@functools.cache
+def _visible_function() -> type[torch.autograd.Function]:
+    """An autograd.Function over a kernel that the dispatcher does not see, made visible."""
+
+    class RandomAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            support.executions["visible"] += 1
+            with torch.autocast("cpu", enabled=False):
+                output, statistics = support.attention_math(query, key, value)
+            ctx.save_for_backward(query, key, value, output, statistics)
+            return output.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return support.attention_math_backward(grad, *ctx.saved_tensors)
+
+    fastac.make_visible(RandomAttention, layout="bhsd", dropout=None)
+    return RandomAttention
+
+
+def _mask(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+
+
+def _varlen(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Every sample of the batch is one sequence of a packed batch."""
+    batch, _, queries, _ = query.shape
+    packed = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
+    ends = [torch.arange(batch + 1, dtype=torch.int32) * t.shape[-2] for t in (query, key)]
+    output = varlen_attn(*packed, *ends, queries, key.shape[-2])
+    return output.unflatten(0, (batch, queries)).transpose(1, 2)
+
+
+def _sparse(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    chosen = key.float().mean(dim=(0, 1, 3)).topk(key.shape[-2] // 2).indices
+    chosen = chosen.repeat(3)[: key.shape[-2]]  # as many as there are, so that the number of keys is known
+    return _tests_op("random_plain")(query, key[:, :, chosen], value[:, :, chosen])
+
+
+def _nested(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    block.note(key)  # its kernel runs another
+    # Its statistics are float32, in which its backward goes on.
+    return _tests_op("random_nested", "nested")(query.float(), key.float(), value.float()).to(query.dtype)
+
+
+def _fallback(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    try:
+        return _failing_op()(query, key, value)[0]
+    except NotImplementedError:
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def _with_statistics(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    output, statistics = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+    return output * torch.sigmoid(statistics).to(output.dtype)[..., None]
+
+
+def _detached(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with torch.no_grad():
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def _chunked(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    chunks = [F.scaled_dot_product_attention(chunk, key, value) for chunk in query.chunk(2, dim=-2)]
+    block.note(key, len(chunks) - 1)
+    return torch.cat(chunks, dim=-2)
+
+
+def _math(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def _learned_bias(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    block.note(key, 0 if block.bias.requires_grad else 1)
+    bias = block.bias.to(query.dtype).expand(len(query), HEADS, query.shape[-2], key.shape[-2])
+    return F.scaled_dot_product_attention(query, key, value, bias)
+
+
+def _dropout(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    block.note(key, 0 if block.training else 1)
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.3 if block.training else 0.0)
+
+
+def _inner(checkpoint: Callable[..., Any], block: Any, *tensors: Tensor) -> Tensor:
+    """A region inside the region."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.tanh(F.scaled_dot_product_attention(query.sin(), key, value))
+
+    return checkpoint(attend, *tensors) if observed.inner_regions else attend(*tensors)
+
+
+SUPPORTED: dict[str, Attend] = {
+    "sdpa": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v),
+    "causal": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "mask": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v, _mask(q, k)),
+    "bias": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v, _mask(q, k).to(q.dtype)),
+    "grouped": lambda block, q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
+    "expanded": lambda block, q, k, v: F.scaled_dot_product_attention(q, k[:, :1].expand_as(k), v),
+    "custom": lambda block, q, k, v: _tests_op("random_plain")(q, k, v),
+    "drawing": lambda block, q, k, v: _tests_op("random_drawing", "dropout", "dropout_p")(q, k, v, 0.3),
+    "nested op": _nested,
+    "visible": lambda block, q, k, v: _visible_function().apply(q, k, v),
+    "varlen": _varlen,
+    "statistics": _with_statistics,
+    "detached": _detached,
+    "chunked": _chunked,
+    "sparse": _sparse,
+    "fallback": _fallback,
+    "inner full": functools.partial(_inner, functools.partial(torch_checkpoint, use_reentrant=False)),
+    "inner saved": functools.partial(_inner, fastac.checkpoint),
+}
+
+REFUSED: dict[str, Attend] = {
+    "written out": lambda block, q, k, v: (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v,
+    "math": _math,
+    "learned bias": _learned_bias,
+    "dropout": _dropout,
+}
+"""What has no output to save: the last two only where the bias requires grad, and in training."""
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "scaled": lambda output: output.mul_(0.5),
+    "rectified": lambda output: output.relu_(),
+    "through a view": lambda output: output.transpose(1, 2)[0].add_(1),
+}
+"""In-place changes of an attention output: legal where autograd does not need it."""

@@ -1,0 +1,236 @@
+"""Models of random blocks, their inputs, and hypothesis strategies for both and for what is done to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from hypothesis import strategies as st
+
+import fastac
+from fastac.policy import LONG_MIN_KV, Policy
+from tests.random_attention import CHANGES, REFUSED, SUPPORTED, WIDTH, observed
+from tests.random_blocks import STYLES, BlockOutput, BlockSpec, RandomAttentionBlock
+
+Policies = str | Policy | dict[str, str | Policy]
+
+CALLERS = ("block", "call", "partial", "closure", "method")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """blocks: the different ones; order: which of them is at each place, the same one at several where it is repeated.
+
+    frozen: parameter i does not train where bit i is set, of 24 that repeat. frozen_inputs: of "video" and "text".
+    autocast: to bfloat16. caller: of CALLERS, what is checkpointed. one_class: all blocks are of one class.
+    """
+
+    blocks: tuple[BlockSpec, ...]
+    order: tuple[int, ...]
+    dtype: str = "float32"
+    autocast: bool = False
+    frozen: int = 0
+    frozen_inputs: tuple[str, ...] = ()
+    caller: str = "block"
+    one_class: bool = False
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of attention in it."""
+        return {kind for block in self.blocks for kind, _ in block.parts}
+
+
+class RandomModel(ModelMixin, ConfigMixin):
+    """Calls its blocks as diffusers' models do, or under fastac.checkpoint itself.
+
+    own: policy and engine of the calls it checkpoints itself; None for diffusers' way.
+    """
+
+    _supports_gradient_checkpointing = True
+
+    @register_to_config
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+        self.own: tuple[Any, str] | None = None
+
+    def build(self, spec: ModelSpec) -> RandomModel:
+        """Make the blocks; the weights come from the default generator."""
+        self.spec = spec
+        made = []
+        for place, block in enumerate(spec.blocks):
+            kind = RandomAttentionBlock
+            if not spec.one_class:
+                kind = type(f"RandomAttentionBlock{place}", (RandomAttentionBlock,), {})
+            made.append(kind(block, place))
+        self.blocks = torch.nn.ModuleList(made[index] for index in spec.order)
+        self.freeze(spec.frozen)
+        self.cast(spec.dtype)
+        return self.train()
+
+    def cast(self, dtype: str) -> None:
+        """Past diffusers' own `to`, which warns every time."""
+        torch.nn.Module.to(self, getattr(torch, dtype))
+
+    def freeze(self, bits: int) -> None:
+        """Let the parameters train whose bits are not set; base layers of adapters never do."""
+        for i, (name, parameter) in enumerate(self.named_parameters()):
+            parameter.requires_grad_(".base." not in name and not bits >> i % 24 & 1)
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        observed.in_forward = True
+        try:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.spec.autocast):
+                for place, block in enumerate(self.blocks):
+                    video, text = self.step(block, video, text, place)
+        finally:
+            observed.in_forward = False
+        return video, text
+
+    def step(self, block: torch.nn.Module, video: torch.Tensor, text: torch.Tensor, place: int) -> Any:
+        """One block, with arguments and outputs in its style."""
+        style = self.spec.blocks[self.spec.order[place]].style
+        function = self.called(block)
+        if style == "keyword":
+            return self.call(function, video, text=text), text
+        if style == "tuple":
+            return self.call(function, (video, text), None)[:2]
+        if style == "dict":
+            found = self.call(function, {"video": video, "text": text})
+            return found["video"], found["text"]
+        found = self.call(function, video, text)
+        return (found.video, found.text) if isinstance(found, BlockOutput) else (found, text)
+
+    def called(self, block: torch.nn.Module) -> Callable[..., Any]:
+        """What is checkpointed for a block."""
+        caller = self.spec.caller
+        if caller == "block":
+            return block
+        if caller == "call":
+            return block.__call__
+        if caller == "partial":
+            return functools.partial(block)
+        if caller == "closure":
+            return lambda *args, **kwargs: block(*args, **kwargs)
+        return functools.partial(self.run, block)
+
+    def run(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A method that runs any of several blocks."""
+        return block(*args, **kwargs)
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Under checkpointing, where it is on."""
+        if self.own is not None and torch.is_grad_enabled():
+            policy, engine = self.own
+            return fastac.checkpoint(function, *args, policy=policy, engine=engine, **kwargs)
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return self._gradient_checkpointing_func(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    def enable(self, policy: Policies, engine: str, own: bool) -> None:
+        """fastac.enable, or the same for a model that calls fastac.checkpoint itself, which knows no mapping."""
+        if own:
+            self.own = (policy, engine)
+        else:
+            fastac.enable(self, policy, engine=engine)
+
+    def disable(self) -> None:
+        """Undo `enable`."""
+        self.own = None
+        fastac.disable(self)
+
+    def saved(self, policy: Policies | None, place: int, keys: int) -> bool:
+        """Whether an attention call at a place is to be saved. place: of the block among the different ones."""
+        if isinstance(policy, dict):
+            index = max(i for i, used in enumerate(self.spec.order) if used == place)  # its last name counts
+            policy = next(value for pattern, value in policy.items() if fnmatch.fnmatchcase(f"blocks.{index}", pattern))
+        if policy is None or isinstance(policy, Policy):
+            return policy is not None and policy.saves(keys)
+        return policy == "attn_only" or (policy == "long_attn_only" and keys >= LONG_MIN_KV)
+
+
+def build(spec: ModelSpec, seed: int = 0) -> RandomModel:
+    """A model whose weights depend on spec and seed alone."""
+    torch.manual_seed(seed)
+    return RandomModel().build(spec)
+
+
+SHAPES = ((1, 6, 3), (2, 4, 3), (2, 6, 5), (1, 9, 1))
+"""Of inputs: batch, tokens, text tokens."""
+
+
+def inputs(spec: ModelSpec, shape: int, seed: int) -> dict[str, torch.Tensor]:
+    """Inputs of a model, which require grad where the spec does not freeze them."""
+    batch, tokens, text_tokens = SHAPES[shape]
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, length in (("video", tokens), ("text", text_tokens)):
+        tensor = torch.randn(batch, length, WIDTH, generator=generator).to(getattr(torch, spec.dtype))
+        made[name] = tensor.requires_grad_(name not in spec.frozen_inputs)
+    return made
+
+
+# Strategies. What is first in each is what a failing example shrinks to.
+
+
+def parts(kinds: tuple[str, ...]) -> st.SearchStrategy[tuple[tuple[str, str], ...]]:
+    """What a block attends with, and to."""
+    part = st.tuples(st.sampled_from(kinds), st.sampled_from(("video", "text")))
+    return st.lists(part, max_size=2).map(tuple)
+
+
+def blocks(kinds: tuple[str, ...], changed: tuple[str, ...]) -> st.SearchStrategy[BlockSpec]:
+    """Specs of blocks with these kinds of attention, and these changes of its output."""
+    return st.builds(
+        BlockSpec,
+        parts=parts(kinds),
+        style=st.sampled_from(STYLES),
+        dropout=st.sampled_from((0.0, 0.0, 0.3)),
+        changed=st.sampled_from(("", *changed)),
+        in_place=st.booleans(),
+        adapted=st.booleans(),
+    )
+
+
+@st.composite
+def models(
+    draw: st.DrawFn,
+    kinds: tuple[str, ...] = tuple(SUPPORTED),
+    changed: tuple[str, ...] = (),
+    callers: tuple[str, ...] = CALLERS[:2],
+) -> ModelSpec:
+    """Specs of models with one to three different blocks at one to four places."""
+    made = tuple(draw(st.lists(blocks(kinds, changed), min_size=1, max_size=3)))
+    order = list(range(len(made)))
+    if draw(st.booleans()):
+        order.append(draw(st.sampled_from(order)))
+    return ModelSpec(
+        blocks=made,
+        order=tuple(order),
+        dtype=draw(st.sampled_from(("float32", "bfloat16"))),
+        autocast=draw(st.booleans()),
+        frozen=draw(st.one_of(st.just(0), st.integers(0, 2**24 - 1))),
+        frozen_inputs=draw(st.sampled_from(((), ("video",), ("text",), ("video", "text")))),
+        caller=draw(st.sampled_from(callers)),
+        one_class=draw(st.booleans()),
+    )
+
+
+POLICIES = st.sampled_from(
+    (
+        "attn_only",
+        "full",
+        Policy("attn_only", min_kv=4),
+        Policy("attn_only", min_kv=6),
+        "long_attn_only",
+    )
+)
+MAPPINGS = st.builds(lambda first, others: {"blocks.0": first, "*": others}, POLICIES, POLICIES)
+ALL_KINDS = (*SUPPORTED, *REFUSED)
+ALL_CHANGES = tuple(CHANGES)

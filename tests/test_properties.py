@@ -1,0 +1,144 @@
+"""Random models, random policies, random sequences of what training does: exact, and saved, at every step.
+
+Each example has twins: a model under fastac, and one that never was, to which everything else is done as well. After
+every operation outputs and gradients are bitwise equal and the kernels ran as often as the policy says, or there was a
+FastacError where one may be. `FASTAC_EXAMPLES=2000` hunts with so many examples, another seed each time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import random_models, support
+from tests.backends import aten_on_cpu
+from tests.random_models import (
+    ALL_CHANGES,
+    ALL_KINDS,
+    CALLERS,
+    MAPPINGS,
+    POLICIES,
+    SHAPES,
+    ModelSpec,
+    Policies,
+)
+from tests.random_steps import WAYS
+from tests.twins import Twins
+
+EXAMPLES = int(os.environ.get("FASTAC_EXAMPLES", "0"))
+
+
+def examples(number: int) -> Any:
+    """The settings of a property: so many examples, the same in every run, unless a hunt is on."""
+    return settings(
+        max_examples=EXAMPLES or number,
+        derandomize=not EXAMPLES,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cpu_kernels() -> Iterator[None]:
+    support.count_cpu_attention()
+    with aten_on_cpu.registered():
+        yield
+
+
+Operation = tuple[Any, ...]
+
+SHAPE = st.integers(0, len(SHAPES) - 1)
+TRAINING = st.tuples(st.sampled_from(tuple(WAYS)), SHAPE, st.integers(0, 3))
+
+
+OPERATIONS: dict[str, st.SearchStrategy[Operation]] = {
+    "go_on": st.just(()),
+    "disable": st.just(()),
+    "copy": st.tuples(st.booleans()),
+    "exchange": st.just(()),
+    "freeze": st.tuples(st.integers(0, 2**24 - 1)),
+    "load": st.tuples(st.integers(1, 3)),
+    "mode": st.tuples(st.booleans()),
+    "cast": st.tuples(st.sampled_from(("float32", "bfloat16"))),
+    "optimize": st.tuples(st.sampled_from((0.1, 0.01))),
+    "sample": st.tuples(st.sampled_from(("no_grad", "inference"))),
+    "fail": st.tuples(st.integers(0, 3), st.sampled_from(("begin", "attention", "end")), st.booleans(), SHAPE),
+}
+"""What may be done between two training steps -> the arguments of the method of Twins that does it."""
+
+
+def operations(engines: tuple[str, ...] = ("tape",), **more: st.SearchStrategy[Operation]) -> Any:
+    """What is done to a model, each with the training step after it."""
+    enable = st.tuples(st.one_of(POLICIES, MAPPINGS), st.sampled_from(engines))
+    kinds = {**OPERATIONS, "enable": enable, **more}
+    done = st.one_of([st.tuples(st.just(name), arguments) for name, arguments in kinds.items()])
+    return st.lists(st.tuples(done, TRAINING), min_size=2, max_size=6)
+
+
+def go_through(twins: Twins, policy: Policies, engine: str, steps: list[tuple[Operation, Operation]]) -> None:
+    """Enable it, and do it all."""
+    twins.enable(policy, engine)
+    twins.train("plain", 0, 0)
+    for (name, arguments), training in steps:
+        getattr(twins, name)(*arguments)
+        twins.train(*training)
+
+
+Steps = list[tuple[Operation, Operation]]
+
+
+@examples(100)
+@given(random_models.models(), st.one_of(POLICIES, MAPPINGS), operations())
+def test_supported_attention(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
+    """There is no error, whatever is done."""
+    go_through(Twins(spec), policy, "tape", steps)
+
+
+@examples(60)
+@given(random_models.models(callers=CALLERS, changed=ALL_CHANGES), POLICIES, operations())
+def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
+    """And where attention outputs are changed in place."""
+    go_through(Twins(spec, own=True), policy, "tape", steps)
+
+
+@examples(60)
+@given(
+    random_models.models(ALL_KINDS, ALL_CHANGES, CALLERS), st.one_of(POLICIES, MAPPINGS), operations(), st.booleans()
+)
+def test_attention_that_can_not_be_saved(spec: ModelSpec, policy: Policies, steps: Steps, own: bool) -> None:
+    """Exact or refused, and refused where all of it would be recomputed."""
+    own = own or spec.caller not in ("block", "call")
+    go_through(Twins(spec, own), "attn_only" if own and isinstance(policy, dict) else policy, "tape", steps)
+
+
+@examples(60)
+@given(
+    random_models.models(changed=ALL_CHANGES),
+    st.one_of(POLICIES, MAPPINGS),
+    operations(("sac", "tape")),
+)
+def test_engine_sac(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
+    """Torch's own selective checkpointing: exact, or fastac's error."""
+    go_through(Twins(spec), policy, "sac", steps)
+
+
+@examples(8)
+@given(
+    random_models.models(("sdpa", "causal", "mask", "grouped", "chunked", "statistics"), callers=("block",)),
+    st.one_of(POLICIES, MAPPINGS),
+    st.integers(0, 2),
+    st.sampled_from(("eager", "aot_eager")),
+    operations(fail=st.just((0, "begin", False, 0)), compile=st.tuples(st.integers(0, 3), st.just("eager"))),
+)
+def test_compiled_blocks(spec: ModelSpec, policy: Policies, place: int, backend: str, steps: Steps) -> None:
+    """A block that is compiled before the first step, and others later on."""
+    twins = Twins(spec)
+    twins.compile(place, backend)
+    go_through(twins, policy, "tape", steps)
