@@ -55,6 +55,11 @@ class Census:
     others: list[list[ResolvedOp]] = dataclasses.field(default_factory=list)
     """What a function that is no block was found to record as well: one function may run several unlike layers."""
 
+    @functools.cached_property
+    def keys(self) -> list[int]:
+        """Over how many keys each call attends, which may depend on the values of a mask."""
+        return [call.keys for call in self.calls]
+
     @classmethod
     def of_tape(cls, record: Record) -> Census:
         """From a region that has just been recorded on a tape."""

@@ -90,18 +90,14 @@ def checkpoint(
     return outputs
 
 
+def _census_of(record: Record | SelectiveRecord, compiled: bool = False) -> Census:
+    found = record.census() if isinstance(record, SelectiveRecord) else Census.of_tape(record)
+    return dataclasses.replace(found, compiled=compiled)
+
+
 @functools.cache
 def _warn_of_trace() -> None:
     logger.warning("a trace that is neither dynamo nor AOT: checkpointed regions are traced as they are")
-
-
-@functools.cache
-def _warn_of_outer_checkpoint(where: str) -> None:
-    logger.warning(
-        "%s: its forward runs again in backward, inside a checkpoint that is not fastac's: there attention runs again, "
-        "too. Leave that checkpoint out, or use fastac.checkpoint for it.",
-        where,
-    )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
@@ -178,7 +174,7 @@ class Region:
             return traced_contexts(self.policy)
         interception.install_if_loaded()
         if torch_internals.in_backward() and thread.scope is None:
-            _warn_of_outer_checkpoint(census.describe(self.function))
+            explanation.warn_of_outer_checkpoint(census.describe(self.function))
         block = self.block
         if block is not None and block.latest_key == self.key:  # cheaper than hashing the key
             self._known = block.latest
@@ -222,7 +218,7 @@ class Region:
         ):
             self._settle(record, outputs)
         else:
-            self._remember(known)
+            self._remember(known if known.keys == record.keys else _census_of(record, known.compiled))
 
     def _is_odd(self, record: Record | SelectiveRecord, known: Census, outputs: Any) -> bool:
         """Whether a block holds an attention that the first of its class did not, and that nothing recorded."""
@@ -233,7 +229,7 @@ class Region:
     def _settle(self, record: Record | SelectiveRecord, outputs: Any) -> None:
         """The slow way: the first region of its kind, or one that recorded other calls than its kind did before."""
         known = self._known
-        mine = record.census() if isinstance(record, SelectiveRecord) else Census.of_tape(record)
+        mine = _census_of(record)
         where = census.describe(self.function)
         late = [*opaque.make_known_visible(), *interception.install(), *record.late]
         seen: Observer | diagnosis.Look | None = self.observer

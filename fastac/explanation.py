@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -92,3 +93,13 @@ def warn_of_cut_off(parameters: Sequence[str], where: str) -> None:
             where,
             ", ".join(parameters[:6]) + (f" and {len(parameters) - 6} more" if len(parameters) > 6 else ""),
         )
+
+
+@functools.cache
+def warn_of_outer_checkpoint(where: str) -> None:
+    """Log, once for a block, that it is inside somebody else's checkpoint."""
+    logger.warning(
+        "%s: its forward runs again in backward, inside a checkpoint that is not fastac's: there attention runs again, "
+        "too. Leave that checkpoint out, or use fastac.checkpoint for it.",
+        where,
+    )

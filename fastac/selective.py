@@ -208,6 +208,11 @@ class SelectiveRecord:
         self._mode.__class__, self.replay.__class__ = _Recording, _Replaying
         self.replay.extend(self._choices, self._selections, self.ops)
 
+    @property
+    def keys(self) -> list[int]:
+        """Over how many keys each call attends."""
+        return [call.keys for call in self._found]
+
     def census(self) -> Census:
         """What the region did."""
         return Census(list(self.calls), tuple(self._found), self._choices.held_bytes)

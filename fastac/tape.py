@@ -54,6 +54,7 @@ class Record(Scope):
         self.entered = False
         self.ops = tape.ops
         self.calls: list[ResolvedOp] = []
+        self.keys: list[int] = []  # over how many each call on the tape attends
         self.owners: list[int] = []  # the autograd node that each call belongs to
         self.missed: list[Decomposed] = []
         self.late: list[str] = []  # ops that were intercepted too late to be saved here
@@ -84,6 +85,7 @@ class Record(Scope):
         # On the tape before it runs: a call that raises, where the block then tries another kernel, does so again.
         entry = Entry(resolved, keys, described(args))
         self.tape.append(entry)
+        self.keys.append(keys)
         before: dict[torch.device, torch.Tensor] = {}
         if not resolved.trains:
             resolved.check_trains()

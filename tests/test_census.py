@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import census, checkpointing, diagnosis, interception, observation, recognition
+from fastac import census, checkpointing, diagnosis, explanation, interception, observation, recognition
 from fastac.policy import Policy
 from tests import support
 
@@ -756,7 +756,7 @@ def test_another_checkpoint_around_a_region_is_told_of(
     caplog: pytest.LogCaptureFixture, attention_executions: Any
 ) -> None:
     """A region can not keep what somebody else's recompute asks its function for."""
-    checkpointing._warn_of_outer_checkpoint.cache_clear()
+    explanation.warn_of_outer_checkpoint.cache_clear()
     inputs = support.stack_inputs()
     model = support.stack(policy="attn_only")
 

@@ -55,6 +55,32 @@ def test_what_a_bound_on_the_keys_left_to_recomputation(wan: Any, engine: str) -
     assert row.saved_bytes == 2 * bytes_of(batch=1, heads=2, queries=128, dim=12)
 
 
+class Masked(support.AttentionBlock):
+    """Attends to the text tokens that a mask leaves, as Mochi does: how many keys there are no shape tells."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(video, text[:, mask])
+
+
+@pytest.mark.parametrize("engine", ["tape", "sac"])
+def test_lengths_that_depend_on_values_are_reported_as_they_are(engine: str, attention_executions: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([Masked()])
+    model.forward = lambda **inputs: model[0](*inputs.values())
+    inputs = support.stack_inputs()
+    policy = Policy("attn_only", min_kv=4)
+    fastac.enable(model, policy, blocks="0", engine=engine)
+    for valid, saved in ((5, 2), (3, 1), (5, 2), (4, 2)):
+        here = inputs | {"mask": torch.arange(support.TEXT_TOKENS) < valid}
+        attention_executions.clear()
+        support.train_step(model, here)
+        (row,) = fastac.report(model).rows
+        assert (row.attention_calls, row.saved) == (2, saved)
+        assert row.saved_bytes == saved * bytes_of(batch=1, heads=2, queries=support.VIDEO_TOKENS, dim=8)
+        assert attention_executions == {support.CPU_ATTENTION: 4 - saved}
+        assert fastac.verify(model[0], *here.values(), policy=policy, engine=engine).saved == saved
+
+
 def test_bytes_are_those_of_the_latest_forward(wan: Any) -> None:
     model, inputs = wan
     fastac.enable(model)
