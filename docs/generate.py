@@ -184,7 +184,7 @@ def readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    headings = ("model", "attention kernels per step", "run again under `full`", "under `attn_only`", "", "")
+    headings = ("model", "attention kernels per step", "run again under `full`", "under `attn_only`", "attention backend", "remarks")
     rows = ((f"`{one.name}`", *_counts(one), one.backend, _remark(one)) for one in _checked())
     return f"{before}{BEGIN}\n{_table(headings, rows)}\n{END}{after}"
 
