@@ -20,6 +20,9 @@ from tests.random_blocks import STYLES, BlockOutput, BlockSpec, RandomAttentionB
 
 Policies = str | Policy | dict[str, str | Policy]
 
+HOW = ("hook", "blocks", "checkpoint")
+"""Ways to enable: as diffusers' checkpointing function, on the blocks' forward, in the model's own calls."""
+
 CALLERS = ("block", "call", "partial", "closure", "method")
 
 
@@ -70,18 +73,13 @@ class RandomModel(ModelMixin, ConfigMixin):
                 kind = type(f"RandomAttentionBlock{place}", (RandomAttentionBlock,), {})
             made.append(kind(block, place))
         self.blocks = torch.nn.ModuleList(made[index] for index in spec.order)
-        self.freeze(spec.frozen)
+        freeze(self, spec.frozen)
         self.cast(spec.dtype)
         return self.train()
 
     def cast(self, dtype: str) -> None:
         """Past diffusers' own `to`, which warns every time."""
         torch.nn.Module.to(self, getattr(torch, dtype))
-
-    def freeze(self, bits: int) -> None:
-        """Let the parameters train whose bits are not set; base layers of adapters never do."""
-        for i, (name, parameter) in enumerate(self.named_parameters()):
-            parameter.requires_grad_(".base." not in name and not bits >> i % 24 & 1)
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         observed.in_forward = True
@@ -133,26 +131,33 @@ class RandomModel(ModelMixin, ConfigMixin):
             return self._gradient_checkpointing_func(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    def enable(self, policy: Policies, engine: str, own: bool) -> None:
-        """fastac.enable, or the same for a model that calls fastac.checkpoint itself, which knows no mapping."""
-        if own:
+    def enable(self, policy: Policies, engine: str, how: str) -> None:
+        """how: of HOW. A model that calls fastac.checkpoint itself knows no mapping."""
+        if how == "checkpoint":
             self.own = (policy, engine)
         else:
-            fastac.enable(self, policy, engine=engine)
+            fastac.enable(self, policy, engine=engine, blocks="blocks" if how == "blocks" else None)
 
     def disable(self) -> None:
         """Undo `enable`."""
         self.own = None
         fastac.disable(self)
 
-    def saved(self, policy: Policies | None, place: int, keys: int) -> bool:
+    def saved(self, policy: Policies | None, place: int, keys: int, how: str) -> bool:
         """Whether an attention call at a place is to be saved. place: of the block among the different ones."""
         if isinstance(policy, dict):
-            index = max(i for i, used in enumerate(self.spec.order) if used == place)  # its last name counts
-            policy = next(value for pattern, value in policy.items() if fnmatch.fnmatchcase(f"blocks.{index}", pattern))
+            names = [f"blocks.{i}" for i, used in enumerate(self.spec.order) if used == place]
+            name = names[0] if how == "blocks" else names[-1]  # of a block that has several, one counts
+            policy = next(value for pattern, value in policy.items() if fnmatch.fnmatchcase(name, pattern))
         if policy is None or isinstance(policy, Policy):
             return policy is not None and policy.saves(keys)
         return policy == "attn_only" or (policy == "long_attn_only" and keys >= LONG_MIN_KV)
+
+
+def freeze(model: torch.nn.Module, bits: int) -> None:
+    """Let the parameters train whose bits are not set, of 24; base layers of adapters never do."""
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        parameter.requires_grad_(".base." not in name and not bits >> i % 24 & 1)
 
 
 def build(spec: ModelSpec, seed: int = 0) -> RandomModel:

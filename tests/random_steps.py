@@ -11,18 +11,18 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tests import support
-from tests.random_models import RandomModel
 from tests.support import loss_of
 
 
 @dataclasses.dataclass
 class Step:
-    """A model, what it was called with, other inputs of the same kind, and how to enable its policy, if it has one."""
+    """A model, what it was called with, other inputs of its kind, and how to disable fastac and enable it again."""
 
-    model: RandomModel
+    model: torch.nn.Module
     batch: dict[str, Any]
     other: dict[str, Any]
-    enable: Callable[[], None] | None
+    disable: Callable[[], None]
+    enable: Callable[[], None]
 
     def leaves(self) -> list[torch.Tensor]:
         return list(support.leaves_of(self.model, self.batch).values())
@@ -86,20 +86,16 @@ def _sampled_between(step: Step, loss: torch.Tensor) -> None:
 
 
 def _switched_between(step: Step, loss: torch.Tensor) -> None:
-    if step.enable is not None:
-        step.model.disable()
+    step.disable()
     loss.backward()
-    if step.enable is not None:
-        step.enable()
+    step.enable()
 
 
 def _hooked(step: Step, loss: torch.Tensor) -> None:
-    for block in step.model.blocks:
-        for parameter in block.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(lambda gradient: gradient * 2)
-                break
+    handles = [leaf.register_hook(lambda gradient: gradient * 2) for leaf in step.leaves()[::3]]
     loss.backward()
+    for handle in handles:
+        handle.remove()
 
 
 def _inside_a_region(step: Step, loss: torch.Tensor) -> None:

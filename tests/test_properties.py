@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 
 from tests import random_models, support
 from tests.backends import aten_on_cpu
+from tests.diffusers_twins import MODELS, SWITCHES, DiffusersTwins
 from tests.random_models import (
     ALL_CHANGES,
     ALL_KINDS,
     CALLERS,
+    HOW,
     MAPPINGS,
     POLICIES,
     SHAPES,
@@ -28,6 +30,7 @@ from tests.random_models import (
     Policies,
 )
 from tests.random_steps import WAYS
+from tests.random_twins import RandomTwins
 from tests.twins import Twins
 
 EXAMPLES = int(os.environ.get("FASTAC_EXAMPLES", "0"))
@@ -53,7 +56,9 @@ def _cpu_kernels() -> Iterator[None]:
 
 
 Operation = tuple[Any, ...]
+Steps = list[tuple[Operation, Operation]]
 
+ANY_POLICY = st.one_of(POLICIES, MAPPINGS)
 SHAPE = st.integers(0, len(SHAPES) - 1)
 TRAINING = st.tuples(st.sampled_from(tuple(WAYS)), SHAPE, st.integers(0, 3))
 
@@ -67,22 +72,24 @@ OPERATIONS: dict[str, st.SearchStrategy[Operation]] = {
     "load": st.tuples(st.integers(1, 3)),
     "mode": st.tuples(st.booleans()),
     "cast": st.tuples(st.sampled_from(("float32", "bfloat16"))),
-    "optimize": st.tuples(st.sampled_from((0.1, 0.01))),
+    "optimize": st.tuples(st.sampled_from((0.001, 0.0001))),
     "sample": st.tuples(st.sampled_from(("no_grad", "inference"))),
     "fail": st.tuples(st.integers(0, 3), st.sampled_from(("begin", "attention", "end")), st.booleans(), SHAPE),
 }
 """What may be done between two training steps -> the arguments of the method of Twins that does it."""
 
 
-def operations(engines: tuple[str, ...] = ("tape",), **more: st.SearchStrategy[Operation]) -> Any:
+def operations(
+    engines: tuple[str, ...] = ("tape",), without: str = "", **more: st.SearchStrategy[Operation]
+) -> st.SearchStrategy[Steps]:
     """What is done to a model, each with the training step after it."""
-    enable = st.tuples(st.one_of(POLICIES, MAPPINGS), st.sampled_from(engines))
+    enable = st.tuples(ANY_POLICY, st.sampled_from(engines))
     kinds = {**OPERATIONS, "enable": enable, **more}
-    done = st.one_of([st.tuples(st.just(name), arguments) for name, arguments in kinds.items()])
+    done = st.one_of([st.tuples(st.just(name), arguments) for name, arguments in kinds.items() if name != without])
     return st.lists(st.tuples(done, TRAINING), min_size=2, max_size=6)
 
 
-def go_through(twins: Twins, policy: Policies, engine: str, steps: list[tuple[Operation, Operation]]) -> None:
+def go_through(twins: Twins, policy: Policies, engine: str, steps: Steps) -> None:
     """Enable it, and do it all."""
     twins.enable(policy, engine)
     twins.train("plain", 0, 0)
@@ -91,54 +98,66 @@ def go_through(twins: Twins, policy: Policies, engine: str, steps: list[tuple[Op
         twins.train(*training)
 
 
-Steps = list[tuple[Operation, Operation]]
-
-
-@examples(100)
-@given(random_models.models(), st.one_of(POLICIES, MAPPINGS), operations())
-def test_supported_attention(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
+@examples(80)
+@given(random_models.models(), st.sampled_from(HOW[:2]), ANY_POLICY, operations())
+def test_supported_attention(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """There is no error, whatever is done."""
-    go_through(Twins(spec), policy, "tape", steps)
+    go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
 @examples(60)
-@given(random_models.models(callers=CALLERS, changed=ALL_CHANGES), POLICIES, operations())
+@given(random_models.models(callers=CALLERS, changed=ALL_CHANGES), ANY_POLICY, operations())
 def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
     """And where attention outputs are changed in place."""
-    go_through(Twins(spec, own=True), policy, "tape", steps)
+    go_through(RandomTwins(spec, "checkpoint"), policy, "tape", steps)
 
 
 @examples(60)
-@given(
-    random_models.models(ALL_KINDS, ALL_CHANGES, CALLERS), st.one_of(POLICIES, MAPPINGS), operations(), st.booleans()
-)
-def test_attention_that_can_not_be_saved(spec: ModelSpec, policy: Policies, steps: Steps, own: bool) -> None:
+@given(random_models.models(ALL_KINDS, ALL_CHANGES, CALLERS), st.sampled_from(HOW), ANY_POLICY, operations())
+def test_attention_that_can_not_be_saved(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """Exact or refused, and refused where all of it would be recomputed."""
-    own = own or spec.caller not in ("block", "call")
-    go_through(Twins(spec, own), "attn_only" if own and isinstance(policy, dict) else policy, "tape", steps)
+    if how == "hook" and spec.caller not in ("block", "call"):
+        how = "checkpoint"  # the hook knows blocks alone
+    go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
 @examples(60)
-@given(
-    random_models.models(changed=ALL_CHANGES),
-    st.one_of(POLICIES, MAPPINGS),
-    operations(("sac", "tape")),
-)
-def test_engine_sac(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
+@given(random_models.models(changed=ALL_CHANGES), st.sampled_from(HOW), ANY_POLICY, operations(("sac", "tape")))
+def test_engine_sac(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """Torch's own selective checkpointing: exact, or fastac's error."""
-    go_through(Twins(spec), policy, "sac", steps)
+    go_through(RandomTwins(spec, how), policy, "sac", steps)
 
 
-@examples(8)
+@examples(6)
 @given(
     random_models.models(("sdpa", "causal", "mask", "grouped", "chunked", "statistics"), callers=("block",)),
-    st.one_of(POLICIES, MAPPINGS),
+    st.sampled_from(HOW),
+    ANY_POLICY,
     st.integers(0, 2),
     st.sampled_from(("eager", "aot_eager")),
-    operations(fail=st.just((0, "begin", False, 0)), compile=st.tuples(st.integers(0, 3), st.just("eager"))),
+    operations(without="fail", compile=st.tuples(st.integers(0, 3), st.just("eager"))),
 )
-def test_compiled_blocks(spec: ModelSpec, policy: Policies, place: int, backend: str, steps: Steps) -> None:
+def test_compiled_blocks(spec: ModelSpec, how: str, policy: Policies, place: int, backend: str, steps: Steps) -> None:
     """A block that is compiled before the first step, and others later on."""
-    twins = Twins(spec)
+    twins = RandomTwins(spec, how)
     twins.compile(place, backend)
     go_through(twins, policy, "tape", steps)
+
+
+@examples(40)
+@given(
+    st.sampled_from(MODELS),
+    ANY_POLICY,
+    st.sampled_from(("tape", "sac")),
+    operations(
+        ("tape", "sac"),
+        without="fail",
+        switch=st.tuples(st.sampled_from(SWITCHES)),
+        switch_off=st.just(()),
+        replace=st.just(()),
+        adapt=st.just(()),
+    ),
+)
+def test_models_of_diffusers(name: str, policy: Policies, engine: str, steps: Steps) -> None:
+    """With what diffusers itself can do to them."""
+    go_through(DiffusersTwins(name), policy, engine, steps)

@@ -3,61 +3,77 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 import fastac
 from fastac import census
 from tests import random_models, support
-from tests.random_attention import AttentionCall, observed
-from tests.random_models import SHAPES, ModelSpec, Policies, RandomModel
-from tests.random_steps import SECOND_BACKWARDS, WAYS, Step
+from tests.random_attention import observed
+from tests.random_models import SHAPES, Policies
+from tests.random_steps import WAYS, Step
 from tests.support import Tensors, assert_same, train_step
-
-NOT_IN_SAC = {"drawing"}
-"""Kinds of attention that engine sac refuses."""
 
 
 class Twins:
-    """own: the model calls fastac.checkpoint itself. compiled: blocks that are, by their place."""
+    """What may be done to a model of any kind; `train` compares."""
 
-    def __init__(self, spec: ModelSpec, own: bool = False) -> None:
+    plain: Any
+    checked: Any
+
+    def __init__(self) -> None:
         census._blocks.clear()
         census._kinds.clear()
         torch._dynamo.reset()
-        self.compiled: set[int] = set()
-        self.spec, self.own = spec, own
-        self.plain = random_models.build(spec)
-        self.checked = copy.deepcopy(self.plain)
         self.policy: Policies | None = None
         self.engine = "tape"
         self.others: list[Twins] = []
 
     @property
-    def both(self) -> tuple[RandomModel, RandomModel]:
+    def both(self) -> tuple[Any, Any]:
         return self.plain, self.checked
+
+    # What a kind of model has of its own
+
+    def inputs(self, shape: int, seed: int) -> dict[str, Any]:
+        """New inputs, of one of several shapes."""
+        raise NotImplementedError
+
+    def put_on(self, policy: Policies, engine: str) -> None:
+        """Enable fastac on the one of them."""
+        fastac.enable(self.checked, policy, engine=engine)
+
+    def must_refuse(self, shape: int) -> bool:
+        """Whether a step has to end in a FastacError, because what is to be saved can not be."""
+        raise NotImplementedError
+
+    def may_refuse(self, way: str, shape: int) -> bool:
+        """Whether a step may end in a FastacError."""
+        raise NotImplementedError
+
+    def check_executions(self, executed: int, needed: int, way: str) -> None:
+        """Kernels ran as often as they should. needed: as often as in the step of the twin."""
+        raise NotImplementedError
 
     # Operations
 
     def go_on(self) -> None:
         """Change nothing."""
 
-    def enable(self, policy: Policies, engine: str = "tape") -> None:
-        if isinstance(policy, dict) and self.own:
-            policy = policy["*"]
-        self.checked.enable(policy, engine, self.own)
+    def enable(self, policy: Policies, engine: str) -> None:
+        self.put_on(policy, engine)
         self.policy, self.engine = policy, engine
 
     def disable(self) -> None:
-        self.checked.disable()
+        fastac.disable(self.checked)
         self.policy = None
 
     def copy(self, goes_on: bool) -> None:
         """Go on with a copy, or keep one for later."""
         other = copy.copy(self)
-        other.others, other.compiled = [], set()  # torch leaves compiled code behind
+        other.others = []
         other.plain, other.checked = copy.deepcopy(self.plain), copy.deepcopy(self.checked)
         self.others.append(other)
         if goes_on:
@@ -73,30 +89,13 @@ class Twins:
             vars(self).update(theirs)
             self.others.append(other)
 
-    def compile(self, place: int, backend: str) -> None:
-        for model in self.both:
-            block = model.blocks[place % len(model.blocks)]
-            block.compile(backend=backend)
-            self.compiled.add(block.place)
-
     def freeze(self, bits: int) -> None:
         for model in self.both:
-            model.freeze(bits)
-
-    def load(self, seed: int) -> None:
-        """The weights of another model of the kind."""
-        assert self.checked.state_dict().keys() == self.plain.state_dict().keys()
-        for model in self.both:
-            model.load_state_dict(random_models.build(self.spec, seed).state_dict())
+            random_models.freeze(model, bits)
 
     def mode(self, training: bool) -> None:
         for model in self.both:
             model.train(training)
-
-    def cast(self, dtype: str) -> None:
-        self.spec = dataclasses.replace(self.spec, dtype=dtype)
-        for model in self.both:
-            model.cast(dtype)
 
     def optimize(self, rate: float) -> None:
         """By the gradients of the last step, where it left the same in both: not after an error."""
@@ -110,113 +109,56 @@ class Twins:
 
     def sample(self, mode: str) -> None:
         """A forward without gradients."""
-        found = []
+        found: list[Any] = []
         for model in self.both:
             self.watch(model)
             torch.manual_seed(3)
-            with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-                outputs = model(**random_models.inputs(self.spec, 0, 5))
-            found.append(support.flat_tensors(outputs, "output"))
-        assert_same(found[1], found[0])
-
-    def fail(self, place: int, where: str, recompute: bool, shape: int) -> None:
-        """The user's own error in a block: it comes through as it is."""
-        results = []
-        for model in self.both:
-            block = model.blocks[place % len(model.blocks)]
-            block.failure, observed.raised = (where, recompute), None
-            result, _ = self.attempt(model, "plain", shape, 2)
-            refused = isinstance(result, fastac.FastacError) and self.may_refuse("plain", shape)
-            if block.failure is None and not refused:
-                assert result is observed.raised, f"{result!r} in the place of the user's error"
-            block.failure = None
-            results.append(result)
-        if not any(isinstance(result, Exception) for result in results):
-            assert_same(*reversed(results))
-        self.train("plain", shape, 2)
+            try:
+                with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+                    found.append(support.flat_tensors(model(**self.inputs(0, 5)), "output"))
+            except RuntimeError as error:
+                found.append(error)
+        if isinstance(found[0], RuntimeError):
+            assert type(found[0]) is type(found[1])
+        else:
+            assert_same(found[1], found[0])
 
     def train(self, way: str, shape: int, seed: int) -> None:
         """A training step of both, which must be the same."""
-        support.executions.clear()
-        expected, _ = self.attempt(self.plain, way, shape, seed)
-        needed = sum(support.executions.values())
-        support.executions.clear()
-        found, calls = self.attempt(self.checked, way, shape, seed)
-        executed = sum(support.executions.values())
+        expected, needed = self.attempt(self.plain, way, shape, seed)
+        found, executed = self.attempt(self.checked, way, shape, seed)
         if isinstance(expected, Exception):
             assert not isinstance(found, Exception) or isinstance(found, (type(expected), fastac.FastacError)), found
-            return
-        if isinstance(found, Exception):
+        elif isinstance(found, Exception):
             if not (isinstance(found, fastac.FastacError) and self.may_refuse(way, shape)):
                 raise found
-            self.recover(shape, seed)
-            return
-        assert not self.must_refuse(shape), "nothing was saved, and there was no error"
-        assert_same(found, expected)
-        assert executed >= needed or way == "inside a region"  # whose recompute need not come to its end
-        self.check_executions(calls, executed)
+            self.disable()  # after which the model is as good as before
+            self.train("plain", shape, seed)
+        else:
+            assert not self.must_refuse(shape), "nothing was saved, and there was no error"
+            assert_same(found, expected)
+            self.check_executions(executed, needed, way)
 
-    def recover(self, shape: int, seed: int) -> None:
-        """After an error the model is as good as before: it trains without fastac."""
-        self.disable()
-        self.train("plain", shape, seed)
-
-    def has_hopeless(self, shape: int) -> bool:
-        """Whether attention is to be saved that has no output to save."""
-        _, tokens, text_tokens = SHAPES[shape]
-        for block in self.checked.blocks:
-            for kind, source in block.spec.parts:
-                hopeless = kind in ("written out", "math")
-                hopeless = hopeless or (kind == "learned bias" and block.bias.requires_grad)
-                hopeless = hopeless or (kind == "dropout" and block.training)
-                keys = tokens if source == "video" else text_tokens
-                if hopeless and self.checked.saved(self.policy, block.place, keys):
-                    return True
-        return False
-
-    def must_refuse(self, shape: int) -> bool:
-        """Not where attention that was seen hides one that was not: only the first block of a class is watched."""
-        return self.has_hopeless(shape) and not self.spec.one_class and self.spec.caller in ("block", "call")
-
-    def may_refuse(self, way: str, shape: int) -> bool:
-        """Also a block that makes fewer calls than it did before, where a policy saves none of these."""
-        if self.policy is None:
-            return False
-        changed = any(block.changed for block in self.spec.blocks)
-        if changed and (self.engine == "sac" or way == "saved on cpu"):
-            return True  # the latter keeps a copy of its own, so that any change is legal
-        if self.engine == "sac" and (way in SECOND_BACKWARDS or self.spec.kinds & NOT_IN_SAC):
-            return True
-        return self.has_hopeless(shape) or bool(self.spec.kinds & {"learned bias", "dropout"})
-
-    def check_executions(self, calls: list[AttentionCall], executed: int) -> None:
-        """calls: of attention, by the model under fastac."""
-        if self.compiled or not self.spec.kinds.isdisjoint({"inner full", "inner saved"}):
-            return  # code that is compiled, or is in two regions, does not tell which of its calls are recomputed
-        saved = [call for call in calls if call.recompute and self.checked.saved(self.policy, call.place, call.keys)]
-        assert executed == len(calls) - len(saved), f"{executed} executions, {len(calls)} calls, {len(saved)} saved"
-
-    def watch(self, model: RandomModel) -> None:
-        """This model is the one that runs now."""
-        observed.calls.clear()
-        observed.inner_regions = model is self.checked and self.policy is not None
-
-    def attempt(
-        self, model: RandomModel, way: str, shape: int, seed: int
-    ) -> tuple[Tensors | Exception, list[AttentionCall]]:
-        """What a step gives, or raises, and the attention calls that it made."""
-        if way == "inside a region" and any(block.changed for block in self.spec.blocks):
-            way = "plain"  # torch's checkpointing does not notice the change, and its gradients are wrong
-        batch = random_models.inputs(self.spec, shape, seed)
-        other = random_models.inputs(self.spec, (shape + seed) % len(SHAPES), seed + 1)
-        enabled = model is self.checked and self.policy is not None
-        step = Step(model, batch, other, (lambda: self.enable(self.policy, self.engine)) if enabled else None)
+    def attempt(self, model: Any, way: str, shape: int, seed: int) -> tuple[Tensors | Exception, int]:
+        """What a step gives, or raises, and how many kernels it executed."""
+        batch, other = self.inputs(shape, seed), self.inputs((shape + seed) % len(SHAPES), seed + 1)
+        off: Any = lambda: None  # noqa: E731
+        step = Step(model, batch, other, off, off)
+        policy = self.policy
+        if model is self.checked and policy is not None:
+            step.disable, step.enable = self.disable, lambda: self.enable(policy, self.engine)
         self.watch(model)
         around = torch.autograd.graph.save_on_cpu() if way == "saved on cpu" else nullcontext()
+        support.executions.clear()
         try:
             with around:
                 found = train_step(model, batch, seed, backward=lambda loss: WAYS[way](step, loss))
             found["generator"] = torch.get_rng_state()
         except Exception as error:
-            return error, []
-        return found, list(observed.calls)
+            return error, 0
+        return found, sum(support.executions.values())
+
+    def watch(self, model: Any) -> None:
+        """This model is the one that runs now."""
+        observed.calls.clear()
+        observed.inner_regions = model is self.checked and self.policy is not None
