@@ -36,6 +36,9 @@ ATTENTION = {
     COGVIDEOX: Attention(2, 2),
 }
 
+FEED_FORWARD = r".*blocks\.\d+\.(ffn|ff|ff_context)\.net\.(0\.proj|2)"
+"""The linear layers of the feed-forwards, as peft is told its targets."""
+
 EACH_MODEL = pytest.mark.parametrize("name", ATTENTION)
 
 Batch = dict[str, Any]

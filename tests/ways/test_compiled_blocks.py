@@ -13,6 +13,7 @@ from tests.ways.recipes import (
     ATTENTION,
     COGVIDEOX,
     EACH_MODEL,
+    FEED_FORWARD,
     WAN,
     Run,
     adamw,
@@ -38,7 +39,7 @@ def assert_compiled_training_is_exact(name: str, order: str, trained: str, backe
         model, batch = build(name)
         if trained == "adapter":
             model.requires_grad_(False)
-            model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
+            model.add_adapter(peft.LoraConfig(r=4, target_modules=FEED_FORWARD))
             support.fill_zeros(model)
         if order == "after":
             run.enable(model)
@@ -64,5 +65,5 @@ def test_compile_repeated_blocks(name: str, order: str, trained: str) -> None:
 
 @pytest.mark.slow
 def test_inductor() -> None:
-    """An adapter behind frozen inputs: inductor reuses buffers that nothing else keeps."""
+    """Nothing before the first adapter trains: inductor uses the buffer of the first attention's output again."""
     assert_compiled_training_is_exact(WAN, "before", "adapter", "inductor")

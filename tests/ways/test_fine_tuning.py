@@ -14,6 +14,7 @@ from tests.ways.recipes import (
     ATTENTION,
     COGVIDEOX,
     EACH_MODEL,
+    FEED_FORWARD,
     HUNYUAN,
     LTX,
     WAN,
@@ -28,7 +29,7 @@ from tests.ways.recipes import (
 
 TARGETS = {
     "attention": ["to_q", "to_k", "to_v", "to_out.0"],
-    "feed-forward": r".*blocks\.\d+\.(ffn|ff|ff_context)\.net\.(0\.proj|2)",
+    "feed-forward": FEED_FORWARD,
     "all-linear": "all-linear",
 }
 
