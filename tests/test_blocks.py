@@ -299,6 +299,17 @@ def test_keyword_arguments_named_like_an_option_are_refused() -> None:
     model(inputs["video"], inputs["text"], True).sum().backward()
 
 
+def test_a_shallow_copy_of_a_block_is_not_taken_for_it() -> None:
+    """Its attribute `forward` runs the block that it was copied from, which a disable of the copy must leave alone."""
+    model, other = nest(), torch.nn.Module()
+    fastac.enable(model, blocks="first")
+    before = state_of(model)
+    other.block = copy.copy(model.first)
+    assert not fastac.report(other).active
+    fastac.disable(other)
+    assert state_of(model) == before
+
+
 # Hooks of others around the same forward
 
 
