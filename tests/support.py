@@ -78,6 +78,20 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple
     return model, inputs
 
 
+def checkpointed(model: Any, inputs: Mapping[str, Any]) -> list[str]:
+    """Names of the modules that a model hands to its gradient checkpointing function, in the order of their calls."""
+    names = {module: name for name, module in model.named_modules()}
+    called = []
+
+    def function(block: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(names[getattr(block, "__self__", block)])
+        return block(*args, **kwargs)
+
+    model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
+    model(**inputs)
+    return called
+
+
 class AttentionBlock(torch.nn.Module):
     """Self-attention over the video, cross-attention to the text, feed-forward: a DiT block without diffusers.
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fastac.models.loops import checkpointed_lists
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRow:
@@ -50,26 +52,34 @@ class BlockContainer:
 
 
 def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[BlockContainer]:
-    """The outermost block containers of a model.
+    """The block containers of a model: the module lists whose members it checkpoints one by one.
 
-    Without a row: module lists whose members all hold attention, of modules that have the switch for gradient
-    checkpointing where there is such a list. A list below them, as in a text refiner, is not theirs to checkpoint.
+    Without a row: those of the loops in the model's code. Where these can not be read, the outermost lists whose
+    members all hold attention.
     """
-    lists = [
-        BlockContainer(name, {f"{name}.{i}": block for i, block in enumerate(module)})
+    lists = {
+        name: BlockContainer(name, {f"{name}.{i}": block for i, block in enumerate(module)})
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList) and len(module)
-    ]
-    if row is not None:
-        return [found for found in lists if found.name in row.containers]
-    lists = _outermost([found for found in lists if all(map(_has_attention, found.blocks.values()))])
-    switched = [found for found in lists if _has_switch(model.get_submodule(found.name.rpartition(".")[0]))]
-    return switched or lists
+    }
+    names = set(row.containers) if row is not None else _looped(model) or _outermost_with_attention(lists)
+    return [found for name, found in lists.items() if name in names]
 
 
-def _outermost(lists: list[BlockContainer]) -> list[BlockContainer]:
-    names = tuple(found.name + "." for found in lists)
-    return [found for found in lists if not found.name.startswith(names)]
+def _looped(model: torch.nn.Module) -> set[str] | None:
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        if _has_switch(module):
+            lists = checkpointed_lists(module)
+            if lists is None:
+                return None
+            found.update(f"{name}.{inner}" if name else inner for inner in lists)
+    return found
+
+
+def _outermost_with_attention(lists: dict[str, BlockContainer]) -> set[str]:
+    names = {name for name, found in lists.items() if all(map(_has_attention, found.blocks.values()))}
+    return {name for name in names if not name.startswith(tuple(outer + "." for outer in names))}
 
 
 def _has_switch(module: torch.nn.Module) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from diffusers import ModelMixin
 
 from fastac.models import MODELS
+from fastac.models.loops import loops_of
 
 NO_VIDEO = frozenset(
     {
@@ -107,6 +108,16 @@ def test_what_can_not_be_checkpointed_still_can_not() -> None:
     defined = transformers_of(diffusers.models.transformers)
     able = [name for name in NO_CHECKPOINTING if defined[name]._supports_gradient_checkpointing]
     assert not able, f"now with gradient checkpointing, add rows in fastac/models: {', '.join(able)}"
+
+
+def test_the_loops_of_every_class_are_read() -> None:
+    """What of a class without a row is checkpointed is read from its code, which must have such loops."""
+    unread = [
+        name
+        for name, model_class in transformers_of(diffusers.models.transformers).items()
+        if model_class._supports_gradient_checkpointing and not all(loops_of(model_class) or [frozenset()])
+    ]
+    assert not unread, f"fastac.models.loops does not understand {', '.join(unread)}"
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,6 @@ from tests import support
 from tests.backends import flex_on_cpu
 
 
-def checkpointed(model: Any, inputs: dict[str, Any]) -> list[str]:
-    """Names of the modules that a model hands to its gradient checkpointing function, in the order of their calls."""
-    names = {module: name for name, module in model.named_modules()}
-    called = []
-
-    def function(block: Any, *args: Any, **kwargs: Any) -> Any:
-        called.append(names[getattr(block, "__self__", block)])
-        return block(*args, **kwargs)
-
-    model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
-    with flex_on_cpu.registered():
-        model(**inputs)
-    return called
-
-
 def read(model: torch.nn.Module) -> dict[str, list[str]]:
     return {container.name: list(container.blocks) for container in containers(model, row_of(model))}
 
@@ -36,24 +21,18 @@ def read(model: torch.nn.Module) -> dict[str, list[str]]:
 @pytest.mark.parametrize("class_name", MODELS)
 def test_a_row_names_what_the_model_checkpoints(class_name: str) -> None:
     model, inputs = support.build(class_name)
-    called = checkpointed(model, inputs)
+    with flex_on_cpu.registered():
+        called = support.checkpointed(model, inputs)
     found = read(model)
     assert list(found) == list(MODELS[class_name].containers)
     assert sorted(name for names in found.values() for name in names) == sorted(set(called))
 
 
-MISREAD = {
-    "ConsisIDTransformer3DModel": ["perceiver_cross_attention"],
-    "WanAnimateTransformer3DModel": ["face_adapter"],
-}
-"""Class -> module lists with attention beside its blocks, which it does not checkpoint."""
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_generic_reading_finds_the_same(name: str) -> None:
+    """Where the model has more lists of attention, too: text refiners, face adapters."""
     model, _ = support.build(name)
-    found = [container.name for container in containers(model)]
-    assert found == [*MODELS[name].containers, *MISREAD.get(MODELS[name].class_name, [])]
+    assert containers(model) == containers(model, row_of(model))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -135,3 +114,65 @@ def test_blocks_keep_their_order_and_identity() -> None:
     model, _ = support.build("WanTransformer3DModel")
     (container,) = containers(model, row_of(model))
     assert list(container.blocks.items()) == [(f"blocks.{i}", block) for i, block in enumerate(model.blocks)]
+
+
+class Loops(torch.nn.Module):
+    """Checkpoints two of its lists, as models of diffusers do."""
+
+    gradient_checkpointing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refiner = torch.nn.ModuleList([support.AttentionBlock()])
+        self.embedders = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+        self.blocks = torch.nn.ModuleList([support.AttentionBlock(), torch.nn.Linear(1, 1)])
+        self.streams = torch.nn.ModuleDict({"video": torch.nn.ModuleList([support.AttentionBlock()])})
+        self.decoder = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.refiner:
+            x = block(x)
+        for _, block in enumerate(self.blocks[:1]):
+            x = self._gradient_checkpointing_func(block, x)
+        for block in self.streams["video"]:
+            x = self._gradient_checkpointing_func(block, x) if self.training else block(x)
+        if self.decoder is not None:
+            for block in self.decoder:
+                x = self._gradient_checkpointing_func(block, x)
+        return x
+
+
+class LoopsOverSomethingElse(Loops):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.children():
+            x = self._gradient_checkpointing_func(block, x)
+        return x
+
+
+def test_lists_are_read_from_the_loops_that_checkpoint() -> None:
+    """Whether all of their members hold attention, and which other lists there are, does not matter."""
+    assert read(Loops()) == {"blocks": ["blocks.0", "blocks.1"], "streams.video": ["streams.video.0"]}
+    outer = torch.nn.ModuleDict({"transformer": Loops()})
+    assert list(read(outer)) == ["transformer.blocks", "transformer.streams.video"]
+
+
+def test_loops_that_are_not_understood() -> None:
+    assert list(read(LoopsOverSomethingElse())) == ["refiner", "streams.video"]
+
+
+def test_a_class_without_source() -> None:
+    """A class made at run time is read by those that it is made from; one that has none, by its structure."""
+    assert list(read(type("Made", (Loops,), {})())) == ["blocks", "streams.video"]
+    code = """
+class Made(torch.nn.Module):
+    gradient_checkpointing = True
+    def forward(self, x):
+        for block in self.blocks:
+            x = self._gradient_checkpointing_func(block, x)
+"""
+    namespace: dict[str, Any] = {"torch": torch, "__name__": "made"}
+    exec(code, namespace)
+    model = namespace["Made"]()
+    model.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    model.layers = torch.nn.ModuleList([support.AttentionBlock()])
+    assert list(read(model)) == ["layers"]
