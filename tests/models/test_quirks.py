@@ -41,6 +41,7 @@ def in_turn(name: str, steps: list[tuple[Change, int, int]], executions: Counter
         executions.clear()
         assert_same(train_step(model, inputs), expected)
         assert executions == {CPU_ATTENTION: forward + again}
+        assert sum(row.recomputed for row in fastac.report(model).rows) == again
 
 
 def same(inputs: Inputs) -> Inputs:
@@ -184,6 +185,16 @@ def test_one_attention_per_sample(min_kv: int, engine: str, attention_executions
         policy=fastac.Policy("attn_only", min_kv=min_kv),
         engine=engine,
     )
+
+
+def test_verify_takes_lengths_as_they_are_now() -> None:
+    """Mochi: none of these samples' attention is saved, all of an earlier batch of their shape was."""
+    model, inputs = support.build("MochiTransformer3DModel")
+    policy = fastac.Policy("attn_only", min_kv=40)
+    for valid, saved in (((12, 12), 4), ((4, 4), 0)):
+        verified = fastac.verify(model, **samples(*valid)(inputs), policy=policy)
+        assert (verified.saved, verified.recomputed) == (saved, 4 - saved)
+        assert verified.policy_executions == (5, 4 - saved)
 
 
 @pytest.mark.parametrize(("policy", "again", "saved"), [("attn_only", 0, 4), ("full", 4, 0)])
