@@ -175,6 +175,7 @@ def assert_exact_and_saved(
         expected = [count + extra for count, extra in zip(plain.executions, each, strict=True)]
         assert run.executions == expected, f"{run.policy}: {run.executions} attention executions, not {expected}"
         assert_same(run.tensors, plain.tensors)
+    assert any("gradient of" in key for key in plain.tensors), "nothing was trained"
     assert not untrained(plain), f"no step trained {untrained(plain)}"
     return saved
 

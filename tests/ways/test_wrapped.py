@@ -18,7 +18,19 @@ import fastac
 from tests import support
 from tests.model_state import state_of
 from tests.test_compile import fresh_compiler, kernel_folder, reset  # noqa: F401  (two fixtures)
-from tests.ways.recipes import ATTENTION, COGVIDEOX, EACH_MODEL, Run, adamw, assert_exact_and_saved, batches, build
+from tests.ways.recipes import (
+    ATTENTION,
+    COGVIDEOX,
+    EACH_MODEL,
+    HUNYUAN,
+    LTX,
+    WAN,
+    Run,
+    adamw,
+    assert_exact_and_saved,
+    batches,
+    build,
+)
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
 
@@ -92,7 +104,7 @@ def test_adapters_in_parallel(name: str, process_group: None) -> None:
     assert_wrapped_training_is_exact(name, lambda model: in_parallel(with_adapter(model)))
 
 
-@EACH_MODEL
+@pytest.mark.parametrize("name", [WAN, LTX, COGVIDEOX, pytest.param(HUNYUAN, marks=pytest.mark.slow)])
 def test_a_compiled_model(name: str) -> None:
     """The compiler builds the saving into its graph: exact from the first step on, and counted at the kernel."""
     assert_wrapped_training_is_exact(name, compiled, with_full=name == COGVIDEOX)
