@@ -130,15 +130,13 @@ class DiffusersTwins(Twins):
     def must_refuse(self, shape: int) -> bool:
         if self.policy is None:
             return False
-        saves = any(one not in ("full", "long_attn_only") for one in self.parts_of(self.policy))
+        saves = any(one != "full" for one in self.parts_of(self.policy))
         return self.replaced or (saves and self.backend == "_native_math")
 
     def may_refuse(self, way: str, shape: int) -> bool:
-        """Also for attention over few keys, which long_attn_only does not save, where the block was seen to make it."""
         if self.policy is None:
             return False
-        again = self.engine == "sac" and way in SECOND_BACKWARDS
-        return again or self.backend == "_native_math" or self.must_refuse(shape)
+        return self.must_refuse(shape) or (self.engine == "sac" and way in SECOND_BACKWARDS)
 
     def check_executions(self, executed: int, needed: int, way: str) -> None:
         if way != "inside a region":  # whose recompute need not come to its end

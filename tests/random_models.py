@@ -14,7 +14,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from hypothesis import strategies as st
 
 import fastac
-from fastac.policy import LONG_MIN_KV, Policy
+from fastac.policy import Policy
 from tests.random_attention import CHANGES, REFUSED, SUPPORTED, WIDTH, observed
 from tests.random_blocks import STYLES, BlockOutput, BlockSpec, RandomAttentionBlock
 
@@ -149,9 +149,9 @@ class RandomModel(ModelMixin, ConfigMixin):
             names = [f"blocks.{i}" for i, used in enumerate(self.spec.order) if used == place]
             name = names[0] if how == "blocks" else names[-1]  # of a block that has several, one counts
             policy = next(value for pattern, value in policy.items() if fnmatch.fnmatchcase(name, pattern))
-        if policy is None or isinstance(policy, Policy):
-            return policy is not None and policy.saves(keys)
-        return policy == "attn_only" or (policy == "long_attn_only" and keys >= LONG_MIN_KV)
+        if isinstance(policy, Policy):
+            return policy.name == "attn_only" and keys >= policy.min_kv
+        return policy == "attn_only"
 
 
 def freeze(model: torch.nn.Module, bits: int) -> None:
@@ -186,8 +186,8 @@ def inputs(spec: ModelSpec, shape: int, seed: int) -> dict[str, torch.Tensor]:
 
 def parts(kinds: tuple[str, ...]) -> st.SearchStrategy[tuple[tuple[str, str], ...]]:
     """What a block attends with, and to."""
-    part = st.tuples(st.sampled_from(kinds), st.sampled_from(("video", "text")))
-    return st.lists(part, max_size=2).map(tuple)
+    part = st.tuples(st.sampled_from((*kinds, "none")), st.sampled_from(("video", "text")))
+    return st.lists(part, min_size=1, max_size=3).map(lambda parts: tuple(part for part in parts if part[0] != "none"))
 
 
 def blocks(kinds: tuple[str, ...], changed: tuple[str, ...]) -> st.SearchStrategy[BlockSpec]:
@@ -227,15 +227,7 @@ def models(
     )
 
 
-POLICIES = st.sampled_from(
-    (
-        "attn_only",
-        "full",
-        Policy("attn_only", min_kv=4),
-        Policy("attn_only", min_kv=6),
-        "long_attn_only",
-    )
-)
+POLICIES = st.sampled_from(("attn_only", "full", Policy("attn_only", min_kv=4), Policy("attn_only", min_kv=6)))
 MAPPINGS = st.builds(lambda first, others: {"blocks.0": first, "*": others}, POLICIES, POLICIES)
 ALL_KINDS = (*SUPPORTED, *REFUSED)
 ALL_CHANGES = tuple(CHANGES)

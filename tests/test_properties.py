@@ -15,9 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fastac.policy import Policy
 from tests import random_models, support
 from tests.backends import aten_on_cpu
 from tests.diffusers_twins import MODELS, SWITCHES, DiffusersTwins
+from tests.random_attention import SUPPORTED
+from tests.random_blocks import BlockSpec
 from tests.random_models import (
     ALL_CHANGES,
     ALL_KINDS,
@@ -96,6 +99,17 @@ def go_through(twins: Twins, policy: Policies, engine: str, steps: Steps) -> Non
     for (name, arguments), training in steps:
         getattr(twins, name)(*arguments)
         twins.train(*training)
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_every_kind_of_attention_in_every_way(kind: str) -> None:
+    """What the random models are made of, one by one, with a generator that every call of it leaves further on."""
+    block = BlockSpec(parts=((kind, "video"), (kind, "text")), dropout=0.2, adapted=True)
+    for policy in ("attn_only", Policy("attn_only", min_kv=4)):
+        twins = RandomTwins(ModelSpec(blocks=(block,), order=(0, 0)))
+        twins.enable(policy, "tape")
+        for way in WAYS:
+            twins.train(way, 0, 1)
 
 
 @examples(80)

@@ -1,0 +1,272 @@
+"""A long run in which everything happens now and then: afterwards nothing is left that was not there early on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastac
+from fastac import census, interception, opaque, scopes, tape
+from fastac.policy import Policy
+from tests import random_models
+from tests.random_attention import observed
+from tests.random_blocks import BlockSpec, UserError
+from tests.random_models import HOW, SHAPES, ModelSpec, RandomModel
+from tests.support import assert_same, loss_of, train_step
+
+STEPS, WARM_UP = 2000, 500
+
+SPEC = ModelSpec(
+    blocks=(
+        BlockSpec(parts=(("sdpa", "video"), ("sparse", "text")), style="tuple", dropout=0.1),
+        BlockSpec(parts=(("visible", "video"), ("drawing", "text")), style="dict", in_place=True),
+    ),
+    order=(0, 1),
+)
+
+POLICIES: tuple[Any, ...] = ("attn_only", "full", Policy("attn_only", min_kv=5), {"blocks.1": "full", "*": "attn_only"})
+
+
+class Run:
+    """Training, in which a random number decides what else happens in a step."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.model = random_models.build(SPEC)
+        self.random = random.Random(seed)
+        self.how = "hook"
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-5)
+        self.enable()
+
+    def enable(self, policy: Any = "attn_only", engine: str = "tape") -> None:
+        if self.how == "checkpoint" and isinstance(policy, dict):
+            policy = "attn_only"
+        self.model.enable(policy, engine, self.how)
+
+    def alive_at_rest(self) -> dict[str, int]:
+        """What there is, always in the same state."""
+        self.model.disable()
+        self.how = "hook"
+        self.enable()
+        self.optimizer.zero_grad()
+        return alive()
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return random_models.inputs(SPEC, self.random.randrange(len(SHAPES)), self.random.randrange(5))
+
+    def forward(self, model: RandomModel | None = None) -> torch.Tensor:
+        return loss_of((model or self.model)(**self.inputs()))
+
+    def step(self) -> None:
+        """One optimizer step, and before it, now and then, something else."""
+        if self.random.random() < 0.3:
+            getattr(self, self.random.choice(EVENTS))()
+        self.optimizer.zero_grad()
+        self.forward().backward()
+        self.optimizer.step()
+
+    # What happens now and then
+
+    def switched(self) -> None:
+        self.model.disable()
+        self.how = self.random.choice(HOW)
+        self.enable(self.random.choice(POLICIES))
+
+    def refused(self) -> None:
+        """Torch's selective checkpointing does not save a kernel that draws random numbers."""
+        self.enable("attn_only", "sac")
+        with pytest.raises(fastac.FastacError, match="draws random numbers"):
+            self.forward()
+        self.enable()
+
+    def copied(self) -> None:
+        copied = copy.deepcopy(self.model)
+        self.forward(copied).backward()
+
+    def copied_and_kept_by_its_graph(self) -> None:
+        loss = self.forward(copy.deepcopy(self.model))
+        gc.collect(0)
+        loss.backward()
+
+    def fails(self) -> None:
+        block = self.random.choice(list(self.model.blocks))
+        block.failure = self.random.choice(("begin", "attention", "end")), False
+        with pytest.raises(UserError):
+            self.forward()
+
+    def fails_in_recompute(self) -> None:
+        block = self.random.choice(list(self.model.blocks))
+        block.failure = "begin", True
+        with pytest.raises(UserError):
+            self.forward().backward()
+
+    def dropped(self) -> None:
+        self.forward()
+
+    def backward_twice(self) -> None:
+        loss = self.forward()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def gradient_of_a_part(self) -> None:
+        torch.autograd.grad(self.forward(), list(self.model.blocks[1].text.parameters()), allow_unused=True)
+
+    def in_a_thread(self) -> None:
+        thread = threading.Thread(target=lambda: self.forward().backward())
+        thread.start()
+        thread.join()
+
+    def sampled(self) -> None:
+        with self.random.choice((torch.no_grad, torch.inference_mode))():
+            self.model(**self.inputs())
+
+    def reported(self) -> None:
+        fastac.report(self.model)
+
+
+EVENTS = (
+    "switched",
+    "refused",
+    "copied",
+    "copied_and_kept_by_its_graph",
+    "fails",
+    "fails_in_recompute",
+    "dropped",
+    "backward_twice",
+    "gradient_of_a_part",
+    "in_a_thread",
+    "sampled",
+    "reported",
+)
+
+
+def alive() -> dict[str, int]:
+    """What there is in this process: objects by type, tensors and their bytes, threads, and what fastac keeps."""
+    observed.calls.clear()
+    observed.raised = None
+    gc.collect()
+    found: Counter[str] = Counter()
+    storages = {}
+    for value in gc.get_objects():
+        kind = type(value)
+        found[f"{kind.__module__}.{kind.__qualname__}"] += 1
+        if issubclass(kind, torch.Tensor):
+            found["tensors"] += 1
+            storage = value.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    found["bytes of tensors"] = sum(storages.values())
+    found["threads"] = threading.active_count()
+    found["block records"] = len(census._blocks)
+    found["censuses of blocks"] = sum(len(record.censuses) for record in census._blocks.values())
+    found["censuses of classes"] = sum(len(kinds) for kinds in census._kinds.values())
+    found["intercepted ops"] = len(interception.intercepted())
+    found["ops of torch"] = len(torch._C._dispatch_get_all_op_names())
+    found["open calls"] = len(opaque._calls) + len(opaque._states) + len(interception.watchers)
+    found["open scopes"] = int(scopes.thread.scope is not None)
+    return dict(found)
+
+
+def grown(run: Run, steps: int) -> dict[str, int]:
+    """By how much there is more after so many steps."""
+    before = run.alive_at_rest()
+    for _ in range(steps):
+        run.step()
+    after = run.alive_at_rest()
+    return {name: number - before.get(name, 0) for name, number in after.items() if number > before.get(name, 0)}
+
+
+ALLOWED = 10
+"""Objects of Python's own types that caches may come to hold late: fewer than the rarest event would leave behind."""
+
+
+def left_over(run: Run, steps: int) -> dict[str, int]:
+    """What grew in so many steps and must not: nothing of fastac's or torch's, no tensor."""
+    found = grown(run, steps)
+    return {name: n for name, n in found.items() if n > ALLOWED or not name.startswith(("builtins.", "weakref."))}
+
+
+@pytest.mark.slow
+def test_nothing_is_left_behind(attention_executions: Counter[str]) -> None:
+    """After thousands of steps there is what there was after hundreds, and a step is still exact."""
+    run = Run()
+    grown(run, WARM_UP)
+    assert not left_over(run, STEPS - WARM_UP)
+
+    inputs = run.inputs()
+    attention_executions.clear()
+    found = train_step(run.model, inputs)
+    executed = attention_executions.copy()
+    run.model.disable()
+    attention_executions.clear()
+    assert_same(found, train_step(run.model, inputs))
+    assert executed == attention_executions
+    assert len(executed) == 4
+
+
+@contextlib.contextmanager
+def _tapes_are_kept(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    kept = []
+    leave = tape.Record.__exit__
+
+    def exit_and_keep(record: tape.Record, *exception: Any) -> None:
+        leave(record, *exception)
+        kept.append(record.tape)
+
+    patch.setattr(tape.Record, "__exit__", exit_and_keep)
+    yield
+
+
+@contextlib.contextmanager
+def _one_entry_is_kept(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    kept = []
+    leave = tape.Record.__exit__
+
+    def exit_and_keep(record: tape.Record, *exception: Any) -> None:
+        kept.append(record.tape[:1])
+        leave(record, *exception)
+
+    patch.setattr(tape.Record, "__exit__", exit_and_keep)
+    yield
+
+
+@contextlib.contextmanager
+def _blocks_are_not_forgotten(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    patch.setattr(census, "_forget", lambda *_: None)
+    patch.setattr(Run, "step", Run.copied)  # the memory of some blocks is given to the next ones, and their records
+    yield
+    for key in [key for key, record in census._blocks.items() if record.block() is None]:
+        del census._blocks[key]
+
+
+@contextlib.contextmanager
+def _threads_wait(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    end = threading.Event()
+    patch.setattr(Run, "dropped", lambda _: threading.Thread(target=end.wait).start())
+    yield
+    end.set()
+
+
+LEAKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "fastac.scopes.Tape": _tapes_are_kept,
+    "fastac.entries.Entry": _one_entry_is_kept,
+    "block records": _blocks_are_not_forgotten,
+    "threads": _threads_wait,
+}
+
+
+def test_what_is_left_behind_is_noticed(attention_executions: Counter[str]) -> None:
+    """So the test above would fail. Also for what is left by a rare event alone."""
+    run = Run()
+    grown(run, 150)
+    assert not left_over(run, 60).keys() & LEAKS.keys()
+    for name, leak in LEAKS.items():
+        with pytest.MonkeyPatch.context() as patch, leak(patch):
+            assert name in left_over(run, 60)
