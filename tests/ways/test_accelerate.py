@@ -11,10 +11,22 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import TorchDynamoPlugin
 
+import fastac
 from tests import support
 from tests.support import assert_same
-from tests.ways.recipes import EACH_MODEL, Run, adamw, assert_exact_and_saved, batches, build
+from tests.test_compile import reset
+from tests.ways.recipes import (
+    ATTENTION,
+    COGVIDEOX,
+    EACH_MODEL,
+    Run,
+    adamw,
+    assert_exact_and_saved,
+    batches,
+    build,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +66,30 @@ def test_prepare(name: str, mixed_precision: str, order: str) -> None:
             run.step(model, one, optimizer=optimizer, backward=accelerator.backward)
 
     assert_exact_and_saved(recipe, name)
+
+
+@pytest.mark.parametrize("order", ["before prepare", "after prepare"])
+@pytest.mark.parametrize("compiled", ["model", "blocks"])
+def test_prepare_that_compiles(compiled: str, order: str) -> None:
+    """With a dynamo plugin `prepare` returns another module: one around the model, or a model of compiled blocks."""
+
+    def recipe(run: Run) -> None:
+        reset()
+        plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=compiled == "blocks")
+        accelerator = accelerator_of(dynamo_plugin=plugin)
+        model, batch = build(COGVIDEOX)
+        if order == "before prepare":
+            run.enable(model)
+        prepared, optimizer = accelerator.prepare(model, adamw(model))
+        assert prepared is not model
+        if order == "after prepare":
+            run.enable(prepared)
+        for one in batches(batch, 2):
+            run.step(prepared, one, optimizer=optimizer, backward=accelerator.backward)
+        assert fastac.report(prepared).active == (run.policy is not None)
+
+    looks = ATTENTION[COGVIDEOX].in_blocks // 2 if compiled == "blocks" else 0
+    assert_exact_and_saved(recipe, COGVIDEOX, saved_again=[looks, 0], with_full=False)
 
 
 @EACH_MODEL

@@ -111,3 +111,26 @@ def test_two_adapters_of_one_model(name: str) -> None:
         trained = [key for key in saved.tensors if key.startswith(f"step {number}: gradient of")]
         assert trained
         assert all(adapter in key for key in trained)
+
+
+@EACH_MODEL
+def test_a_reference_that_is_the_model_without_its_adapter(name: str) -> None:
+    """As in preference training: the adapter is switched off for a moment, between the forward and its backward."""
+
+    def recipe(run: Run) -> None:
+        model, batch = build(name)
+        trained = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
+        support.fill_zeros(trained)
+        run.enable(trained)
+        optimizer = adamw(trained)
+
+        def forward(**inputs: Any) -> torch.Tensor:
+            (output,) = trained(**inputs)
+            with torch.no_grad(), trained.disable_adapter():
+                (reference,) = trained(**inputs)
+            return (output - reference).square()
+
+        for one in batches(batch, 3):
+            run.step(trained, one, optimizer=optimizer, forward=forward)
+
+    assert_exact_and_saved(recipe, name, forwards=2, again=ATTENTION[name].in_blocks)
