@@ -167,7 +167,7 @@ def _run(own: _Block, /, *args: Any, **kwargs: Any) -> Any:
         )
     policy = own.setting.policy
     if isinstance(policy, BlockPolicies):
-        policy = policy[own.module]
+        policy = policy.of(own.module) or policy  # what checkpoint says of a block without one
     return checkpoint(own.forward, *args, policy=policy, engine=own.setting.engine, **kwargs)
 
 

@@ -110,7 +110,7 @@ def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any
         unused.difference_update(matching)
         if not matching:
             raise FastacError(f'policy mapping: no pattern for block {name!r}. Add one, such as "*": "attn_only".')
-        policies[block] = resolve(mapping[matching[0]])
+        policies[getattr(block, "_orig_mod", block)] = resolve(mapping[matching[0]])
     if unused:
         raise FastacError(
             f"policy mapping: {_quoted(sorted(unused))} match no block. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -66,5 +66,5 @@ def refuse_only_linear(
         )
 
 
-def _policy_of(policies: Policy | Mapping[torch.nn.Module, Policy], block: torch.nn.Module) -> Policy:
-    return policies if isinstance(policies, Policy) else policies[block]
+def _policy_of(policies: Policy | BlockPolicies, block: torch.nn.Module) -> Policy:
+    return policies if isinstance(policies, Policy) else policies.of(block) or Policy("full")

@@ -226,6 +226,20 @@ def test_policies_per_block_when_a_block_was_compiled_after_enable(executions: A
     assert executions(model, inputs) == 6
 
 
+def test_policies_per_block_when_blocks_were_compiled_before_enable(executions: Any) -> None:
+    """As accelerate's regional compilation leaves them: wrapped, in their places."""
+    model, inputs = diffuser(), support.stack_inputs()
+    expected = support.train_step(model, inputs)
+    torch._dynamo.reset()
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend="eager")
+    for blocks in (None, "blocks"):
+        fastac.enable(model, {"blocks.0": "full", "*": "attn_only"}, blocks=blocks)
+        found = support.train_step(model, inputs)
+        support.assert_same({name.replace("._orig_mod", ""): value for name, value in found.items()}, expected)
+        assert executions(model, inputs) == 6
+
+
 def test_policies_per_block_survive_a_deep_copy(wan: Any, executions: Any) -> None:
     model, inputs = wan
     fastac.enable(model, {"blocks.0": "full", "*": "attn_only"})
