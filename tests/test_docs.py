@@ -19,7 +19,7 @@ from fastac.rows import AttentionOp
 from tests.backends import packages
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 GUIDE = ROOT / "docs" / "adding_a_backend.md"
 
 
