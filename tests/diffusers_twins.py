@@ -29,14 +29,14 @@ def _built(name: str) -> Any:
 
 
 class DiffusersTwins(Twins):
-    """replaced: diffusers' own checkpointing was enabled over fastac's."""
+    """enabled: fastac is, and was not disabled by its own means. replaced: diffusers' own checkpointing is on."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         _AttentionBackendRegistry._active_backend = AttentionBackendName.NATIVE
         self.name = name
         self.plain, self.checked = (copy.deepcopy(_built(name)[0]) for _ in range(2))
-        self.replaced = False
+        self.enabled = self.replaced = False
         self.dtype = torch.float32
 
     def inputs(self, shape: int, seed: int) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class DiffusersTwins(Twins):
         refused = self.backend == "_native_math" and any(one != "full" for one in self.parts_of(policy))
         try:
             super().enable(policy, engine)
-            self.replaced = False
+            self.enabled, self.replaced = True, False
         except fastac.UnsupportedBackendError:
             assert refused
         else:
@@ -78,7 +78,7 @@ class DiffusersTwins(Twins):
         super().disable()
         if self.replaced:
             self.checked.disable_gradient_checkpointing()
-        self.replaced = False
+        self.enabled = self.replaced = False
 
     # Operations
 
@@ -128,14 +128,12 @@ class DiffusersTwins(Twins):
         return list(policy.values()) if isinstance(policy, dict) else [policy] if policy is not None else []
 
     def must_refuse(self, shape: int) -> bool:
-        if self.policy is None:
-            return False
+        if self.replaced and self.enabled:
+            return True
         saves = any(one != "full" for one in self.parts_of(self.policy))
-        return self.replaced or (saves and self.backend == "_native_math")
+        return saves and self.backend == "_native_math"
 
     def may_refuse(self, way: str, shape: int) -> bool:
-        if self.policy is None:
-            return False
         return self.must_refuse(shape) or (self.engine == "sac" and way in SECOND_BACKWARDS)
 
     def check_executions(self, executed: int, needed: int, way: str) -> None:

@@ -47,6 +47,8 @@ class Observed:
 observed = Observed()
 
 
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 _tests_op = functools.cache(support.custom_attention)
 
 
@@ -122,8 +124,13 @@ def _fallback(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value)
 
 
+def _unused(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    F.scaled_dot_product_attention(query, key, value)
+    return query.sin()
+
+
 def _with_statistics(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    output, statistics = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+    output, statistics = _flash_attention(query, key, value)
     return output * torch.sigmoid(statistics).to(output.dtype)[..., None]
 
 
@@ -169,6 +176,8 @@ SUPPORTED: dict[str, Attend] = {
     "mask": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v, _mask(q, k)),
     "bias": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v, _mask(q, k).to(q.dtype)),
     "grouped": lambda block, q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
+    "by name": lambda block, q, k, v: _flash_attention(query=q, key=k, value=v, is_causal=False)[0],
+    "unused": _unused,
     "expanded": lambda block, q, k, v: F.scaled_dot_product_attention(q, k[:, :1].expand_as(k), v),
     "custom": lambda block, q, k, v: _tests_op("random_plain")(q, k, v),
     "drawing": lambda block, q, k, v: _tests_op("random_drawing", "dropout", "dropout_p")(q, k, v, 0.3),

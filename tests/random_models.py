@@ -31,7 +31,8 @@ class ModelSpec:
     """blocks: the different ones; order: which of them is at each place, the same one at several where it is repeated.
 
     frozen: parameter i does not train where bit i is set, of 24 that repeat. frozen_inputs: of "video" and "text".
-    autocast: to bfloat16. caller: of CALLERS, what is checkpointed. one_class: all blocks are of one class.
+    autocast: to bfloat16. caller: of CALLERS, what is checkpointed. one_class: all blocks are of one class. two_names:
+    the first block is an attribute of the model, too.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -42,11 +43,7 @@ class ModelSpec:
     frozen_inputs: tuple[str, ...] = ()
     caller: str = "block"
     one_class: bool = False
-
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of attention in it."""
-        return {kind for block in self.blocks for kind, _ in block.parts}
+    two_names: bool = False
 
 
 class RandomModel(ModelMixin, ConfigMixin):
@@ -73,6 +70,8 @@ class RandomModel(ModelMixin, ConfigMixin):
                 kind = type(f"RandomAttentionBlock{place}", (RandomAttentionBlock,), {})
             made.append(kind(block, place))
         self.blocks = torch.nn.ModuleList(made[index] for index in spec.order)
+        if spec.two_names:
+            self.first = self.blocks[0]
         freeze(self, spec.frozen)
         self.cast(spec.dtype)
         return self.train()
@@ -142,6 +141,11 @@ class RandomModel(ModelMixin, ConfigMixin):
         """Undo `enable`."""
         self.own = None
         fastac.disable(self)
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of attention in it."""
+        return {kind for block in self.blocks for kind, _ in block.spec.parts}
 
     def saved(self, policy: Policies | None, place: int, keys: int, how: str) -> bool:
         """Whether an attention call at a place is to be saved. place: of the block among the different ones."""
@@ -224,6 +228,7 @@ def models(
         frozen_inputs=draw(st.sampled_from(((), ("video",), ("text",), ("video", "text")))),
         caller=draw(st.sampled_from(callers)),
         one_class=draw(st.booleans()),
+        two_names=draw(st.booleans()),
     )
 
 

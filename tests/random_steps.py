@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,20 +11,25 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from tests import support
+from tests.random_blocks import UserError
 from tests.support import loss_of
 
 
 @dataclasses.dataclass
 class Step:
-    """A model, what it was called with, other inputs of its kind, and how to disable fastac and enable it again."""
+    """A model, what it was called with, and other inputs of its kind.
+
+    without: makes a call while fastac is disabled; under_full: while the model is fully checkpointed.
+    """
 
     model: torch.nn.Module
     batch: dict[str, Any]
     other: dict[str, Any]
-    disable: Callable[[], None]
-    enable: Callable[[], None]
+    without: Callable[[Callable[[], object]], None]
+    under_full: Callable[[Callable[[], object]], None]
 
     def leaves(self) -> list[torch.Tensor]:
         return list(support.leaves_of(self.model, self.batch).values())
@@ -85,17 +92,42 @@ def _sampled_between(step: Step, loss: torch.Tensor) -> None:
     loss.backward()
 
 
-def _switched_between(step: Step, loss: torch.Tensor) -> None:
-    step.disable()
+def _one_by_one(step: Step, loss: torch.Tensor) -> None:
+    outputs = [t for t in step.model(**step.other) if isinstance(t, torch.Tensor) and t.requires_grad]
+    for output in outputs:
+        loss_of(output).backward(retain_graph=True)
     loss.backward()
-    step.enable()
+
+
+def _interrupted(step: Step, loss: torch.Tensor) -> None:
+    def interrupt(_: torch.Tensor) -> None:
+        raise UserError
+
+    leaves = step.leaves()
+    handle = leaves[len(leaves) // 2].register_hook(interrupt)
+    try:
+        with contextlib.suppress(UserError):
+            loss.backward()
+    finally:
+        handle.remove()
+    for leaf in leaves:
+        leaf.grad = None
+    step.again().backward()
+
+
+def _copied_between(step: Step, loss: torch.Tensor) -> None:
+    copied = copy.deepcopy(step.model)
+    loss.backward()
+    loss_of(copied(**step.other)).backward()
 
 
 def _hooked(step: Step, loss: torch.Tensor) -> None:
     handles = [leaf.register_hook(lambda gradient: gradient * 2) for leaf in step.leaves()[::3]]
-    loss.backward()
-    for handle in handles:
-        handle.remove()
+    try:
+        loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _inside_a_region(step: Step, loss: torch.Tensor) -> None:
@@ -115,11 +147,22 @@ WAYS: dict[str, Callable[[Step, torch.Tensor], None]] = {
     "penalty": _penalty,
     "in a thread": _in_a_thread,
     "sampled between": _sampled_between,
-    "switched between": _switched_between,
+    "disabled between": lambda step, loss: step.without(loss.backward),
+    "switched between": lambda step, loss: step.under_full(loss.backward),
+    "copied between": _copied_between,
+    "one by one": _one_by_one,
+    "interrupted": _interrupted,
     "hooked": _hooked,
     "inside a region": _inside_a_region,
     "saved on cpu": lambda step, loss: loss.backward(),
+    "to the end": lambda step, loss: loss.backward(),
 }
 
-SECOND_BACKWARDS = ("twice", "halves", "partial")
+AROUND: dict[str, Callable[[], Any]] = {
+    "saved on cpu": torch.autograd.graph.save_on_cpu,
+    "to the end": lambda: set_checkpoint_early_stop(False),
+}
+"""What is open around the whole of a step, by the way it is made in."""
+
+SECOND_BACKWARDS = ("twice", "halves", "partial", "penalty", "one by one")
 """Of these ways, those that go back through one region more than once."""

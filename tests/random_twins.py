@@ -15,7 +15,7 @@ from tests.support import Tensors, assert_same
 from tests.twins import Twins
 
 INNER = {"inner full", "inner saved"}
-NOT_IN_SAC = {"drawing", *INNER}
+NOT_IN_SAC = {"drawing", "fallback", *INNER}
 """Kinds of attention that engine sac refuses."""
 
 
@@ -29,6 +29,7 @@ class RandomTwins(Twins):
         super().__init__()
         self.spec, self.how = spec, how
         self.compiled: set[int] = set()
+        self.remade = False
         self.plain = random_models.build(spec)
         self.checked = copy.deepcopy(self.plain)
 
@@ -58,6 +59,14 @@ class RandomTwins(Twins):
             block = model.blocks[place % len(model.blocks)]
             block.compile(backend=backend)
             self.compiled.add(block.place)
+
+    def remake(self, place: int, kinds: list[str]) -> None:
+        """Let a block attend in other ways than it did, as one does whose attention function was exchanged."""
+        for model in self.both:
+            block = model.blocks[place % len(model.blocks)]
+            parts = [(kind, source) for (_, source), kind in zip(block.spec.parts, kinds, strict=False)]
+            block.spec = dataclasses.replace(block.spec, parts=tuple(parts))
+        self.remade = True
 
     def load(self, seed: int) -> None:
         """The weights of another model of the kind."""
@@ -109,19 +118,23 @@ class RandomTwins(Twins):
 
     def must_refuse(self, shape: int) -> bool:
         """Not where attention that was seen hides one that was not: only the first block of a class is watched."""
-        return self.has_hopeless(shape) and not self.spec.one_class and self.spec.caller in ("block", "call")
+        known = self.remade or self.spec.one_class or self.spec.caller not in ("block", "call")
+        return self.has_hopeless(shape) and not known
 
     def may_refuse(self, way: str, shape: int) -> bool:
         """Also a block that makes fewer calls than it did before, where a policy saves none of these."""
         if self.policy is None:
             return False
-        if self.engine == "sac" and (way in SECOND_BACKWARDS or self.changes or self.spec.kinds & NOT_IN_SAC):
-            return True
-        return self.has_hopeless(shape) or bool(self.spec.kinds & {"learned bias", "dropout"})
+        if self.engine == "sac":
+            # Autocast casts the weights of a block that is called twice once, in recompute each time.
+            cast_once = self.spec.autocast and len(set(self.spec.order)) < len(self.spec.order)
+            if way in SECOND_BACKWARDS or self.changes or cast_once or self.checked.kinds & NOT_IN_SAC:
+                return True
+        return self.remade or self.has_hopeless(shape) or bool(self.checked.kinds & {"learned bias", "dropout"})
 
     def check_executions(self, executed: int, needed: int, way: str) -> None:
         assert executed >= needed or way == "inside a region"  # whose recompute need not come to its end
-        if self.compiled or not self.spec.kinds.isdisjoint(INNER):
+        if self.compiled or not self.checked.kinds.isdisjoint(INNER):
             return  # code that is compiled, or is in two regions, does not tell which of its calls are recomputed
         saved = [call for call in observed.calls if call.recompute and self.is_saved(call)]
         calls = len(observed.calls)

@@ -127,7 +127,12 @@ def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policie
 
 
 @examples(60)
-@given(random_models.models(ALL_KINDS, ALL_CHANGES, CALLERS), st.sampled_from(HOW), ANY_POLICY, operations())
+@given(
+    random_models.models(ALL_KINDS, ALL_CHANGES, CALLERS),
+    st.sampled_from(HOW),
+    ANY_POLICY,
+    operations(remake=st.tuples(st.integers(0, 3), st.lists(st.sampled_from(ALL_KINDS), min_size=3, max_size=3))),
+)
 def test_attention_that_can_not_be_saved(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """Exact or refused, and refused where all of it would be recomputed."""
     if how == "hook" and spec.caller not in ("block", "call"):

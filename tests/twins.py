@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +15,7 @@ from fastac import census
 from tests import random_models, support
 from tests.random_attention import observed
 from tests.random_models import SHAPES, Policies
-from tests.random_steps import WAYS, Step
+from tests.random_steps import AROUND, WAYS, Step
 from tests.support import Tensors, assert_same, train_step
 
 
@@ -142,21 +144,28 @@ class Twins:
     def attempt(self, model: Any, way: str, shape: int, seed: int) -> tuple[Tensors | Exception, int]:
         """What a step gives, or raises, and how many kernels it executed."""
         batch, other = self.inputs(shape, seed), self.inputs((shape + seed) % len(SHAPES), seed + 1)
-        off: Any = lambda: None  # noqa: E731
-        step = Step(model, batch, other, off, off)
-        policy = self.policy
-        if model is self.checked and policy is not None:
-            step.disable, step.enable = self.disable, lambda: self.enable(policy, self.engine)
+        step = Step(model, batch, other, *[functools.partial(self.meanwhile, model, of) for of in (None, "full")])
         self.watch(model)
-        around = torch.autograd.graph.save_on_cpu() if way == "saved on cpu" else nullcontext()
         support.executions.clear()
         try:
-            with around:
+            with AROUND.get(way, nullcontext)():
                 found = train_step(model, batch, seed, backward=lambda loss: WAYS[way](step, loss))
             found["generator"] = torch.get_rng_state()
         except Exception as error:
             return error, 0
         return found, sum(support.executions.values())
+
+    def meanwhile(self, model: Any, other: str | None, call: Callable[[], object]) -> None:
+        """Make a call while the model has another policy, or none."""
+        policy = self.policy
+        if model is self.plain or policy is None:
+            call()
+            return
+        self.disable() if other is None else self.enable(other, self.engine)
+        try:
+            call()
+        finally:
+            self.enable(policy, self.engine)
 
     def watch(self, model: Any) -> None:
         """This model is the one that runs now."""
