@@ -166,6 +166,7 @@ def test_compiled_blocks(spec: ModelSpec, how: str, policy: Policies, place: int
 @examples(40)
 @given(
     st.sampled_from(MODELS),
+    st.sampled_from(SWITCHES),
     ANY_POLICY,
     st.sampled_from(("tape", "sac")),
     operations(
@@ -177,6 +178,8 @@ def test_compiled_blocks(spec: ModelSpec, how: str, policy: Policies, place: int
         adapt=st.just(()),
     ),
 )
-def test_models_of_diffusers(name: str, policy: Policies, engine: str, steps: Steps) -> None:
-    """With what diffusers itself can do to them."""
-    go_through(DiffusersTwins(name), policy, engine, steps)
+def test_models_of_diffusers(name: str, backend: str, policy: Policies, engine: str, steps: Steps) -> None:
+    """With what diffusers itself can do to them, and with an attention backend that is set before fastac is enabled."""
+    twins = DiffusersTwins(name)
+    twins.switch(backend)
+    go_through(twins, policy, engine, steps)
