@@ -9,127 +9,117 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from fastac.checkpointing import checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
-from fastac.models import BlockContainer
+from fastac.models import has_switch
 from fastac.policy import BlockPolicies, Policy
 
-_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"}
+logger = logging.getLogger("fastac")
+
+_OPTIONS = frozenset(inspect.signature(checkpoint).parameters) - {"args", "kwargs"}
 
 
 @dataclasses.dataclass
 class Setting:
-    """How a model's blocks are checkpointed; one for all of them. ran: whether one of them was called since."""
+    """How a model's blocks are checkpointed."""
 
     policy: Policy | BlockPolicies
     engine: str
-    ran: bool = False
 
 
 @dataclasses.dataclass
 class _Block:
-    """One checkpointed block. before: the attribute `forward` it had, None where its class's served."""
+    """One checkpointed block. before: the attribute `forward` it had, None where its class's served.
+
+    ran: whether it was called since. watch: that of the model it was enabled with.
+    """
 
     module: torch.nn.Module
     before: Callable[..., Any] | None
-    setting: Setting
+    policy: Policy
+    engine: str
+    watch: Watch
+    ran: bool = False
 
     @property
     def forward(self) -> Callable[..., Any]:
-        return self.before or types.MethodType(type(self.module).forward, self.module)
+        return types.MethodType(type(self.module).forward, self.module) if self.before is None else self.before
 
 
-def select(model: torch.nn.Module, blocks: str | torch.nn.Module | Iterable[Any]) -> list[BlockContainer]:
-    """The blocks that `enable(model, blocks=...)` was given, by the containers they are in.
-
-    blocks: the dotted name of a module list, sequence or dict, whose members are the blocks, or of one block; a module
-    of the model instead of a name; several of these. Raises FastacError for what is no part of the model, for no
-    blocks at all, and for a block inside another.
-    """
-    several = [blocks] if isinstance(blocks, (str, torch.nn.Module)) else list(blocks)
-    names = {module: name for name, module in model.named_modules()}
-    found: dict[str, torch.nn.Module] = {}
-    for one in several:
-        module = _by_name(model, one) if isinstance(one, str) else one
-        if not isinstance(module, torch.nn.Module) or module not in names:
-            raise FastacError(
-                f"enable(blocks=...): {type(one).__name__} {_short(one)} is no module of {type(model).__name__}. "
-                f'Give the dotted name of a module list, such as "transformer.layers", or modules of the model.'
-            )
-        containers = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
-        for block in module.children() if isinstance(module, containers) else (module,):
-            found[names[block]] = block
-    if not found:
-        raise FastacError(f"enable(blocks={_short(blocks)}): there is no block in it")
-    for name in found:
-        outer = [other for other in found if name != other and (not other or name.startswith(other + "."))]
-        if outer:
-            raise FastacError(f"enable(blocks=...): block {name!r} is inside block {outer[0]!r}. Name one of them.")
-    return grouped(found)
-
-
-def grouped(blocks: Mapping[str, torch.nn.Module]) -> list[BlockContainer]:
-    """Blocks by qualified name, in one container for each module that holds some."""
-    containers: dict[str, BlockContainer] = {}
-    for name, block in blocks.items():
-        parent = name.rpartition(".")[0] or name
-        containers.setdefault(parent, BlockContainer(parent, {})).blocks[name] = block
-    return list(containers.values())
-
-
-def _short(value: object) -> str:
-    text = "" if isinstance(value, torch.nn.Module) else repr(value)
-    return text if len(text) < 80 else text[:80] + "..."
-
-
-def _by_name(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError as error:
-        lists = [n for n, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
-        known = f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list."
-        raise FastacError(f"enable(blocks={name!r}): {type(model).__name__} has no such module. {known}") from error
-
-
-def put_on(
-    model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], policy: Policy | BlockPolicies, engine: str
-) -> None:
+def put_on(model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], setting: Setting) -> None:
     """Checkpoint the forward of blocks, none of which is so already, and watch over it from the model's."""
-    setting = Setting(policy, engine)
+    watch = Watch(tuple(blocks))
     for block in blocks.values():
-        block.forward = functools.partial(_run, _Block(block, vars(block).get("forward"), setting))
-    watch = Watch(blocks)
+        policy = setting.policy
+        if isinstance(policy, BlockPolicies):
+            policy = policy[getattr(block, "_orig_mod", block)]
+        own = _Block(block, vars(block).get("forward"), policy, setting.engine, watch)
+        _set(block, functools.partial(_run, own))
     model.register_forward_pre_hook(watch.before)
     model.register_forward_hook(watch.after)
 
 
 def take_off(model: torch.nn.Module) -> None:
-    """Give every block of a model its own forward back.
+    """Give every block inside a model its own forward back.
 
     Raises FastacError where somebody wrapped the forward since: taking ours out would take theirs along. Nothing is
     changed then.
     """
-    found = checkpointed(model)
-    for name, own in found.items():
+    refuse_hooked(model)
+    for own in checkpointed(model).values():
+        _set(own.module, own.before)
+    for hooks, key, _ in _watches(model):
+        del hooks[key]
+
+
+def refuse_hooked(model: torch.nn.Module) -> None:
+    """Raise FastacError when a block's forward was wrapped since it was checkpointed."""
+    for name, own in checkpointed(model).items():
         if not _is_ours(vars(own.module).get("forward")):
             raise FastacError(
                 f"disable: the forward of {type(model).__name__}.{name} was wrapped since fastac.enable. Take that "
                 f"hook off first, then disable."
             )
-    for own in found.values():
-        if own.before is None:
-            del own.module.forward
-        else:
-            own.module.forward = own.before
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), Watch)]:
-            del hooks[key]
+
+
+def _set(block: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
+    # Into the dict: a class may have a __setattr__ of its own.
+    if forward is None:
+        del vars(block)["forward"]
+    else:
+        vars(block)["forward"] = forward
+
+
+def _watches(model: torch.nn.Module) -> list[tuple[dict[int, Any], int, Any]]:
+    """Where the hooks of watches are, inside a model: the dict of hooks, the key in it, the hook."""
+    return [
+        (hooks, key, hook)
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for key, hook in hooks.items()
+        if isinstance(getattr(hook, "__self__", None), Watch)
+    ]
+
+
+def snapshot(model: torch.nn.Module) -> Callable[[], None]:
+    """A function that puts back the checkpointed forwards inside a model as they are now, after `take_off`."""
+    forwards = [(own.module, vars(own.module)["forward"]) for own in checkpointed(model).values()]
+    watches = _watches(model)
+
+    def restore() -> None:
+        for block, forward in forwards:
+            _set(block, forward)
+        for hooks, key, hook in watches:
+            hooks[key] = hook
+
+    return restore
 
 
 def checkpointed(model: torch.nn.Module) -> dict[str, _Block]:
@@ -140,7 +130,12 @@ def checkpointed(model: torch.nn.Module) -> dict[str, _Block]:
 
 def setting_of(model: torch.nn.Module) -> Setting | None:
     """How the blocks of a model are checkpointed; None where no forward of a block is ours."""
-    return next((own.setting for own in checkpointed(model).values()), None)
+    blocks = list(checkpointed(model).values())
+    if not blocks:
+        return None
+    policies = {own.policy for own in blocks}
+    mixed = BlockPolicies({own.module: own.policy for own in blocks})
+    return Setting(policies.pop() if len(policies) == 1 else mixed, blocks[0].engine)
 
 
 def _find(block: torch.nn.Module) -> _Block | None:
@@ -156,7 +151,7 @@ def _is_ours(forward: Any) -> bool:
 
 
 def _run(own: _Block, /, *args: Any, **kwargs: Any) -> Any:
-    own.setting.ran = True
+    own.ran = True
     if not torch.is_grad_enabled():
         return own.forward(*args, **kwargs)
     if not _OPTIONS.isdisjoint(kwargs):
@@ -165,39 +160,84 @@ def _run(own: _Block, /, *args: Any, **kwargs: Any) -> Any:
             f"{type(own.module).__name__} is called with keyword arguments of the name of an option of "
             f"fastac.checkpoint ({taken}). Give them by position, or under another name."
         )
-    policy = own.setting.policy
-    if isinstance(policy, BlockPolicies):
-        policy = policy.of(own.module) or policy  # what checkpoint says of a block without one
-    return checkpoint(own.forward, *args, policy=policy, engine=own.setting.engine, **kwargs)
+    return checkpoint(own.forward, *args, policy=own.policy, engine=own.engine, **kwargs)
 
 
+def refuse_lost(model: torch.nn.Module) -> None:
+    """Raise PolicyNotAppliedError when a block that was enabled inside a model is not checkpointed any more."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            watch = getattr(hook, "__self__", None)
+            if isinstance(watch, Watch):
+                watch.check(module)
+
+
+@dataclasses.dataclass(eq=False)
 class Watch:
     """Forward hooks of a model whose blocks are checkpointed: that they are so still, and that they are called at all.
 
-    names: of the blocks, to say which of them lost its forward.
+    names: qualified names of the blocks. told: whether it was told of blocks that are never called.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = tuple(names)
+    names: tuple[str, ...]
+    told: bool = False
 
     def before(self, model: torch.nn.Module, args: Any) -> None:
-        """Raise PolicyNotAppliedError when a block's forward was set to another since."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        lost = sorted(set(self.names) - checkpointed(model).keys())
-        if lost:
-            raise PolicyNotAppliedError(
-                f"{type(model).__name__}: the forward of block {lost[0]!r} is not the one that fastac.enable set: a "
-                f"hook was taken off, or the block exchanged. Its attention would not be saved. Call fastac.enable "
-                f"again."
-            )
+        """Raise PolicyNotAppliedError for a block that is not checkpointed as it was enabled."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.check(model)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise PolicyNotAppliedError for a block that is not checkpointed as it was enabled, or is so twice."""
+        above = {model}
+        for name in self.names:
+            path = list(_path(model, name))
+            block = path[-1]
+            own = _find(block) if block is not None else None
+            if own is None or own.watch is not self:
+                raise PolicyNotAppliedError(
+                    f"{type(model).__name__}: block {name!r} is not checkpointed as fastac.enable left it: it was "
+                    f"exchanged, its forward set by a hook that came or went, or it was enabled or disabled elsewhere "
+                    f"(as a part of another model). Call fastac.enable again."
+                )
+            above.update(module for module in path if module is not None)
+        for module in above:
+            if has_switch(module) and module.gradient_checkpointing:
+                raise PolicyNotAppliedError(
+                    f"{type(model).__name__}: gradient checkpointing of {type(module).__name__} was switched on since "
+                    f"fastac.enable(model, blocks=...), so blocks are checkpointed twice and attention runs again. "
+                    f"Switch it off."
+                )
 
     def after(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
-        """Raise PolicyNotAppliedError when the model ran, and no block of it did."""
-        setting = setting_of(model)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or setting is None or setting.ran:
+        """Raise PolicyNotAppliedError when the model ran, and no block of it did; tell of lists of which none did."""
+        if self.told or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        raise PolicyNotAppliedError(
-            f"{type(model).__name__} ran, and none of its {len(self.names)} blocks was called ({self.names[0]!r}, "
-            f"...): nothing was checkpointed. Name the modules that it calls: enable(model, blocks=...)."
-        )
+        containers: dict[str, bool] = {}
+        for name in self.names:
+            block = list(_path(model, name))[-1]
+            own = _find(block) if block is not None else None
+            parent = name.rpartition(".")[0] or name
+            containers[parent] = containers.get(parent, False) or (own is not None and own.ran)
+        if not any(containers.values()):
+            raise PolicyNotAppliedError(
+                f"{type(model).__name__} ran, and none of its {len(self.names)} blocks was called ({self.names[0]!r}, "
+                f"...): nothing was checkpointed. Name the modules that it calls: enable(model, blocks=...)."
+            )
+        self.told = True
+        idle = [repr(name) for name, ran in containers.items() if not ran]
+        if idle:
+            logger.warning(
+                "%s ran, and no block of %s was called: where it calls parts of them, these are not checkpointed",
+                type(model).__name__,
+                ", ".join(idle),
+            )
+
+
+def _path(model: torch.nn.Module, name: str) -> Iterator[torch.nn.Module | None]:
+    """The modules from a model down to the one of a name, which is None where it is gone."""
+    module: torch.nn.Module | None = model
+    yield module
+    for part in filter(None, name.split(".")):
+        module = module._modules.get(part) if module is not None else None
+        yield module

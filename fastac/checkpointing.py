@@ -173,8 +173,6 @@ class Region:
         if torch_internals.in_proxy_trace() or any(map(torch_internals.is_fake, (*self.args, *self.kwargs.values()))):
             return traced_contexts(self.policy)
         interception.install_if_loaded()
-        if torch_internals.in_backward() and thread.scope is None:
-            explanation.warn_of_outer_checkpoint(census.describe(self.function))
         block = self.block
         if block is not None and block.latest_key == self.key:  # cheaper than hashing the key
             self._known = block.latest
@@ -209,6 +207,8 @@ class Region:
         record, known = self.record, self._known
         if record is None or not record.entered:
             return  # gradients are off, here or around a reentrant checkpoint: there is nothing to save
+        if record.calls and torch_internals.in_backward() and thread.scope is None:
+            explanation.warn_of_outer_checkpoint(census.describe(self.function))
         if (
             known is None
             or record.missed

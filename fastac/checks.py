@@ -67,6 +67,9 @@ def check(
 
     Raises FastacError for a device or backend that can not be used here.
     """
+    if not models.is_available(row):
+        problem = f"this diffusers has no {row.class_name}"
+        return Checked(name=row.name, containers=row.containers, blocks=0, verdict=NOT_HERE, problem=problem)
     model, inputs = tiny(row, dtype, device, backend)
     containers = hook.containers_of(model)
     linear = linear_attention(model, containers)
@@ -103,6 +106,8 @@ def check(
 
 def tiny(row: ModelRow, dtype: torch.dtype, device: str, backend: str | None) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The tiny model of a row and its inputs; raises FastacError for a device or backend that can not be used here."""
+    if device == "meta":
+        raise FastacError("check --device meta: nothing is computed there, so nothing can be compared")
     try:
         model, inputs = models.tiny_model(row, dtype, device)
     except (RuntimeError, AssertionError) as error:  # torch without this device says so in either way

@@ -186,6 +186,8 @@ def _check(options: argparse.Namespace) -> int:
     row = models.MODELS.get(options.model)
     if row is None:
         raise FastacError(f"check {options.model}: no tiny model of this class. There are {', '.join(models.MODELS)}.")
+    if not models.is_available(row):
+        raise FastacError(f"check {options.model}: the diffusers that is installed has no such class")
     model, inputs = checks.tiny(row, dtype, options.device, options.backend)
     try:
         print(verification.verify(model, **inputs, policy=options.policy, engine=options.engine))

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from fastac import block_forward, census, interception, models
+from fastac import block_forward, block_selection, census, interception, models
 from fastac.block_forward import Setting
 from fastac.checkpointing import ENGINES, checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
@@ -55,10 +55,10 @@ def enable(
     the attention is linear, or blocks that are checkpointed already. The model is as it was then.
     """
     check_module(model, "enable")
-    model = models.unwrapped(model)
+    outer, model = model, models.unwrapped(model)
     if engine not in ENGINES:
         raise FastacError(f"enable(engine={engine!r}): there are {', '.join(ENGINES)}")
-    containers = _containers(model, blocks)
+    containers = _containers(model, blocks, outer)
     named = {name: block for container in containers for name, block in container.blocks.items()}
     selected: Policy | BlockPolicies
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
@@ -68,11 +68,12 @@ def enable(
     refuse_only_linear(model, containers, selected)
 
     if blocks is None:
-        block_forward.take_off(model)
+        block_forward.refuse_hooked(model)
         _switch_on(model, functools.partial(checkpoint, policy=selected, engine=engine))
+        block_forward.take_off(model)
     else:
         disable(model)
-        block_forward.put_on(model, named, selected, engine)
+        block_forward.put_on(model, named, Setting(selected, engine))
     for name, block in named.items():
         record = census.block_record(block)
         if record is not None:
@@ -88,7 +89,7 @@ def _tell(model: str, remark: str) -> None:
     logger.warning("%s: %s", model, remark)
 
 
-def _containers(model: torch.nn.Module, blocks: Any) -> list[BlockContainer]:
+def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
     name = type(model).__name__
     if blocks is not None:
         if any(module.gradient_checkpointing and not is_ours(_function_of(module)) for module in _switches(model)):
@@ -96,7 +97,7 @@ def _containers(model: torch.nn.Module, blocks: Any) -> list[BlockContainer]:
                 f"enable(blocks=...): gradient checkpointing of {name} is on already, so its blocks would be "
                 f"checkpointed twice. Switch it off first, or enable(model) without blocks."
             )
-        return block_forward.select(model, blocks)
+        return block_selection.select(model, blocks, outer)
     _check_model(model)
     containers = models.containers(model, models.row_of(model))
     if not containers:
@@ -138,11 +139,13 @@ def disable(model: torch.nn.Module) -> None:
 
 @dataclasses.dataclass
 class Snapshot:
-    """The checkpointing of a model at one time. switches: flag, function and forward hooks by module."""
+    """The checkpointing of a model at one time. switches: flag, function and forward hooks by module.
+
+    forwards: puts those of blocks back.
+    """
 
     switches: dict[torch.nn.Module, Any]
-    setting: Setting | None
-    blocks: dict[str, torch.nn.Module]
+    forwards: Callable[[], None]
 
 
 def snapshot(model: torch.nn.Module) -> Snapshot:
@@ -156,8 +159,7 @@ def snapshot(model: torch.nn.Module) -> Snapshot:
         )
         for module in _switches(model)
     }
-    blocks = {name: own.module for name, own in block_forward.checkpointed(model).items()}
-    return Snapshot(switches, block_forward.setting_of(model), blocks)
+    return Snapshot(switches, block_forward.snapshot(model))
 
 
 def restore(model: torch.nn.Module, state: Snapshot) -> None:
@@ -169,8 +171,7 @@ def restore(model: torch.nn.Module, state: Snapshot) -> None:
             _before[module] = before
         for key, forward_hook in hooks.items():
             module._forward_pre_hooks.setdefault(key, forward_hook)
-    if state.setting is not None:
-        block_forward.put_on(model, state.blocks, state.setting.policy, state.setting.engine)
+    state.forwards()
 
 
 def _set(module: Any, flag: Any, function: Any) -> None:
@@ -204,7 +205,7 @@ def setting_of(model: torch.nn.Module) -> Setting | None:
 def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
     """The containers of the blocks that are checkpointed, or would be."""
     blocks = {name: own.module for name, own in block_forward.checkpointed(model).items()}
-    return block_forward.grouped(blocks) if blocks else models.containers(model, models.row_of(model))
+    return block_selection.grouped(blocks) if blocks else models.containers(model, models.row_of(model))
 
 
 def was_replaced(model: torch.nn.Module) -> bool:
@@ -244,9 +245,7 @@ def _check_model(model: torch.nn.Module) -> None:
 
 
 def _switches(model: torch.nn.Module) -> list[Any]:
-    # Not hasattr(module, ...): wrappers such as PeftModel pass on what their inner model has.
-    name = "gradient_checkpointing"
-    return [module for module in model.modules() if name in vars(module) or hasattr(type(module), name)]
+    return [module for module in model.modules() if models.has_switch(module)]
 
 
 def _function_of(module: torch.nn.Module) -> Any:

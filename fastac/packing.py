@@ -83,14 +83,16 @@ def pack(context: Any, outputs: Any, inputs: Sequence[torch.Tensor], handle: int
     numbers = [handle, int(single), *places_of(outputs, known)]
     # An input of whole numbers may be a choice of blocks, which recompute must not make again: kept, like an output.
     known = {id(tensor): _INPUTS - place for place, tensor in enumerate(inputs) if tensor.is_floating_point()}
-    numbers += places_of(torch_internals.tensors_to_save(context), known)
-    numbers += places_of(torch_internals.non_differentiable(context), known)
+    to_save, non_differentiable, _ = torch_internals.given_to(context)
+    numbers += places_of(to_save, known)
+    numbers += places_of(non_differentiable, known)
     return [*tensors, torch.tensor(numbers)]
 
 
 def _check(context: Any, outputs: tuple[Any, ...]) -> None:
     name = context.name().removesuffix("Backward")
-    if torch_internals.dirty_tensors(context):
+    *_, dirty = torch_internals.given_to(context)
+    if dirty:
         raise FastacError(
             f"{name} calls mark_dirty: on replay its kernel does not run, and the write would be missing. "
             f'Return a new tensor instead, or use policy="full" for this block.'

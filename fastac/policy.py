@@ -72,6 +72,11 @@ def saves_nothing(policy: Policy | BlockPolicies) -> bool:
     return all(one.saves_nothing for one in (policy.values() if isinstance(policy, BlockPolicies) else [policy]))
 
 
+def is_inside(name: str, block: str) -> bool:
+    """Whether a qualified name is that of a block, or of a module inside it. All are inside "", the model itself."""
+    return not block or name == block or name.startswith(block + ".")
+
+
 NAMED: dict[str, Policy] = {}
 NAMED.update(full=Policy("full"), attn_only=Policy("attn_only"), long_attn_only=Policy("attn_only", LONG_MIN_KV))
 

@@ -9,7 +9,7 @@ import torch
 
 from fastac import census, opaque, registry, torch_internals
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
-from fastac.policy import BlockPolicies, Policy, saves_nothing
+from fastac.policy import BlockPolicies, Policy, is_inside, saves_nothing
 from fastac.registry import BackendUse
 from fastac.rows import AttentionOp, Verdict
 
@@ -44,8 +44,8 @@ def refuse_strange_block(function: Any) -> NoReturn:
     """Raise FastacError for a block that is called under policies per block and has none."""
     refuse_wrapped(function)
     raise FastacError(
-        f"{census.describe(function)} is called under policies per block, and is no block that fastac.enable saw: "
-        f"it was exchanged since. Call fastac.enable again."
+        f"{census.describe(function)} is called under policies per block, and is no block that fastac.enable saw. If "
+        f"it was exchanged since, call fastac.enable again; else name the model's blocks: enable(model, blocks=...)."
     )
 
 
@@ -112,7 +112,7 @@ def check_backends(model: torch.nn.Module, policy: Policy | BlockPolicies) -> No
 def _block_policy(model: torch.nn.Module, policies: BlockPolicies, module_name: str) -> Policy:
     names = {block: name for name, block in model.named_modules() if block in policies}
     for block, name in names.items():
-        if module_name == name or module_name.startswith(name + "."):
+        if is_inside(module_name, name):
             return policies[block]
     return Policy("full")  # outside the checkpointed blocks nothing is saved
 

@@ -149,8 +149,8 @@ class BackendUse:
     """Which backend the attention of one module uses, and what fastac can do for it.
 
     family: the `backend` of the rows that serve it, for savable backends; op: the one op among them it ends in.
-    processor: the class that runs it. linear: it is linear attention, which has no kernel to save. ignores: the backend
-    that is set and that it does not look at.
+    processor: the class that runs it. linear: it is linear attention, which has no kernel to save. cross: it is known
+    to attend to something else than its own input. ignores: the backend that is set and that it does not look at.
     """
 
     module: str
@@ -161,6 +161,7 @@ class BackendUse:
     op: str = ""
     processor: str = ""
     linear: bool = False
+    cross: bool = False
     ignores: str = ""
 
 

@@ -9,7 +9,7 @@ import torch
 from fastac import models, registry
 from fastac.errors import FastacError
 from fastac.models import BlockContainer
-from fastac.policy import LONG_MIN_KV, BlockPolicies, Policy
+from fastac.policy import LONG_MIN_KV, BlockPolicies, Policy, is_inside
 
 
 def linear_attention(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> dict[str, str]:
@@ -37,7 +37,7 @@ def remarks(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> tup
     names = [name for container in containers for name in container.blocks]
     ignored: dict[tuple[str, str], int] = {}
     for use in registry.backend_uses(model):
-        inside = any(use.module == name or use.module.startswith(name + ".") for name in names)
+        inside = any(is_inside(use.module, name) for name in names)
         if inside and use.ignores not in ("", use.backend):
             ignored[use.ignores, use.processor] = ignored.get((use.ignores, use.processor), 0) + 1
     for (backend, processor), count in ignored.items():
@@ -51,13 +51,25 @@ def remarks(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> tup
 def refuse_only_linear(
     model: torch.nn.Module, containers: Iterable[BlockContainer], policy: Policy | BlockPolicies
 ) -> None:
-    """Raise FastacError for a policy of long attention where the long attention of every block is linear."""
+    """Raise FastacError for a policy of long attention on blocks of linear self-attention and cross-attention alone.
+
+    What attends otherwise, or is not known, may be long.
+    """
     containers = list(containers)
     blocks = {name: block for container in containers for name, block in container.blocks.items()}
     linear = linear_attention(model, containers)
     long = {name for name, block in blocks.items() if _policy_of(policy, block).min_kv >= LONG_MIN_KV}
     saving = {name for name, block in blocks.items() if not _policy_of(policy, block).saves_nothing}
-    if long and saving == long and all(any(inner.startswith(name + ".") for inner in linear) for name in long):
+    crossing = [use.module for use in registry.backend_uses(model) if use.cross]
+    other = [use.module for use in registry.backend_uses(model) if not (use.linear or use.cross)]
+
+    def short(name: str) -> bool:
+        has_linear, has_cross, has_other = (
+            any(is_inside(module, name) for module in modules) for modules in (linear, crossing, other)
+        )
+        return has_linear and has_cross and not has_other
+
+    if long and saving == long and all(map(short, long)):
         first = next(iter(linear))
         raise FastacError(
             f"{policy}: the self-attention of {type(model).__name__}.{first} is linear attention "

@@ -164,13 +164,13 @@ class _Replaying(_ReplayMode):  # type: ignore[misc, valid-type]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         resolved = classify(func)
-        if resolved is None and is_of_torch(func):  # by far the most
-            return self._replayed(func, types, args, kwargs)
+        # What has no row was decided to be recomputed. torch would look it up in what the forward stored, and miss what
+        # the forward did not call: the cast of a weight that autocast had in its cache.
         kwargs = kwargs or {}
+        if resolved is None and is_of_torch(func):  # by far the most
+            return func(*args, **kwargs)
         with autocast_as_called(func):
-            if resolved is None:
-                return self._replayed(func, types, args, kwargs)
-            if resolved not in self.ops:
+            if resolved is None or resolved not in self.ops:
                 return func(*args, **kwargs)
             if isinstance(resolved.row, SelectionOp):
                 return self.reader.choose(resolved, args, kwargs, lambda: func(*args, **kwargs))

@@ -17,12 +17,12 @@ import torch
 from fastac import torch_internals
 from fastac.choices import Reader
 from fastac.entries import Entry, described, readable
-from fastac.errors import FastacError
+from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.preservation import devices_of, generator_state, set_generator_state
 from fastac.recognition import Decomposed
 from fastac.registry import ResolvedOp
-from fastac.scopes import Scope, Tape
+from fastac.scopes import Scope, Tape, thread
 from fastac.selection import Selection
 
 
@@ -58,11 +58,13 @@ class Record(Scope):
         self.owners: list[int] = []  # the autograd node that each call belongs to
         self.missed: list[Decomposed] = []
         self.late: list[str] = []  # ops that were intercepted too late to be saved here
+        self.checkpoint: object = None  # the one that this is the forward of
 
     def __enter__(self) -> Record:
         self.entered = self.tape.recording = True
         super().__enter__()
         if self.observer is not None:
+            self.checkpoint = torch_internals.innermost_checkpoint()
             self.observer.__enter__()
         return self
 
@@ -79,6 +81,8 @@ class Record(Scope):
             if not torch_internals.has_stand_ins(args):
                 self.late.append(resolved.name)
             return self.let_by(resolved, keyset, args, kwargs)
+        if self.observer is not None and thread.scope is self:
+            self._refuse_inner_checkpoint(resolved)
         owner = torch_internals.newest_node()
         keys = resolved.keys(args, kwargs)
         saves = self.policy.saves(keys)
@@ -120,6 +124,13 @@ class Record(Scope):
             entry.kept = torch_internals.clones(sequence)
             entry.versions = torch_internals.versions(entry.kept)
         return outputs
+
+    def _refuse_inner_checkpoint(self, resolved: ResolvedOp) -> None:
+        if torch_internals.innermost_checkpoint() not in (None, self.checkpoint):
+            raise PolicyNotAppliedError(
+                f"{self.policy}: {resolved.name} is called inside a torch.utils.checkpoint of the block's own, which "
+                f"runs it again in backward. Use fastac.checkpoint there, or leave that checkpoint out."
+            )
 
     def choose(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Keep what was chosen: attention that is saved may depend on it."""

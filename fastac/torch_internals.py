@@ -46,6 +46,7 @@ _REQUIRED = (
     "_C._len_torch_dispatch_stack",
     "_guards.TracingContext.try_get",
     "_C._autograd._get_sequence_nr",
+    "_C._autograd._top_saved_tensors_default_hooks",
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
     "_ops._compute_keyset",
@@ -121,6 +122,12 @@ def in_compiled_code() -> bool:
 def in_backward() -> bool:
     """Whether this thread is inside a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def innermost_checkpoint() -> object:
+    """What tells the torch.utils.checkpoint that packs here what is saved from others; None where none does."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__ else None
 
 
 def in_proxy_trace() -> bool:
@@ -251,19 +258,9 @@ def is_composite(qualified_name: str) -> bool:
     return has_kernel(qualified_name, "CompositeImplicitAutograd")
 
 
-def tensors_to_save(context: Any) -> tuple[Any, ...]:
-    """What an autograd.Function's forward has given to `save_for_backward` so far."""
-    return tuple(context.to_save or ())
-
-
-def non_differentiable(context: Any) -> tuple[Any, ...]:
-    """What an autograd.Function's forward has given to `mark_non_differentiable`."""
-    return tuple(context.non_differentiable or ())
-
-
-def dirty_tensors(context: Any) -> tuple[Any, ...]:
-    """What an autograd.Function's forward has given to `mark_dirty`."""
-    return tuple(context.dirty_tensors or ())
+def given_to(context: Any) -> tuple[tuple[Any, ...], ...]:
+    """What an autograd.Function's forward has given to save_for_backward, mark_non_differentiable and mark_dirty."""
+    return tuple(tuple(given or ()) for given in (context.to_save, context.non_differentiable, context.dirty_tensors))
 
 
 def function_of(node: Any) -> type | None:

@@ -102,6 +102,7 @@ def verify(
     inner = models.unwrapped(model)
     subject = type(inner).__name__
     interception.install()
+    block_forward.refuse_lost(inner)
     if blocks is None:
         blocks = [own.module for own in block_forward.checkpointed(inner).values()] or None
     with as_found(model):

@@ -36,6 +36,7 @@ ORDER = (
     "preflight",
     "selective",
     "checkpointing",
+    "block_selection",
     "block_forward",
     "remarks",
     "hook",
@@ -51,7 +52,7 @@ CATALOGUES = {"backends": {"errors", "rows", "registry", "opaque"}, "models": {"
 """Folder -> what of the engine its files may import, besides each other."""
 
 ENTRY_POINTS = {"__init__", "__main__"}  # import what they like
-MAY_READ_CATALOGUES = {"block_forward", "remarks", "hook", "reporting", "verification", "checks", "cli"}
+MAY_READ_CATALOGUES = set(ORDER[ORDER.index("block_selection") :]) - {"comparison"}
 
 LIBRARIES = (
     "flash_attn",

@@ -12,6 +12,7 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers.hooks import HookRegistry
 from diffusers.hooks import ModelHook as DiffusersHook
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac.policy import Policy
@@ -195,6 +196,7 @@ def test_policies_per_block(attention_executions: Counter[str]) -> None:
         ([], "there is no block in it"),
         (["first", "first.norms"], r"'first\.norms\.0' is inside block 'first'"),
         (["", "first"], "'first' is inside block ''"),
+        (3, "int 3 is no module of Nest"),
     ],
 )
 def test_what_can_not_be_named(blocks: Any, message: str) -> None:
@@ -244,11 +246,31 @@ def test_blocks_that_are_never_called_are_an_error() -> None:
     train_step(model, inputs)
 
 
+class HalfHalves(Halves):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = torch.nn.ModuleList([support.AttentionBlock()])
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.whole[0](video, text), text)
+
+
+def test_a_list_none_of_whose_blocks_is_called_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """No error: a list may have its turn another time."""
+    model, inputs = HalfHalves(), support.stack_inputs()
+    fastac.enable(model, blocks=["blocks", "whole"])
+    for _ in range(2):
+        train_step(model, inputs)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "HalfHalves ran, and no block of 'blocks' was called: where it calls parts of them, these are not checkpointed"
+    ]
+
+
 def test_a_block_that_was_exchanged_is_an_error(attention_executions: Counter[str]) -> None:
     model, inputs = nest(), support.stack_inputs()
     fastac.enable(model, blocks="named")
     model.named["b"] = support.AttentionBlock()
-    with pytest.raises(fastac.PolicyNotAppliedError, match=r"forward of block 'named\.b'"):
+    with pytest.raises(fastac.PolicyNotAppliedError, match=r"block 'named\.b' is not checkpointed"):
         train_step(model, inputs)
     fastac.enable(model, blocks="named")
     attention_executions.clear()
@@ -308,6 +330,218 @@ def test_a_shallow_copy_of_a_block_is_not_taken_for_it() -> None:
     assert not fastac.report(other).active
     fastac.disable(other)
     assert state_of(model) == before
+
+
+class WithProperty(support.AttentionBlock):
+    @property
+    def forward(self) -> Any:
+        return super().forward
+
+
+class WithStaticmethod(support.AttentionBlock):
+    @staticmethod
+    def forward(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return video * text.mean()
+
+
+def traced() -> Any:
+    return torch.jit.trace(support.AttentionBlock(), tuple(support.stack_inputs().values()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [WithProperty, WithStaticmethod, traced])
+def test_a_forward_that_can_not_be_replaced_is_refused(make: Any) -> None:
+    model = nest()
+    model.listed.append(make())
+    fastac.enable(model, blocks="named")
+    before = state_of(model)
+    with pytest.raises(fastac.FastacError, match=r"the forward of 'listed\.1' .* can not be replaced"):
+        fastac.enable(model, blocks="listed")
+    assert state_of(model) == before
+
+
+class Guarded(support.AttentionBlock):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            raise TypeError("not to be set")
+        super().__setattr__(name, value)
+
+
+class Sequence(torch.nn.Sequential):
+    """A block that is a Sequential: it has a forward of its own."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](video, text), text)
+
+
+def test_blocks_of_unusual_classes(attention_executions: Counter[str]) -> None:
+    model, inputs = nest(), support.stack_inputs()
+    model.listed.append(Guarded())
+    model.listed.append(Sequence(support.AttentionBlock(), support.AttentionBlock()))
+    expected = train_step(model, inputs)
+    for blocks in ("listed", ["listed.0", "listed.1", "listed.2"]):
+        fastac.enable(model, "full", blocks=blocks)
+        attention_executions.clear()
+        assert_same(train_step(model, inputs), expected)
+        assert attention_executions == {CPU_ATTENTION: 14 + 8}
+        assert fastac.report(model).rows[0].blocks == 3
+
+
+# More than one model
+
+
+class Pair(torch.nn.Module):
+    def __init__(self, first: torch.nn.Module, second: torch.nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(video, text), text)
+
+
+def pair() -> Pair:
+    return Pair(support.stack(), support.stack(seed=1))
+
+
+def test_a_parent_undoes_what_its_parts_were_given() -> None:
+    model, inputs = pair(), support.stack_inputs()
+    before = state_of(model)
+    fastac.enable(model.first, blocks="blocks")
+    fastac.disable(model)
+    assert state_of(model) == before
+    train_step(model, inputs)
+
+
+def test_verifying_a_parent_leaves_its_parts_as_they_were(attention_executions: Counter[str]) -> None:
+    model, inputs = pair(), support.stack_inputs()
+    fastac.enable(model.first, "full", blocks="blocks")
+    fastac.enable(model.second, "attn_only", blocks="blocks")
+    before = state_of(model)
+    assert fastac.verify(model, **inputs).saved == 8
+    assert state_of(model) == before
+    attention_executions.clear()
+    train_step(model, inputs)
+    assert attention_executions == {CPU_ATTENTION: 8 + 4}
+
+
+def test_models_that_share_blocks_do_not_change_each_other_unnoticed(attention_executions: Counter[str]) -> None:
+    teacher, student, inputs = support.stack(layers=3), support.stack(), support.stack_inputs()
+    student.blocks = torch.nn.ModuleList(list(teacher.blocks)[:2])
+    fastac.enable(teacher, "attn_only", blocks="blocks")
+    fastac.enable(student, "full", blocks="blocks")
+    train_step(student, inputs)
+    with pytest.raises(fastac.PolicyNotAppliedError, match=r"'blocks\.0' .* a part of another model"):
+        train_step(teacher, inputs)
+    fastac.disable(student)
+    with pytest.raises(fastac.PolicyNotAppliedError, match=r"'blocks\.0'"):
+        train_step(teacher, inputs)
+    fastac.enable(teacher, "attn_only", blocks="blocks")
+    attention_executions.clear()
+    train_step(teacher, inputs)
+    assert attention_executions == {CPU_ATTENTION: 6}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_verify_leaves_nothing_behind(wrapped: bool) -> None:
+    torch._dynamo.reset()
+    model: Any = support.stack()
+    inputs = support.stack_inputs()
+    if wrapped:
+        model = torch.compile(model, backend="eager")
+    before = state_of(model)
+    fastac.enable(model, blocks="blocks")
+    enabled = state_of(model)
+    fastac.verify(model, **inputs)
+    assert state_of(model) == enabled
+    fastac.disable(model)
+    assert state_of(model) == before
+    train_step(model, inputs)
+
+
+def test_verify_does_not_hide_a_block_that_was_exchanged() -> None:
+    model, inputs = support.stack(), support.stack_inputs()
+    fastac.enable(model, blocks="blocks")
+    model.blocks[1] = support.AttentionBlock()
+    for _ in range(2):
+        with pytest.raises(fastac.PolicyNotAppliedError, match=r"'blocks\.1'"):
+            fastac.verify(model, **inputs)
+
+
+def test_names_may_be_those_of_the_wrapper(attention_executions: Counter[str]) -> None:
+    torch._dynamo.reset()
+    model: Any = torch.compile(support.stack(), backend="eager")
+    inputs = support.stack_inputs()
+    fastac.enable(model, "full", blocks="_orig_mod.blocks")
+    train_step(model, inputs)
+    attention_executions.clear()
+    train_step(model, inputs)
+    assert attention_executions == {CPU_ATTENTION: 8}
+    assert [row.container for row in fastac.report(model).rows] == ["blocks"]
+
+
+# Checkpoints of somebody else
+
+
+class SwitchedOn(torch.nn.Module):
+    """As in transformers: a flag, by which the model checkpoints its blocks itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+        self.blocks = torch.nn.ModuleList(support.AttentionBlock() for _ in range(2))
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            on = self.gradient_checkpointing
+            video = torch_checkpoint(block, video, text, use_reentrant=False) if on else block(video, text)
+        return video
+
+
+def test_checkpointing_that_is_switched_on_afterwards_is_an_error() -> None:
+    model, inputs = SwitchedOn(), support.stack_inputs()
+    fastac.enable(model, blocks="blocks")
+    train_step(model, inputs)
+    model.gradient_checkpointing = True
+    with pytest.raises(fastac.PolicyNotAppliedError, match="switched on since"):
+        train_step(model, inputs)
+    fastac.disable(model)
+    with pytest.raises(fastac.FastacError, match="on already"):
+        fastac.enable(model, blocks="blocks")
+
+
+class Inner(support.AttentionBlock):
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return torch_checkpoint(super().forward, video, text, use_reentrant=False)
+
+
+class Checkpointed(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch_checkpoint(self[0], x, use_reentrant=False)
+
+
+class InnerFeedForward(support.AttentionBlock):
+    """Checkpoints what holds no attention: that is nobody's business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = Checkpointed(self.ffn)
+
+
+def test_attention_in_a_checkpoint_inside_a_block_is_an_error() -> None:
+    """It would run again in backward, where no region is open."""
+    model, inputs = support.stack(block=Inner), support.stack_inputs()
+    fastac.enable(model, blocks="blocks")
+    with pytest.raises(fastac.PolicyNotAppliedError, match=r"inside a torch\.utils\.checkpoint of the block's own"):
+        train_step(model, inputs)
+
+
+def test_another_checkpoint_inside_a_block_is_none(attention_executions: Counter[str]) -> None:
+    model, inputs = support.stack(block=InnerFeedForward), support.stack_inputs()
+    expected = train_step(model, inputs)
+    fastac.enable(model, blocks="blocks")
+    attention_executions.clear()
+    assert_same(train_step(model, inputs), expected)
+    assert attention_executions == {CPU_ATTENTION: 4}
 
 
 # Hooks of others around the same forward
@@ -383,7 +617,7 @@ def test_a_hook_that_takes_the_forward_along_is_noticed() -> None:
     hooked(model, "diffusers")
     fastac.enable(model, blocks="first")
     unhooked(model, "diffusers")
-    with pytest.raises(fastac.PolicyNotAppliedError, match="a hook was taken off"):
+    with pytest.raises(fastac.PolicyNotAppliedError, match="a hook that came or went"):
         train_step(model, inputs)
     fastac.enable(model, blocks="first")
     train_step(model, inputs)

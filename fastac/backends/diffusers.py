@@ -105,7 +105,7 @@ def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
         if "LinearAttn" in runs:
             yield BackendUse(name, "", Verdict.SAVABLE, processor=runs, linear=True)
             continue
-        ignores = ""
+        ignores, cross = "", bool(getattr(inner, "is_cross_attention", False))
         if hasattr(processor, "_attention_backend"):
             own = processor._attention_backend
             backend = default_backend() if own is None else str(getattr(own, "value", own))
@@ -113,6 +113,5 @@ def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
             backend = "native"
             ignores = default_backend()
         found = BACKENDS.get(backend, _UNLISTED)
-        yield BackendUse(
-            name, backend, found.verdict, found.reason, found.family, found.op, processor=runs, ignores=ignores
-        )
+        known = (found.verdict, found.reason, found.family, found.op)
+        yield BackendUse(name, backend, *known, processor=runs, cross=cross, ignores=ignores)

@@ -18,7 +18,7 @@ from fastac.models import (
     wan,
     wan_animate,
 )
-from fastac.models.reading import BlockContainer, ModelRow, containers, tiny_model
+from fastac.models.reading import BlockContainer, ModelRow, containers, has_switch, is_available, tiny_model
 from fastac.models.wrappers import unwrapped
 
 _FAMILIES = (
@@ -51,4 +51,14 @@ def row_of(model: object) -> ModelRow | None:
     return _OF_CLASS.get(type(model).__name__)
 
 
-__all__ = ["MODELS", "BlockContainer", "ModelRow", "containers", "row_of", "tiny_model", "unwrapped"]
+__all__ = [
+    "MODELS",
+    "BlockContainer",
+    "ModelRow",
+    "containers",
+    "has_switch",
+    "is_available",
+    "row_of",
+    "tiny_model",
+    "unwrapped",
+]

@@ -10,32 +10,37 @@ from collections.abc import Iterator
 
 import torch
 
+LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
+"""What blocks stand in."""
+
 FUNCTION = "_gradient_checkpointing_func"
 """What models of diffusers call for each block."""
 
 
-def checkpointed_lists(module: torch.nn.Module) -> dict[str, torch.nn.ModuleList] | None:
+def checkpointed_lists(module: torch.nn.Module) -> dict[str, torch.nn.Module] | None:
     """The module lists, by name, over which a module loops when it checkpoints; some may have no members.
 
     None where a loop is over something else, and so not understood; a list may also be None in this module.
     """
     lists = dict(_lists_in(module))
-    found: dict[str, torch.nn.ModuleList] = {}
+    found: dict[str, torch.nn.Module] = {}
     for names in (names for cls in type(module).__mro__ for names in loops_of(cls)):
         looped = {name: inner for name, inner in lists.items() if name.partition(".")[0] in names}
-        if not looped and not any(getattr(module, name, module) is None for name in names):
+        # Not getattr: diffusers looks a name that is no attribute up in the configuration.
+        absent = any(name in own and own[name] is None for own in (vars(module), module._modules) for name in names)
+        if not looped and not absent:
             return None
         found |= looped
     return found
 
 
-def _lists_in(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.ModuleList]]:
-    """The module lists that are attributes of a module, or members of dicts that are."""
+def _lists_in(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """The lists that are attributes of a module, or members of dicts that are; else such a dict counts as one."""
     for name, inner in module.named_children():
-        if isinstance(inner, torch.nn.ModuleList):
+        inside = list(_lists_in(inner, f"{prefix}{name}.")) if isinstance(inner, torch.nn.ModuleDict) else []
+        yield from inside
+        if isinstance(inner, LISTS) and not inside:
             yield prefix + name, inner
-        elif isinstance(inner, torch.nn.ModuleDict):
-            yield from _lists_in(inner, f"{prefix}{name}.")
 
 
 @functools.cache

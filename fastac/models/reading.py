@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastac.models.loops import checkpointed_lists
+from fastac.models.loops import LISTS, checkpointed_lists
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,18 +58,24 @@ def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[Bloc
     members all hold attention.
     """
     lists = {
-        name: BlockContainer(name, {f"{name}.{i}": block for i, block in enumerate(module)})
+        name: BlockContainer(
+            name, {f"{name}.{key}": block for key, block in module._modules.items() if block is not None}
+        )
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module)
+        if isinstance(module, LISTS) and not _is_dict_of_lists(module)
     }
     names = set(row.containers) if row is not None else _looped(model) or _outermost_with_attention(lists)
     return [found for name, found in lists.items() if name in names]
 
 
+def _is_dict_of_lists(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.ModuleDict) and any(isinstance(inner, LISTS) for inner in module.values())
+
+
 def _looped(model: torch.nn.Module) -> set[str] | None:
     found: set[str] = set()
     for name, module in model.named_modules():
-        if _has_switch(module):
+        if has_switch(module):
             lists = checkpointed_lists(module)
             if lists is None:
                 return None
@@ -78,17 +84,25 @@ def _looped(model: torch.nn.Module) -> set[str] | None:
 
 
 def _outermost_with_attention(lists: dict[str, BlockContainer]) -> set[str]:
-    names = {name for name, found in lists.items() if all(map(_has_attention, found.blocks.values()))}
+    names = {name for name, found in lists.items() if found.blocks and all(map(_has_attention, found.blocks.values()))}
     return {name for name in names if not name.startswith(tuple(outer + "." for outer in names))}
 
 
-def _has_switch(module: torch.nn.Module) -> bool:
+def has_switch(module: torch.nn.Module) -> bool:
+    """Whether a module has the flag by which gradient checkpointing is switched on."""
     name = "gradient_checkpointing"  # not hasattr(module, name): a PeftModel passes on what its inner model has
     return name in vars(module) or hasattr(type(module), name)
 
 
 def _has_attention(block: torch.nn.Module) -> bool:
     return any(hasattr(inner, "processor") or "attention" in type(inner).__name__.lower() for inner in block.modules())
+
+
+def is_available(row: ModelRow) -> bool:
+    """Whether the diffusers that is installed has the class of a row."""
+    import diffusers
+
+    return hasattr(diffusers, row.class_name)
 
 
 TIMES = re.compile("timestep|guidance")

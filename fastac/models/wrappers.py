@@ -11,7 +11,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     In any order and number, and inside any other wrapper that holds a diffusers model as `module` (an engine of
     DeepSpeed). What is not wrapped comes back itself.
     """
-    while (inner := _inner(model)) is not None:
+    while (inner := _inner(model)) is not None and inner is not model:
         model = inner
     return model
 
@@ -20,7 +20,7 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
     children = model._modules
     if "_orig_mod" in children:
         return children["_orig_mod"]
-    if hasattr(type(model), "get_base_model"):  # peft
+    if hasattr(type(model), "get_base_model") and "base_model" in children:  # peft
         return model.get_base_model()  # type: ignore[operator, no-any-return]
     if "_fsdp_wrapped_module" in children:
         return children["_fsdp_wrapped_module"]

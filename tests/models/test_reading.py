@@ -176,3 +176,27 @@ class Made(torch.nn.Module):
     model.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     model.layers = torch.nn.ModuleList([support.AttentionBlock()])
     assert list(read(model)) == ["layers"]
+
+
+class OtherLists(Loops):
+    """Blocks that stand in a sequence, and in a dict; and a list that is not looped over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence = torch.nn.Sequential(support.AttentionBlock(), torch.nn.Linear(1, 1))
+        self.named = torch.nn.ModuleDict({"a": support.AttentionBlock(), "b": support.AttentionBlock()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.sequence:
+            x = self._gradient_checkpointing_func(block, x)
+        for block in self.named.values():
+            x = self._gradient_checkpointing_func(block, x)
+        return x
+
+
+def test_blocks_stand_in_sequences_and_dicts_as_well() -> None:
+    assert read(OtherLists()) == {
+        **read(Loops()),
+        "sequence": ["sequence.0", "sequence.1"],
+        "named": ["named.a", "named.b"],
+    }
