@@ -189,8 +189,7 @@ SUPPORTED: dict[str, Attend] = {
     "chunked": _chunked,
     "sparse": _sparse,
     "fallback": _fallback,
-    "inner full": functools.partial(_inner, functools.partial(torch_checkpoint, use_reentrant=False)),
-    "inner saved": functools.partial(_inner, fastac.checkpoint),
+    "inner region": functools.partial(_inner, fastac.checkpoint),
 }
 
 REFUSED: dict[str, Attend] = {
@@ -198,8 +197,9 @@ REFUSED: dict[str, Attend] = {
     "math": _math,
     "learned bias": _learned_bias,
     "dropout": _dropout,
+    "inner checkpoint": functools.partial(_inner, functools.partial(torch_checkpoint, use_reentrant=False)),
 }
-"""What has no output to save: the last two only where the bias requires grad, and in training."""
+"""What can not be saved: with a bias only where it requires grad, with dropout only in training."""
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "scaled": lambda output: output.mul_(0.5),

@@ -14,7 +14,7 @@ from tests.random_steps import SECOND_BACKWARDS
 from tests.support import Tensors, assert_same
 from tests.twins import Twins
 
-INNER = {"inner full", "inner saved"}
+INNER = {"inner region", "inner checkpoint"}
 NOT_IN_SAC = {"drawing", "fallback", *INNER}
 """Kinds of attention that engine sac refuses."""
 
@@ -104,11 +104,11 @@ class RandomTwins(Twins):
         return any(block.changed for block in self.spec.blocks)
 
     def has_hopeless(self, shape: int) -> bool:
-        """Whether attention is to be saved that has no output to save."""
+        """Whether attention is to be saved that can not be."""
         _, tokens, text_tokens = SHAPES[shape]
         for block in self.checked.blocks:
             for kind, source in block.spec.parts:
-                hopeless = kind in ("written out", "math")
+                hopeless = kind in ("written out", "math", "inner checkpoint")
                 hopeless = hopeless or (kind == "learned bias" and block.bias.requires_grad)
                 hopeless = hopeless or (kind == "dropout" and block.training)
                 keys = tokens if source == "video" else text_tokens
@@ -119,7 +119,7 @@ class RandomTwins(Twins):
     def must_refuse(self, shape: int) -> bool:
         """Not where attention that was seen hides one that was not: only the first block of a class is watched."""
         known = self.remade or self.spec.one_class or self.spec.caller not in ("block", "call")
-        return self.has_hopeless(shape) and not known
+        return self.has_hopeless(shape) and not known and self.engine == "tape"
 
     def may_refuse(self, way: str, shape: int) -> bool:
         """Also a block that makes fewer calls than it did before, where a policy saves none of these."""

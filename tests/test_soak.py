@@ -193,7 +193,6 @@ def left_over(run: Run, steps: int) -> dict[str, int]:
     return {name: n for name, n in found.items() if n > ALLOWED or not name.startswith(("builtins.", "weakref."))}
 
 
-@pytest.mark.slow
 def test_nothing_is_left_behind(attention_executions: Counter[str]) -> None:
     """After thousands of steps there is what there was after hundreds, and a step is still exact."""
     run = Run()
@@ -265,8 +264,8 @@ LEAKS: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
 def test_what_is_left_behind_is_noticed(attention_executions: Counter[str]) -> None:
     """So the test above would fail. Also for what is left by a rare event alone."""
     run = Run()
-    grown(run, 150)
-    assert not left_over(run, 60).keys() & LEAKS.keys()
+    grown(run, 100)
+    assert not left_over(run, 40).keys() & LEAKS.keys()
     for name, leak in LEAKS.items():
         with pytest.MonkeyPatch.context() as patch, leak(patch):
-            assert name in left_over(run, 60)
+            assert name in left_over(run, 40)
