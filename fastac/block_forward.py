@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fastac.block_selection import container_of
 from fastac.checkpointing import checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.models import has_switch
@@ -210,14 +211,14 @@ class Watch:
                 )
 
     def after(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
-        """Raise PolicyNotAppliedError when the model ran, and no block of it did; tell of lists of which none did."""
+        """Raise PolicyNotAppliedError when the model ran and called no block; tell of lists of which it called none."""
         if self.told or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         containers: dict[str, bool] = {}
         for name in self.names:
             block = list(_path(model, name))[-1]
             own = _find(block) if block is not None else None
-            parent = name.rpartition(".")[0] or name
+            parent = container_of(name)
             containers[parent] = containers.get(parent, False) or (own is not None and own.ran)
         if not any(containers.values()):
             raise PolicyNotAppliedError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastac.errors import FastacError
-from fastac.models import BlockContainer
+from fastac.models import LISTS, BlockContainer
 from fastac.policy import is_inside
 
 
@@ -48,8 +48,7 @@ def select(
 def _is_container(module: torch.nn.Module) -> bool:
     """Whether a module does nothing but hold others; not one of a class with a forward of its own."""
     plain = (torch.nn.Module.forward, torch.nn.Sequential.forward)
-    kinds = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
-    return isinstance(module, kinds) and type(module).forward in plain
+    return isinstance(module, LISTS) and type(module).forward in plain
 
 
 def _check_forward(name: str, block: torch.nn.Module) -> None:
@@ -69,9 +68,14 @@ def grouped(blocks: Mapping[str, torch.nn.Module]) -> list[BlockContainer]:
     """Blocks by qualified name, in one container for each module that holds some."""
     containers: dict[str, BlockContainer] = {}
     for name, block in blocks.items():
-        parent = name.rpartition(".")[0] or name
+        parent = container_of(name)
         containers.setdefault(parent, BlockContainer(parent, {})).blocks[name] = block
     return list(containers.values())
+
+
+def container_of(name: str) -> str:
+    """Name of the module that holds a block; the block's own for one that stands alone in its model."""
+    return name.rpartition(".")[0] or name
 
 
 def _short(value: object) -> str:

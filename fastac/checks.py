@@ -11,6 +11,7 @@ from fastac import hook, models, registry, verification
 from fastac.comparison import run_step
 from fastac.errors import FastacError
 from fastac.models import ModelRow
+from fastac.policy import resolve
 from fastac.remarks import linear_attention
 
 KEPT, REFUSED, NOT_HERE, FAILED = "kept", "refused", "does not train here", "failed"
@@ -43,7 +44,7 @@ class Checked:
     problem: str = ""
 
     @property
-    def kept(self) -> bool:
+    def sound(self) -> bool:
         """Whether nothing was found wrong: the promise is kept, or refused loudly, or can not be tried here."""
         return self.verdict != FAILED
 
@@ -70,7 +71,12 @@ def check(
     if not models.is_available(row):
         problem = f"this diffusers has no {row.class_name}"
         return Checked(name=row.name, containers=row.containers, blocks=0, verdict=NOT_HERE, problem=problem)
-    model, inputs = tiny(row, dtype, device, backend)
+    try:
+        model, inputs = tiny(row, dtype, device, backend)
+    except FastacError:
+        raise
+    except Exception as error:
+        return Checked(row.name, row.containers, blocks=0, verdict=FAILED, problem=f"it can not be built: {error}")
     containers = hook.containers_of(model)
     linear = linear_attention(model, containers)
     checked = Checked(
@@ -82,7 +88,7 @@ def check(
     )
     try:
         run_step(model, model, (), inputs)
-    except RuntimeError as error:
+    except Exception as error:  # without fastac: whatever the model raises is its own
         problem = "flex_attention has no backward on a CPU" if row.flex and device == "cpu" else _first_line(error)
         return dataclasses.replace(checked, verdict=NOT_HERE, problem=problem)
     try:
@@ -91,12 +97,17 @@ def check(
         return dataclasses.replace(checked, verdict=REFUSED, problem=_first_line(error))
     try:
         found = verification.verify(model, **inputs, policy=policy, engine=engine)
-    except RuntimeError as error:  # FastacError is one
+    except Exception as error:  # FastacError, or what would be a fault of fastac's
         return dataclasses.replace(checked, verdict=FAILED, problem=_first_line(error))
+    resolved = resolve(policy)
+    again = found.policy_executions[1] - found.reference_executions[1]
+    in_blocks = again if resolved.saves_nothing else found.saved + found.recomputed  # full regions are not watched
+    short = f"no attention over {resolved.min_kv:,} keys in a tiny model" if resolved.min_kv and not found.saved else ""
     return dataclasses.replace(
         checked,
+        problem=short,
         attention=found.policy_executions[0],
-        in_blocks=found.saved + found.recomputed,
+        in_blocks=in_blocks,
         saved=found.saved,
         again=found.policy_executions[1],
         saved_bytes=found.saved_bytes,
@@ -109,9 +120,10 @@ def tiny(row: ModelRow, dtype: torch.dtype, device: str, backend: str | None) ->
     if device == "meta":
         raise FastacError("check --device meta: nothing is computed there, so nothing can be compared")
     try:
-        model, inputs = models.tiny_model(row, dtype, device)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without this device says so in either way
         raise FastacError(f"check --device {device}: torch can not use it here: {error}") from error
+    model, inputs = models.tiny_model(row, dtype, device)
     if backend is not None:
         try:
             model.set_attention_backend(backend)  # type: ignore[operator]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import shutil
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +24,12 @@ from fastac import checks, interception, models, opaque, plugins, preflight, reg
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.errors import FastacError
-from fastac.policy import NAMED
+from fastac.policy import NAMED, resolve
 from fastac.reporting import readable_bytes
 from fastac.rows import AttentionOp, OpaqueFunction, Verdict
 
 WIDTH, WIDE = 100, 160  # of what is printed where there is no terminal; of a table with many columns
+SHORT = 60  # letters of a remark that stands in a table
 CAN_BE_SAVED = "can be saved"
 NUMBERS = ("ops", "attention runs", "again", "saved", "bytes saved")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -199,25 +203,48 @@ def _check(options: argparse.Namespace) -> int:
 def _check_all(options: argparse.Namespace, dtype: torch.dtype) -> int:
     torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
     found = []
+    policy = str(resolve(options.policy))
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with bar as progress, _quiet():
         for row in progress.track(models.MODELS.values(), description="check"):
             one = checks.check(row, options.policy, options.engine, dtype, options.device, options.backend)
             found.append(one)
     if options.json:
         versions = {name: _version(name) for name in ("fastac", "torch", "diffusers")}
-        what = {name: getattr(options, name) for name in ("policy", "engine", "dtype", "device")}
+        what = {name: getattr(options, name) for name in ("policy", "engine", "dtype", "device")} | {"policy": policy}
         rows = [dataclasses.asdict(one) for one in found]
         print(json.dumps({**what, "versions": versions, "models": rows}, indent=2))
     else:
-        title = f"{options.policy} against no checkpointing, {options.dtype}, engine {options.engine}"
+        title = f"{policy} against no checkpointing, {options.dtype}, engine {options.engine}"
         columns = ("model", "attention runs", "again", "saved", "bytes saved", "backend", "verdict", "remarks")
         table = _table(title, *columns)
         for one in found:
             counts = (str(one.attention), str(one.again), str(one.saved), readable_bytes(one.saved_bytes))
-            table.add_row(one.name, *(counts if one.compared else [""] * 4), one.backend, one.verdict, one.remark)
-        Console(width=max(WIDE, shutil.get_terminal_size((WIDE, 24)).columns), highlight=False).print(table)
-    return 0 if all(one.kept for one in found) else 1
+            remark = one.remark if len(one.remark) <= SHORT else "see below"
+            table.add_row(one.name, *(counts if one.compared else [""] * 4), one.backend, one.verdict, remark)
+        out = Console(width=max(WIDE, shutil.get_terminal_size((WIDE, 24)).columns), highlight=False, soft_wrap=True)
+        out.print(table)
+        for one in found:
+            if len(one.remark) > SHORT:
+                out.print(f"{one.name}: {one.remark}", markup=False)
+        verdicts = collections.Counter(one.verdict for one in found)
+        out.print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
+    return 0 if all(one.sound for one in found) else 1
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what fastac logs, which is in the table, and without warnings, which are the models' own."""
+    logger = logging.getLogger("fastac")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -87,7 +88,21 @@ class _SdpaCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.witness.cause = why_decomposed(*args, **kwargs)
+        elif func is torch.nn.functional.multi_head_attention_forward:  # the mode is off inside it
+            call = _MULTI_HEAD.bind(*args, **kwargs)
+            call.apply_defaults()
+            dropout = call.arguments["dropout_p"] if call.arguments["training"] else 0.0
+            self.witness.cause = _why_dropout(dropout, call.arguments["query"])
         return func(*args, **kwargs)
+
+
+_MULTI_HEAD = inspect.signature(torch.nn.functional.multi_head_attention_forward)
+
+
+def _why_dropout(dropout_p: float, query: torch.Tensor) -> str:
+    if dropout_p > 0 and query.device.type == "cpu":
+        return f"it drops out (dropout_p={dropout_p}), which no fused CPU kernel does: train with dropout_p=0"
+    return ""
 
 
 def why_decomposed(
@@ -107,8 +122,8 @@ def why_decomposed(
         return 'the math kernel is forced (sdpa_kernel(SDPBackend.MATH), backend "_native_math", or torch.backends)'
     if attn_mask is not None and attn_mask.requires_grad:
         return "its mask requires grad: detach it, or keep it out of training"
-    if dropout_p > 0 and query.device.type == "cpu":
-        return f"it drops out (dropout_p={dropout_p}), which no fused CPU kernel does: train with dropout_p=0"
+    if dropout := _why_dropout(dropout_p, query):
+        return dropout
     if value.shape[-1] != query.shape[-1]:
         return f"its value has head dim {value.shape[-1]} where query has {query.shape[-1]}"
     if query.dim() != 4:

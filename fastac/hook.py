@@ -240,7 +240,7 @@ def _check_model(model: torch.nn.Module) -> None:
         )
     if not getattr(model, "_supports_gradient_checkpointing", False):
         raise FastacError(
-            f"enable: {name} does not support gradient checkpointing, so there is nothing to make selective"
+            f'enable: {name} has no gradient checkpointing of its own. Name its blocks: enable(model, blocks="...").'
         )
 
 

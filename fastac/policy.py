@@ -118,7 +118,7 @@ def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any
         policies[getattr(block, "_orig_mod", block)] = resolve(mapping[matching[0]])
     if unused:
         raise FastacError(
-            f"policy mapping: {_quoted(sorted(unused))} match no block. "
+            f"policy mapping: {_quoted(sorted(unused))} {'matches' if len(unused) == 1 else 'match'} no block. "
             f"The blocks are {_quoted(list(blocks)[:6])}{', ...' if len(blocks) > 6 else ''}."
         )
     return policies

@@ -42,7 +42,7 @@ def remarks(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> tup
             ignored[use.ignores, use.processor] = ignored.get((use.ignores, use.processor), 0) + 1
     for (backend, processor), count in ignored.items():
         found.append(
-            f"backend {backend!r} is set, and {count} attention modules do not look at it: {processor} calls "
+            f"backend {backend!r} is set, and is not looked at by {count} of the attention modules: {processor} calls "
             f"scaled_dot_product_attention itself"
         )
     return tuple(found)
@@ -63,13 +63,13 @@ def refuse_only_linear(
     crossing = [use.module for use in registry.backend_uses(model) if use.cross]
     other = [use.module for use in registry.backend_uses(model) if not (use.linear or use.cross)]
 
-    def short(name: str) -> bool:
+    def only_short(name: str) -> bool:
         has_linear, has_cross, has_other = (
             any(is_inside(module, name) for module in modules) for modules in (linear, crossing, other)
         )
         return has_linear and has_cross and not has_other
 
-    if long and saving == long and all(map(short, long)):
+    if long and saving == long and all(map(only_short, long)):
         first = next(iter(linear))
         raise FastacError(
             f"{policy}: the self-attention of {type(model).__name__}.{first} is linear attention "

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastac import census, hook, models
-from fastac.policy import saves_nothing
+from fastac.policy import BlockPolicies, saves_nothing
 from fastac.remarks import remarks
 
 
@@ -20,7 +20,7 @@ class ContainerReport:
     """One block container. Calls and bytes are sums over the latest region of each block.
 
     extra_bytes: of saved_bytes, what only the backward of opaque kernels needs. selection_bytes: beside saved_bytes,
-    the choices of sparse attention.
+    the choices of sparse attention. blocks_full: how many the policy checkpoints fully, which are not watched.
     """
 
     container: str
@@ -34,6 +34,7 @@ class ContainerReport:
     saved_bytes: int
     extra_bytes: int = 0
     selection_bytes: int = 0
+    blocks_full: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +63,11 @@ class Report:
             words = heading in ("blocks", "class", "ops")
             table.add_column(heading, justify="left" if words else "right", no_wrap=True)
         for row in self.rows:
-            seen = "" if row.blocks_seen == row.blocks else f" ({row.blocks_seen} seen)"
+            notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
+            notes += [f"{row.blocks_seen} seen"] * (row.blocks_seen + row.blocks_full != row.blocks)
+            seen = f" ({', '.join(notes)})" if notes else ""
             table.add_row(
-                f"{row.container} x {row.blocks}{seen}",
+                f"{row.container or '(the model)'} x {row.blocks}{seen}",
                 row.block_class,
                 str(row.attention_calls),
                 str(row.saved),
@@ -83,6 +86,8 @@ def report(model: torch.nn.Module) -> Report:
     hook.check_module(model, "report")
     model = models.unwrapped(model)
     rows = []
+    setting = hook.setting_of(model)
+    policies = setting.policy if setting is not None and isinstance(setting.policy, BlockPolicies) else BlockPolicies()
     containers = hook.containers_of(model)
     for container in containers:
         records = [census.block_record(block) for block in container.blocks.values()]
@@ -102,9 +107,12 @@ def report(model: torch.nn.Module) -> Report:
                 saved_bytes=sum(call.saved_bytes for call in calls),
                 extra_bytes=sum(call.extra_bytes for call in calls),
                 selection_bytes=sum(seen.selection_bytes for seen in latest),
+                blocks_full=sum(
+                    (policy := policies.of(block)) is not None and policy.saves_nothing
+                    for block in container.blocks.values()
+                ),
             )
         )
-    setting = hook.setting_of(model)
     return Report(
         model_class=type(model).__name__,
         policy="none" if setting is None else str(setting.policy),

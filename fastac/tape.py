@@ -81,11 +81,11 @@ class Record(Scope):
             if not torch_internals.has_stand_ins(args):
                 self.late.append(resolved.name)
             return self.let_by(resolved, keyset, args, kwargs)
-        if self.observer is not None and thread.scope is self:
-            self._refuse_inner_checkpoint(resolved)
         owner = torch_internals.newest_node()
         keys = resolved.keys(args, kwargs)
         saves = self.policy.saves(keys)
+        if saves and self.observer is not None and thread.scope is self:
+            self._refuse_inner_checkpoint(resolved)
         # On the tape before it runs: a call that raises, where the block then tries another kernel, does so again.
         entry = Entry(resolved, keys, described(args))
         self.tape.append(entry)

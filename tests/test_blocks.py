@@ -246,6 +246,14 @@ def test_blocks_that_are_never_called_are_an_error() -> None:
     train_step(model, inputs)
 
 
+def test_dropout_of_torch_s_own_layers_is_named() -> None:
+    """Its default of 0.1 has no fused kernel on a CPU."""
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    fastac.enable(model, blocks="layers")
+    with pytest.raises(fastac.PolicyNotAppliedError, match=r"dropout_p=0\.1.*train with dropout_p=0"):
+        model(support.stack_inputs()["video"])
+
+
 class HalfHalves(Halves):
     def __init__(self) -> None:
         super().__init__()
@@ -533,6 +541,13 @@ def test_attention_in_a_checkpoint_inside_a_block_is_an_error() -> None:
     fastac.enable(model, blocks="blocks")
     with pytest.raises(fastac.PolicyNotAppliedError, match=r"inside a torch\.utils\.checkpoint of the block's own"):
         train_step(model, inputs)
+
+
+def test_attention_that_is_recomputed_anyway_may_be_in_a_checkpoint_inside() -> None:
+    model, inputs = support.stack(block=Inner), support.stack_inputs()
+    expected = train_step(model, inputs)
+    fastac.enable(model, long(support.VIDEO_TOKENS + 1), blocks="blocks")
+    assert_same(train_step(model, inputs), expected)
 
 
 def test_another_checkpoint_inside_a_block_is_none(attention_executions: Counter[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -122,8 +123,13 @@ def test_check_all_is_a_table_of_every_class(three_models: list[str], capsys: py
     }
     assert set(found["versions"]) == {"fastac", "torch", "diffusers"}
     wan, hunyuan_video, _ = found["models"]
-    assert (wan["attention"], wan["again"], wan["saved"], wan["verdict"]) == (4, 4, 0, "kept")
-    assert (hunyuan_video["attention"], hunyuan_video["again"]) == (5, 4)
+    assert (wan["attention"], wan["in_blocks"], wan["again"], wan["saved"], wan["verdict"]) == (4, 4, 4, 0, "kept")
+    assert [hunyuan_video[name] for name in ("attention", "in_blocks", "again")] == [5, 4, 4]
+
+    assert cli.main(["check", "--all", "--policy", "long_attn_only"]) == 0
+    table = capsys.readouterr().out
+    assert table.count("no attention over 1,024") == 3, "what was not tried is not told as if it were"
+    assert table.splitlines()[-1] == "3 kept"
 
 
 def test_check_all_tells_what_is_refused(three_models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,15 +139,19 @@ def test_check_all_tells_what_is_refused(three_models: list[str], capsys: pytest
     assert refused["CogVideoXTransformer3DModel"] == "kept", "it does not look at the backend"
 
 
+@pytest.mark.parametrize("kind", [PolicyNotAppliedError, TypeError])
 def test_check_all_goes_on_after_a_class_that_fails(
-    three_models: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: type[Exception],
+    three_models: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A broken promise makes the command fail; a model that diffusers itself can not train here does not."""
-    verify = verification.verify
+    verify, error = verification.verify, kind("verify: ran 4 attention kernels in backward\nand a table")
 
     def broken(model: torch.nn.Module, **options: Any) -> Any:
         if type(model).__name__ == "WanTransformer3DModel":
-            raise PolicyNotAppliedError("verify: ran 4 attention kernels in backward\nand a table")
+            raise error
         return verify(model, **options)
 
     monkeypatch.setattr(verification, "verify", broken)
@@ -149,6 +159,21 @@ def test_check_all_goes_on_after_a_class_that_fails(
     lines = [line for line in capsys.readouterr().out.splitlines() if "Transformer3DModel" in line]
     assert [("failed" in line, "kept" in line) for line in lines] == [(True, False), (False, True), (False, True)]
     assert "verify: ran 4 attention" in lines[0]
+
+
+def test_check_all_tells_of_what_can_not_be_built_or_is_not_there(
+    three_models: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wan, hunyuan_video, _ = three_models
+    rows = dict(models.MODELS)
+    rows[wan] = dataclasses.replace(rows[wan], class_name="NoSuchTransformer3DModel")
+    rows[hunyuan_video] = dataclasses.replace(rows[hunyuan_video], config={"num_layers": "two"})
+    monkeypatch.setattr(models, "MODELS", rows)
+    assert cli.main(["check", "--all", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["models"]
+    assert [one["verdict"] for one in found] == ["does not train here", "failed", "kept"]
+    assert found[0]["problem"] == "this diffusers has no NoSuchTransformer3DModel"
+    assert found[1]["problem"].startswith("it can not be built: ")
 
 
 @pytest.mark.parametrize("arguments", [["check"], ["check", "--all", "WanTransformer3DModel"]])

@@ -126,7 +126,7 @@ def test_a_block_without_a_pattern() -> None:
 
 
 def test_a_pattern_without_a_block() -> None:
-    with pytest.raises(fastac.FastacError, match=r'"transformer_blocks\.0" match no block.*"blocks\.0"'):
+    with pytest.raises(fastac.FastacError, match=r'"transformer_blocks\.0" matches no block.*"blocks\.0"'):
         resolve_blocks({"transformer_blocks.0": "full", "*": "attn_only"}, blocks())
 
 

@@ -18,6 +18,7 @@ from fastac.models import (
     wan,
     wan_animate,
 )
+from fastac.models.loops import LISTS
 from fastac.models.reading import BlockContainer, ModelRow, containers, has_switch, is_available, tiny_model
 from fastac.models.wrappers import unwrapped
 
@@ -52,6 +53,7 @@ def row_of(model: object) -> ModelRow | None:
 
 
 __all__ = [
+    "LISTS",
     "MODELS",
     "BlockContainer",
     "ModelRow",
