@@ -45,6 +45,11 @@ class ModelSpec:
     one_class: bool = False
     two_names: bool = False
 
+    @property
+    def calls_blocks(self) -> bool:
+        """Whether what is checkpointed is known to be a block."""
+        return self.caller in ("block", "call")
+
 
 class RandomModel(ModelMixin, ConfigMixin):
     """Calls its blocks as diffusers' models do, or under fastac.checkpoint itself.

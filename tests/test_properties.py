@@ -33,7 +33,7 @@ from tests.random_models import (
     Policies,
 )
 from tests.random_steps import WAYS
-from tests.random_twins import RandomTwins
+from tests.random_twins import HOOKS, RandomTwins
 from tests.twins import Twins
 
 EXAMPLES = int(os.environ.get("FASTAC_EXAMPLES", "0"))
@@ -66,7 +66,9 @@ SHAPE = st.integers(0, len(SHAPES) - 1)
 TRAINING = st.tuples(st.sampled_from(tuple(WAYS)), SHAPE, st.integers(0, 3))
 
 
-OPERATIONS: dict[str, st.SearchStrategy[Operation]] = {
+Arguments = st.SearchStrategy[tuple[Any, ...]]
+
+TO_ANY_MODEL: dict[str, Arguments] = {
     "go_on": st.just(()),
     "disable": st.just(()),
     "copy": st.tuples(st.booleans()),
@@ -77,18 +79,26 @@ OPERATIONS: dict[str, st.SearchStrategy[Operation]] = {
     "cast": st.tuples(st.sampled_from(("float32", "bfloat16"))),
     "optimize": st.tuples(st.sampled_from((0.001, 0.0001))),
     "sample": st.tuples(st.sampled_from(("no_grad", "inference"))),
-    "fail": st.tuples(st.integers(0, 3), st.sampled_from(("begin", "attention", "end")), st.booleans(), SHAPE),
 }
 """What may be done between two training steps -> the arguments of the method of Twins that does it."""
 
+TO_RANDOM_MODELS: dict[str, Arguments] = {
+    **TO_ANY_MODEL,
+    "freeze_inputs": st.tuples(st.sampled_from(((), ("video",), ("text",), ("video", "text")))),
+    "autocast": st.tuples(st.booleans()),
+    "hook": st.tuples(st.integers(0, 3), st.sampled_from(tuple(HOOKS))),
+    "enable": st.tuples(ANY_POLICY, st.just("tape"), st.sampled_from(("", *HOW[:2]))),
+}
 
-def operations(
-    engines: tuple[str, ...] = ("tape",), without: str = "", **more: st.SearchStrategy[Operation]
-) -> st.SearchStrategy[Steps]:
+ENABLE = st.tuples(ANY_POLICY, st.sampled_from(("sac", "tape")))
+FAIL = st.tuples(st.integers(0, 3), st.sampled_from(("begin", "attention", "end")), st.booleans(), SHAPE)
+
+REMAKE = st.tuples(st.integers(0, 3), st.lists(st.sampled_from(ALL_KINDS), min_size=3, max_size=3))
+
+
+def operations(known: dict[str, Arguments] = TO_RANDOM_MODELS, **more: Arguments) -> st.SearchStrategy[Steps]:
     """What is done to a model, each with the training step after it."""
-    enable = st.tuples(ANY_POLICY, st.sampled_from(engines))
-    kinds = {**OPERATIONS, "enable": enable, **more}
-    done = st.one_of([st.tuples(st.just(name), arguments) for name, arguments in kinds.items() if name != without])
+    done = st.one_of([st.tuples(st.just(name), arguments) for name, arguments in {**known, **more}.items()])
     return st.lists(st.tuples(done, TRAINING), min_size=2, max_size=6)
 
 
@@ -113,14 +123,14 @@ def test_every_kind_of_attention_in_every_way(kind: str) -> None:
 
 
 @examples(80)
-@given(random_models.models(), st.sampled_from(HOW[:2]), ANY_POLICY, operations())
+@given(random_models.models(), st.sampled_from(HOW[:2]), ANY_POLICY, operations(fail=FAIL))
 def test_supported_attention(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """There is no error, whatever is done."""
     go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
 @examples(60)
-@given(random_models.models(callers=CALLERS, changed=ALL_CHANGES), ANY_POLICY, operations())
+@given(random_models.models(callers=CALLERS, changed=ALL_CHANGES), ANY_POLICY, operations(fail=FAIL))
 def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
     """And where attention outputs are changed in place."""
     go_through(RandomTwins(spec, "checkpoint"), policy, "tape", steps)
@@ -131,17 +141,21 @@ def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policie
     random_models.models(ALL_KINDS, ALL_CHANGES, CALLERS),
     st.sampled_from(HOW),
     ANY_POLICY,
-    operations(remake=st.tuples(st.integers(0, 3), st.lists(st.sampled_from(ALL_KINDS), min_size=3, max_size=3))),
+    operations(
+        fail=FAIL, remake=st.tuples(st.integers(0, 3), st.lists(st.sampled_from(ALL_KINDS), min_size=3, max_size=3))
+    ),
 )
 def test_attention_that_can_not_be_saved(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """Exact or refused, and refused where all of it would be recomputed."""
-    if how == "hook" and spec.caller not in ("block", "call"):
+    if how == "hook" and not spec.calls_blocks:
         how = "checkpoint"  # the hook knows blocks alone
     go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
 @examples(60)
-@given(random_models.models(changed=ALL_CHANGES), st.sampled_from(HOW), ANY_POLICY, operations(("sac", "tape")))
+@given(
+    random_models.models(changed=ALL_CHANGES), st.sampled_from(HOW), ANY_POLICY, operations(enable=ENABLE, fail=FAIL)
+)
 def test_engine_sac(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """Torch's own selective checkpointing: exact, or fastac's error."""
     go_through(RandomTwins(spec, how), policy, "sac", steps)
@@ -154,7 +168,7 @@ def test_engine_sac(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -
     ANY_POLICY,
     st.integers(0, 2),
     st.sampled_from(("eager", "aot_eager")),
-    operations(without="fail", compile=st.tuples(st.integers(0, 3), st.just("eager"))),
+    operations(compile=st.tuples(st.integers(0, 3), st.just("eager"))),
 )
 def test_compiled_blocks(spec: ModelSpec, how: str, policy: Policies, place: int, backend: str, steps: Steps) -> None:
     """A block that is compiled before the first step, and others later on."""
@@ -170,8 +184,8 @@ def test_compiled_blocks(spec: ModelSpec, how: str, policy: Policies, place: int
     ANY_POLICY,
     st.sampled_from(("tape", "sac")),
     operations(
-        ("tape", "sac"),
-        without="fail",
+        TO_ANY_MODEL,
+        enable=ENABLE,
         switch=st.tuples(st.sampled_from(SWITCHES)),
         switch_off=st.just(()),
         replace=st.just(()),
