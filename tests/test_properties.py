@@ -36,6 +36,8 @@ from tests.random_steps import WAYS
 from tests.random_twins import HOOKS, RandomTwins
 from tests.twins import Twins
 
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
 EXAMPLES = int(os.environ.get("FASTAC_EXAMPLES", "0"))
 
 
@@ -122,14 +124,14 @@ def test_every_kind_of_attention_in_every_way(kind: str) -> None:
             twins.train(way, 0, 1)
 
 
-@examples(80)
+@examples(60)
 @given(random_models.models(), st.sampled_from(HOW[:2]), ANY_POLICY, operations(fail=FAIL))
 def test_supported_attention(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """There is no error, whatever is done."""
     go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
-@examples(60)
+@examples(50)
 @given(random_models.models(callers=CALLERS, changed=ALL_CHANGES), ANY_POLICY, operations(fail=FAIL))
 def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
     """And where attention outputs are changed in place."""
@@ -152,7 +154,7 @@ def test_attention_that_can_not_be_saved(spec: ModelSpec, how: str, policy: Poli
     go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
-@examples(60)
+@examples(40)
 @given(
     random_models.models(changed=ALL_CHANGES), st.sampled_from(HOW), ANY_POLICY, operations(enable=ENABLE, fail=FAIL)
 )
@@ -161,7 +163,7 @@ def test_engine_sac(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -
     go_through(RandomTwins(spec, how), policy, "sac", steps)
 
 
-@examples(6)
+@examples(5)
 @given(
     random_models.models(("sdpa", "causal", "mask", "grouped", "chunked", "statistics"), callers=("block",)),
     st.sampled_from(HOW),
@@ -177,7 +179,7 @@ def test_compiled_blocks(spec: ModelSpec, how: str, policy: Policies, place: int
     go_through(twins, policy, "tape", steps)
 
 
-@examples(40)
+@examples(30)
 @given(
     st.sampled_from(MODELS),
     st.sampled_from(SWITCHES),
