@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := fastac tests examples benchmarks
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test check format benchmark clean
+.PHONY: train test test-slow check format benchmark clean
 .DELETE_ON_ERROR:
 
 # Threads that wait must not spin: on a busy machine every step would wait for them.
@@ -13,7 +14,10 @@ train: $(VENV)/installed-train
 
 # Tests use one thread each, so two run at a time on two cores.
 test: $(VENV)/installed-dev $(VENV)/installed-backends
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/installed-dev $(VENV)/installed-backends
+	$(PYTEST) -m slow $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(SOURCES)

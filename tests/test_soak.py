@@ -26,6 +26,8 @@ from tests.random_blocks import BlockSpec, UserError
 from tests.random_models import HOW, SHAPES, ModelSpec, RandomModel
 from tests.support import assert_same, loss_of, train_step
 
+pytestmark = pytest.mark.slow
+
 STEPS, WARM_UP = 2000, 500
 ROOT = Path(__file__).parents[1]
 
