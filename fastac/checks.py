@@ -16,6 +16,9 @@ from fastac.remarks import linear_attention
 
 KEPT, REFUSED, NOT_HERE, FAILED = "kept", "refused", "does not train here", "failed"
 
+BROKEN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError)
+"""What a model raises that can not be built or run here."""
+
 AS_SET, SDPA, FLEX = "as set", "always SDPA", "always flex"
 
 
@@ -75,7 +78,7 @@ def check(
         model, inputs = tiny(row, dtype, device, backend)
     except FastacError:
         raise
-    except Exception as error:
+    except BROKEN as error:
         return Checked(row.name, row.containers, blocks=0, verdict=FAILED, problem=f"it can not be built: {error}")
     containers = hook.containers_of(model)
     linear = linear_attention(model, containers)
@@ -88,7 +91,7 @@ def check(
     )
     try:
         run_step(model, model, (), inputs)
-    except Exception as error:  # without fastac: whatever the model raises is its own
+    except BROKEN as error:  # without fastac: whatever the model raises is its own
         problem = "flex_attention has no backward on a CPU" if row.flex and device == "cpu" else _first_line(error)
         return dataclasses.replace(checked, verdict=NOT_HERE, problem=problem)
     try:
@@ -97,7 +100,7 @@ def check(
         return dataclasses.replace(checked, verdict=REFUSED, problem=_first_line(error))
     try:
         found = verification.verify(model, **inputs, policy=policy, engine=engine)
-    except Exception as error:  # FastacError, or what would be a fault of fastac's
+    except BROKEN as error:  # FastacError, or what would be a fault of fastac's
         return dataclasses.replace(checked, verdict=FAILED, problem=_first_line(error))
     resolved = resolve(policy)
     again = found.policy_executions[1] - found.reference_executions[1]

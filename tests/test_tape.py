@@ -423,13 +423,18 @@ class RegionInside(torch.nn.Module):
         (BETWEEN, "attn_only", 6),
         ("torch", "attn_only", 8),
         # torch's own region inside recomputes everything once more, after the outer one is closed.
-        ("attn_only", "torch", 8),
         ("torch", "torch", 12),
     ],
     ids=str,
 )
 def test_nested_regions(outer: Any, inner: Any, executions: int, attention_executions: Counter[str]) -> None:
     assert_exact(lambda: RegionInside(inner), attention_executions, {CPU_ATTENTION: executions}, policy=outer)
+
+
+def test_attention_in_a_region_of_torch_s_own_inside_is_refused() -> None:
+    """That recomputes everything once more, after the outer region is closed."""
+    with pytest.raises(fastac.PolicyNotAppliedError, match=r"inside a torch\.utils\.checkpoint of the block's own"):
+        fastac.checkpoint(RegionInside("torch"), *support.stack_inputs().values(), policy="attn_only")
 
 
 @pytest.mark.parametrize(("policy", "executions"), [("attn_only", 4), (BETWEEN, 6)], ids=str)

@@ -132,7 +132,7 @@ def test_blocks_have_the_names_of_the_model_inside(name: str, wrap: Wrap, proces
         assert {row.container: row.blocks for row in report.rows} == containers
         if run.policy == "attn_only":
             assert sum(row.saved for row in report.rows) == ATTENTION[name].in_blocks // 2
-            with pytest.raises(fastac.FastacError, match=r'"module\.blocks\.0" match no block'):
+            with pytest.raises(fastac.FastacError, match=r'"module\.blocks\.0" matches no block'):
                 fastac.enable(wrapped, {"module.blocks.0": "full", "*": "attn_only"})
 
     assert_exact_and_saved(recipe, name, saved_again=ATTENTION[name].in_blocks // 2)
