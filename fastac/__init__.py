@@ -12,6 +12,7 @@ from fastac.checkpointing import checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.hook import disable, enable
 from fastac.opaque import make_visible
+from fastac.partitioner import inform_partitioner
 from fastac.policy import Policy
 from fastac.registry import register
 from fastac.reporting import Report, report
@@ -34,6 +35,7 @@ __all__ = [
     "checkpoint",
     "disable",
     "enable",
+    "inform_partitioner",
     "make_visible",
     "register",
     "report",

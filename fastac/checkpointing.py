@@ -15,14 +15,25 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import autograd_graph, census, diagnosis, explanation, interception, opaque, torch_internals
+from fastac import (
+    autograd_graph,
+    census,
+    compiled_graphs,
+    diagnosis,
+    explanation,
+    interception,
+    opaque,
+    partitioner,
+    torch_internals,
+    traced_regions,
+)
 from fastac.census import Census
-from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
+from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.observation import Observer
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.preflight import is_compiled, refuse_options, refuse_strange_block, refuse_switched, refuse_wrapped
 from fastac.scopes import Tape, thread
-from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts, traced_failure
+from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts
 from fastac.tape import Record, Replay
 
 logger = logging.getLogger("fastac")
@@ -51,6 +62,7 @@ def checkpoint(
     Raises PolicyNotAppliedError when an attention call that the policy saves could not be saved, FastacError for
     what can not be honoured: reentrant checkpointing, a context_fn of the caller, debug mode.
     """
+    mixed = isinstance(policy, BlockPolicies)
     if isinstance(policy, BlockPolicies):
         policy = policy.of(function) or refuse_strange_block(function)
     else:
@@ -69,9 +81,11 @@ def checkpoint(
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
         if policy.saves_nothing:
+            if mixed:
+                traced_regions.note_full_region()
             return full()
-        _install_before_tracing()
-        return full(context_fn=functools.partial(contexts_while_tracing, policy))
+        traced_regions.prepare()
+        return full(context_fn=functools.partial(traced_regions.contexts_while_tracing, policy))
     if use_reentrant or context_fn is not None or engine not in ENGINES:
         refuse_options(use_reentrant, context_fn, engine, ENGINES)
     if torch_internals.in_other_trace():
@@ -98,36 +112,6 @@ def _census_of(record: Record | SelectiveRecord, compiled: bool = False) -> Cens
 @functools.cache
 def _warn_of_trace() -> None:
     logger.warning("a trace that is neither dynamo nor AOT: checkpointed regions are traced as they are")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
-def _install_before_tracing() -> None:
-    """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
-    interception.install()
-
-
-def contexts_while_tracing(policy: Policy) -> Contexts:
-    """The contexts of a region that dynamo put into a graph; called by AOT, or at run time by a backend without AOT."""
-    if torch_internals.in_proxy_trace():
-        return traced_contexts(policy)
-    interception.install()
-    tape = Tape()
-    return _RecordInGraph(tape, policy, observer=Observer(None, (), policy)), Replay(tape)
-
-
-class _RecordInGraph(Record):
-    """The forward of a region whose function is not known, only a graph of it: watched and checked every time.
-
-    AOT runs one, too, on stand-ins, before it traces.
-    """
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        observer = self.observer
-        if exception[0] is None and isinstance(observer, Observer):
-            small = [missed.attention for missed in [*self.missed, *(missed for _, missed in observer.missed)]]
-            if small or observer.unknown:
-                raise CompiledPolicyNotAppliedError(traced_failure(self.policy, small, observer.unknown))
 
 
 class Region:
@@ -184,6 +168,7 @@ class Region:
             self._known = census.known(self.function).get(self.key)
         if self._known is None:
             interception.install()
+            partitioner.inform_if_loaded()
             if not is_compiled(self.function):
                 self.observer = Observer(self.function, (self.args, self.kwargs), self.policy)
         if self.engine == "sac":
@@ -218,6 +203,8 @@ class Region:
         ):
             self._settle(record, outputs)
         else:
+            if known.compiled and not compiled_graphs.is_watched(outputs):
+                compiled_graphs.watch(autograd_graph.nodes_between(outputs, (self.args, self.kwargs)), self.policy)
             self._remember(known if known.keys == record.keys else _census_of(record, known.compiled))
 
     def _is_odd(self, record: Record | SelectiveRecord, known: Census, outputs: Any) -> bool:
@@ -239,6 +226,7 @@ class Region:
             late += self.observer.joined
         compiled = is_compiled(self.function) or autograd_graph.ran_compiled_code(nodes)
         mine = dataclasses.replace(mine, compiled=compiled)
+        compiled_graphs.watch(nodes, self.policy)
         if seen is not None:
             explanation.warn_of_cut_off(autograd_graph.parameters_cut_off(self.function, nodes), where)
         if compiled or hidden or (seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops))):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastac import block_forward, block_selection, census, interception, models
+from fastac import block_forward, block_selection, census, interception, models, partitioner
 from fastac.block_forward import Setting
 from fastac.checkpointing import ENGINES, checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
@@ -64,6 +64,7 @@ def enable(
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
     refuse_wrapped(model)
     interception.install()
+    partitioner.inform_if_loaded()
     check_backends(model, selected)
     refuse_only_linear(model, containers, selected)
 

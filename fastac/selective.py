@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fastac import opaque, torch_internals
+from fastac import compiled_graphs, opaque, torch_internals
 from fastac.census import Call, Census
 from fastac.choices import Choices, Reader
 from fastac.entries import CountedOps
@@ -76,6 +76,7 @@ def traced_contexts(policy: Policy) -> Contexts:
 
     Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
     """
+    traced = compiled_graphs.region(policy)
     softmax_attention = SoftmaxAttention()
     small: list[Decomposed] = []
     written_out: list[Decomposed] = []
@@ -102,12 +103,16 @@ def traced_contexts(policy: Policy) -> Contexts:
             floating = args[0].is_floating_point()
             return CheckpointPolicy.MUST_SAVE if floating else CheckpointPolicy.PREFER_RECOMPUTE
         coarse.append(resolved.coarse_keys(args, kwargs))
-        return _verdict(resolved, policy, args, kwargs)
+        verdict = _verdict(resolved, policy, args, kwargs)
+        saved = verdict is CheckpointPolicy.MUST_SAVE
+        traced.add(resolved, resolved.keys(args, kwargs), saved, context.op_output)
+        return verdict
 
     def leave() -> None:
         missed = [found.attention for found in (*small, *without_coarse(written_out, coarse))]
         if missed or unknown:
             raise CompiledPolicyNotAppliedError(traced_failure(policy, missed, unknown))
+        traced.refuse_budget(policy)
 
     forward, recompute = create_selective_checkpoint_contexts(decide)
     forward.__class__, forward.leave = _Checked, leave

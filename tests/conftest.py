@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastac import census, interception, opaque, registry, scopes
+from fastac import census, compiled_graphs, interception, opaque, registry, scopes
 from tests import support
 
 
@@ -38,6 +38,10 @@ def _as_in_a_fresh_process() -> Iterator[None]:
         # Where the test was the first to import it, what it began with.
         first = dispatch.AttentionBackendName(dispatch.DIFFUSERS_ATTN_BACKEND)
         dispatch._AttentionBackendRegistry._active_backend = first if before is None else backend
+    if compiled_graphs._ran_again in interception.watchers:  # stays for good once something was compiled
+        interception.watchers.remove(compiled_graphs._ran_again)
+    compiled_graphs._traced.clear()
+    compiled_graphs._watched.clear()
     left = [name for name, open_ in (("scope", scopes.thread.scope), ("watchers", interception.watchers)) if open_]
     left += ["execution counters"] if scopes.execution_counters else []
     scopes.thread.scope = None

@@ -1,0 +1,214 @@
+"""Graphs that torch.compile made: what AOT was told to save in them, and whether their backward runs attention again.
+
+Nothing of a region in a graph is seen while it runs, so what was decided is noted while AOT traces (`Traced`), for
+`fastac.report`. What the compiler makes of it is its own: a memory budget, a partitioner of the user's or a graph
+from a cache may run a saved attention again. That is seen when it happens, in the graph's backward, and is an error.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastac import compiler_internals, interception, torch_internals
+from fastac.census import Call
+from fastac.errors import CompiledPolicyNotAppliedError, PolicyNotAppliedError
+from fastac.policy import Policy
+from fastac.registry import ResolvedOp
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedCall:
+    """One attention call in a region that AOT traced. modules: name, as far as it is known, and class, outer first."""
+
+    call: Call
+    modules: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass
+class Traced:
+    """The regions of one graph. has_full: some are checkpointed fully, and nothing is known of their calls."""
+
+    tracer: Any = None
+    policies: set[Policy] = dataclasses.field(default_factory=set)
+    calls: list[TracedCall] = dataclasses.field(default_factory=list)
+    has_full: bool = False
+    budget: compiler_internals.Budget | None = None
+
+    def add(self, resolved: ResolvedOp, keys: Any, saved: bool, outputs: Any) -> None:
+        """Note what was decided for a call that is being traced."""
+        held = sum(_bytes_of(value) for value in torch_internals.tree_leaves(outputs)) if saved else 0
+        if saved and self.tracer is not None and (budget := compiler_internals.memory_budget()).value != 1:
+            self.budget = budget
+        self.calls.append(TracedCall(Call(resolved.name, _hint(keys), saved, held), _modules_here()))
+
+    def refuse_budget(self, policy: Policy) -> None:
+        """Raise PolicyNotAppliedError where AOT would decide by a memory budget what the graph saves."""
+        if self.budget is not None:
+            raise CompiledPolicyNotAppliedError(
+                f"{policy}: {self.budget.source} is {self.budget.value}, by which AOT's partitioner decides what is "
+                f"saved, against the policy, in a graph that holds checkpointed regions. Set it to 1.0, or leave "
+                f"fastac.enable out and call fastac.inform_partitioner(), with which attention counts as what it is."
+            )
+
+    @property
+    def recomputed(self) -> int:
+        """How many calls AOT was told to recompute."""
+        return sum(not traced.call.saved for traced in self.calls)
+
+
+_traced: dict[str, Traced] = {}  # by the id of the compilation
+_watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()  # graphs called inside regions
+
+
+class _Backward(threading.local):
+    """The backward of a graph that runs in this thread: what was run again in it so far."""
+
+    node: object = None
+    again: int = 0
+
+
+_backward = _Backward()
+
+
+def region(policy: Policy) -> Traced:
+    """A region is about to be traced by AOT, in this thread."""
+    tracer = compiler_internals.proxy_tracer()
+    traced = _of_this_compilation()
+    if traced.tracer is None or traced.tracer() is not tracer:  # the graph is traced anew
+        traced.tracer = weakref.ref(tracer) if tracer is not None else None
+        traced.calls, traced.budget = [], None
+    if not policy.saves_nothing:
+        traced.policies.add(policy)
+        _look_at_backward()
+    return traced
+
+
+def has_full_region() -> None:
+    """dynamo met a region that is checkpointed fully, beside others that are not."""
+    _of_this_compilation().has_full = True
+
+
+def _of_this_compilation() -> Traced:
+    if compiler_internals.on_compile_start(_forget):
+        _traced.clear()  # dynamo was reset, and counts from the beginning
+    name = compiler_internals.compile_id()
+    return Traced() if name is None else _traced.setdefault(name, Traced())
+
+
+def _forget(started: Any) -> None:
+    if started.callback_trigger.name == "DYNAMO":
+        _traced.pop(started.compile_id, None)
+
+
+def watch(nodes: Iterable[Any], policy: Policy) -> None:
+    """See to it that compiled graphs among a region's autograd nodes do not run a saved attention again."""
+    for node in nodes:
+        if node.name() == torch_internals.COMPILED_NODE:
+            function = torch_internals.function_of(node)
+            if function is not None:
+                _watched.setdefault(function, set()).add(policy)
+                _look_at_backward()
+
+
+def is_watched(outputs: Any) -> bool:
+    """Whether the graph that made a region's outputs is watched, or no graph did. It may have been compiled anew."""
+    output = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+    node = output.grad_fn if isinstance(output, torch.Tensor) else None
+    if node is None or node.name() != torch_internals.COMPILED_NODE:
+        return True
+    return torch_internals.function_of(node) in _watched
+
+
+def _look_at_backward() -> None:
+    if _ran_again not in interception.watchers:
+        interception.watchers.append(_ran_again)
+
+
+def _ran_again(resolved: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """An attention kernel is about to run where no region is open."""
+    if not torch_internals.in_backward() or not resolved.is_attention or torch_internals.has_stand_ins(args):
+        return
+    function = compiler_internals.compiled_function()
+    if function is None or compiler_internals.in_recompute():
+        return
+    policies, allowed = _told(function)
+    keys = resolved.keys(args, kwargs)
+    policy = next((policy for policy in policies if policy.saves(keys)), None)
+    if policy is None:
+        return
+    node = compiler_internals.running_node()
+    if _backward.node != node:
+        _backward.node, _backward.again = node, 0
+    _backward.again += 1
+    if _backward.again > allowed:
+        budget = compiler_internals.memory_budget()
+        now = f" It is {budget.value} now." if budget.value != 1 else ""
+        raise PolicyNotAppliedError(
+            f"{policy}: {resolved.name} over {keys} keys ran again in the backward of a graph that torch.compile made "
+            f"(compilation {compiler_internals.compile_id_of(function)}): the compiler did not keep what the policy "
+            f"saves. torch._functorch.config.activation_memory_budget below 1 does that.{now} So does a partitioner of "
+            f"your own, or a graph from torch's cache that was made under either. Take it away, call "
+            f"torch._dynamo.reset(), and train once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+        )
+
+
+def _told(function: type) -> tuple[Iterable[Policy], int]:
+    """The policies of the regions in or around a graph, and how many calls they save may run again, all the same."""
+    watched = _watched.get(function)
+    if watched is not None:
+        return watched, 0
+    if compiler_internals.on_compile_start(_forget):
+        _traced.clear()
+    traced = _traced.get(compiler_internals.compile_id_of(function) or "")
+    if traced is None or traced.has_full:
+        return (), 0
+    return traced.policies, traced.recomputed
+
+
+def decided(block_class: str, names: Iterable[str]) -> dict[str, list[Call]]:
+    """For each of these blocks, what was decided for its calls when it was traced last; none that was not traced.
+
+    A model's class and the names of its blocks tell them from others': what is known was learned from the graph.
+    """
+    found: dict[str, list[Call]] = {}
+    wanted = {name: f".{name}" for name in names}
+    for traced in _traced.values():
+        mine: dict[str, list[Call]] = collections.defaultdict(list)
+        for call in traced.calls:
+            outer = [f".{name}" for name, class_name in call.modules if class_name == block_class]
+            for name, ending in wanted.items():
+                if any(path.endswith(ending) for path in outer):
+                    mine[name].append(call.call)
+        found.update(mine)
+    return found
+
+
+def _modules_here() -> tuple[tuple[str, str], ...]:
+    """The modules that the op being traced is called in, from what dynamo noted of it."""
+    stack = compiler_internals.module_stack()
+    return tuple((".".join(_NAMES.findall(path)), kind.__name__) for path, kind in stack if isinstance(kind, type))
+
+
+_NAMES = re.compile(r"(?<=\[')(?!_modules'|self'|fn')\w+(?='\])|(?<=\.)(?!__dict__|_modules|_orig_mod)\w+")
+"""The parts of a name in a path such as L['self'].__dict__['_modules']['blocks'].0.attn1"""
+
+
+def _hint(value: Any) -> int:
+    return value if isinstance(value, int) else int(value.node.hint or 0)
+
+
+def _bytes_of(value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = value.element_size()
+    for size in value.shape:
+        count *= _hint(size)
+    return count

@@ -1,0 +1,151 @@
+"""Everything private of torch's compiler (dynamo, AOT, inductor) that fastac uses, in one place.
+
+Seen in torch 2.13. The compiler's modules are imported when they are first needed, not with fastac; `missing()` names
+what a torch does not have, and `tests/test_compiler_internals.py` fails when one goes. What fastac uses of the
+dispatcher and of autograd stands in `torch_internals`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from fastac.torch_internals import COMPILED_NODE, SEEN_IN, function_of, sequence_number
+
+_REQUIRED = (
+    "torch._C:_TorchDispatchModeKey.PROXY",
+    "torch._C:_autograd._top_saved_tensors_default_hooks",
+    "torch._C:_current_autograd_node",
+    "torch._C:_get_dispatch_mode",
+    "torch._dynamo.callback:callback_handler.start_callbacks",
+    "torch._functorch.config:activation_memory_budget",
+    "torch._functorch.partitioners:get_default_op_list",
+    "torch._guards:CompileContext.current_compile_id",
+    "torch.fx.traceback:MEMORY_BUDGET_ANNOTATION_KEY",
+    "torch.fx.traceback:current_meta",
+)
+
+
+def missing(names: Iterable[str] = _REQUIRED) -> list[str]:
+    """Names, as `module:attribute`, that this build of torch does not have."""
+    absent = []
+    for name in names:
+        module, _, attribute = name.partition(":")
+        try:
+            operator.attrgetter(attribute)(importlib.import_module(module))
+        except (ImportError, AttributeError):
+            absent.append(name)
+    return absent
+
+
+def _of(name: str) -> Any:
+    """What a name of _REQUIRED stands for. Raises ImportError, which says what to do, where torch has it no more."""
+    if missing([name]):
+        raise ImportError(
+            f"fastac needs {name.replace(':', '.')}, which torch {torch.__version__} does not have. It was seen in "
+            f"torch {', '.join(SEEN_IN)}: install one of these, or a newer fastac."
+        )
+    module, _, attribute = name.partition(":")
+    return operator.attrgetter(attribute)(importlib.import_module(module))
+
+
+def is_loaded() -> bool:
+    """Whether torch's compiler was imported by somebody."""
+    return "torch._functorch.partitioners" in sys.modules
+
+
+def extend_compute_intensive_ops(more: Callable[[], Iterable[Any]]) -> None:
+    """Let AOT's partitioner count what `more` returns among the operators that it does not recompute for nothing.
+
+    more: called whenever a graph is partitioned. A second call with the same function changes nothing.
+    """
+    known = _of("torch._functorch.partitioners:get_default_op_list")
+    if getattr(known, "more", None) is more:
+        return
+
+    @functools.wraps(known)
+    def get_default_op_list() -> Any:
+        lists = known()
+        lists.compute_intensive_ops.update(more())
+        return lists
+
+    get_default_op_list.more = more  # type: ignore[attr-defined]
+    sys.modules["torch._functorch.partitioners"].get_default_op_list = get_default_op_list  # type: ignore[attr-defined]
+
+
+class Budget(NamedTuple):
+    """How much of its activations a graph may keep, and where that was said."""
+
+    value: float
+    source: str
+
+
+def memory_budget() -> Budget:
+    """What AOT's partitioner will hold the graph to that is being traced: a region's annotation, or the setting."""
+    annotation = (
+        _of("torch.fx.traceback:current_meta")
+        .get("custom", {})
+        .get(_of("torch.fx.traceback:MEMORY_BUDGET_ANNOTATION_KEY"))
+    )
+    if annotation is not None:
+        return Budget(annotation, "torch.autograd.graph.region_activation_memory_budget")
+    setting = "torch._functorch.config.activation_memory_budget"
+    return Budget(_of("torch._functorch.config:activation_memory_budget"), setting)
+
+
+def compile_id() -> str | None:
+    """The id, such as "0/1", of what dynamo is compiling in this thread; None where nothing is."""
+    current = _of("torch._guards:CompileContext.current_compile_id")()
+    return None if current is None else str(current)
+
+
+def proxy_tracer() -> Any:
+    """What records operations into a graph in this thread; None where nothing does."""
+    mode = _of("torch._C:_get_dispatch_mode")(_of("torch._C:_TorchDispatchModeKey.PROXY"))
+    return getattr(mode, "tracer", None)
+
+
+def compiled_function() -> type | None:
+    """The autograd.Function, made for one compiled graph, whose backward is running in this thread."""
+    node = _of("torch._C:_current_autograd_node")()
+    return function_of(node) if node is not None and node.name() == COMPILED_NODE else None
+
+
+def in_recompute() -> bool:
+    """Whether what runs in this thread is what torch.utils.checkpoint runs again, in the middle of a backward."""
+    hooks = _of("torch._C:_autograd._top_saved_tensors_default_hooks")(True)
+    return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
+
+
+def compile_id_of(function: type) -> str | None:
+    """The id that a graph, of which this is the autograd.Function, was compiled under."""
+    return getattr(getattr(function, "metadata", None), "compile_id_str", None)
+
+
+def on_compile_start(callback: Callable[[Any], None]) -> bool:
+    """Call back with the arguments of torch's own callbacks whenever a compilation starts, until dynamo is reset.
+
+    Returns whether the callback is new: at the first time, or because dynamo was reset since.
+    """
+    callbacks = _of("torch._dynamo.callback:callback_handler.start_callbacks")
+    if callback in callbacks:
+        return False
+    callbacks.append(callback)
+    return True
+
+
+def running_node() -> tuple[type, int]:
+    """What tells the autograd node whose backward is running in this thread from others."""
+    node = _of("torch._C:_current_autograd_node")()
+    return type(node), sequence_number(node)
+
+
+def module_stack() -> list[tuple[str, Any]]:
+    """Path and class of the modules, outer first, that dynamo saw the operator called in that AOT is tracing."""
+    return list(_of("torch.fx.traceback:current_meta").get("nn_module_stack", {}).values())

@@ -1,0 +1,205 @@
+"""What the compiler can do to a policy behind fastac's back is an error: never a second attention that nobody notices.
+
+A memory budget, a partitioner of the user's own, code that is compiled anew between forward and recompute. Each test
+fails when its guard in fastac/compiled_graphs.py is taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+import fastac
+from fastac import PolicyNotAppliedError, compiled_graphs, interception
+from tests import support
+from tests.support import assert_same, stack, stack_inputs, train_step
+from tests.test_compile import EACH_WAY, WAYS, compile_blocks, compile_whole, reset
+from tests.test_compile import fresh_compiler as fresh_compiler
+from tests.test_compile import kernel_folder as kernel_folder
+
+EACH_BACKEND = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+LONG_ONLY = fastac.Policy("attn_only", min_kv=10)
+"""Of the stack's attentions over 24 keys of video and 6 of text, saves the first."""
+
+
+def budget(value: float) -> Any:
+    """What AOT may keep of a graph's activations."""
+    return torch._functorch.config.patch(activation_memory_budget=value)
+
+
+def forgetful(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """A partitioner that recomputes every attention, whatever was said."""
+    for node in joint.graph.nodes:
+        if "scaled_dot_product" in str(node.target) and "backward" not in str(node.target):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+    return min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+def run_as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """A compiler that runs the graph."""
+    return graph.forward
+
+
+with_forgetful = aot_autograd(fw_compiler=run_as_it_is, partition_fn=forgetful)
+
+
+def executions(model: torch.nn.Module, inputs: Any) -> int:
+    """How many attention kernels one training step runs."""
+    support.count_cpu_attention()
+    support.executions.clear()
+    train_step(model, inputs)
+    return support.executions.total()
+
+
+class TestMemoryBudget:
+    @EACH_BACKEND
+    def test_around_compiled_blocks(self, backend: str) -> None:
+        model = compile_blocks(stack(policy="attn_only"), backend)
+        said = (
+            r"(?s)attn_only: aten\._scaled_dot_product_\w+\.default over \d+ keys ran again in the backward.*It is 0\.0"
+        )
+        with budget(0.0), pytest.raises(PolicyNotAppliedError, match=said):
+            train_step(model, stack_inputs())
+
+    @pytest.mark.parametrize("value", [0.0, 0.5])
+    @EACH_BACKEND
+    def test_in_a_compiled_model(self, backend: str, value: float) -> None:
+        model = compile_whole(stack(policy="attn_only"), backend)
+        said = rf"activation_memory_budget is {value}, by which .*fastac\.inform_partitioner"
+        with budget(value), pytest.raises(PolicyNotAppliedError, match=said):
+            train_step(model, stack_inputs())
+
+    def test_of_an_annotated_region(self) -> None:
+        model = stack(policy="attn_only")
+
+        def step(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.region_activation_memory_budget(0.0):
+                return model(video, text)
+
+        said = r"torch\.autograd\.graph\.region_activation_memory_budget is 0\.0"
+        with pytest.raises(PolicyNotAppliedError, match=said):
+            torch.compile(step, backend="aot_eager")(**stack_inputs())
+
+    @EACH_WAY
+    def test_one_that_leaves_everything_is_no_matter(self, way: str) -> None:
+        model = WAYS[way](stack(policy="attn_only"), "aot_eager")
+        with budget(1.0):
+            train_step(model, stack_inputs())
+            assert executions(model, stack_inputs()) == 4
+
+    def test_what_the_policy_leaves_to_recomputation_may_run_again(self) -> None:
+        """The partitioner knows that attention is work: it gives up the short one, which the policy does not save."""
+        model = compile_blocks(stack(policy=LONG_ONLY), "aot_eager")
+        inputs = stack_inputs()
+        expected = train_step(stack(policy="none"), inputs)
+        with budget(0.7):
+            assert_same(train_step(model, inputs), expected)
+            assert executions(model, inputs) in (6, 8)  # the short ones once or twice more
+
+    def test_compiled_anew_under_one(self) -> None:
+        """The block's attention is known by then, and its code is new."""
+        model = compile_blocks(stack(policy="attn_only"), "aot_eager")
+        for _ in range(2):
+            train_step(model, stack_inputs())
+        reset()
+        with budget(0.0), pytest.raises(PolicyNotAppliedError, match="ran again"):
+            train_step(model, stack_inputs())
+
+    def test_of_somebody_elses_model(self) -> None:
+        """Only graphs with checkpointed regions in them, or around them, are fastac's business."""
+        mine = compile_blocks(stack(policy="attn_only"), "aot_eager")
+        inputs = stack_inputs()
+        train_step(mine, inputs)
+        other = compile_blocks(stack(policy="none"), "aot_eager")
+        with budget(0.0):
+            torch._dynamo.reset()
+            assert executions(other, inputs) == 8
+        torch._dynamo.reset()
+        mine_whole = compile_whole(stack(policy="attn_only"), "aot_eager")
+        assert executions(mine_whole, inputs) == 4
+        torch._dynamo.reset()  # and dynamo counts compilations from the beginning
+        other_whole = compile_whole(stack(policy="none"), "aot_eager")
+        with budget(0.0):
+            assert executions(other_whole, inputs) == 8
+
+
+class TestPartitioner:
+    def test_that_recomputes_what_is_saved(self) -> None:
+        model = stack(policy="attn_only")
+        model.compile(backend=with_forgetful, dynamic=False)
+        with pytest.raises(PolicyNotAppliedError, match=r"ran again .* a partitioner of your own"):
+            train_step(model, stack_inputs())
+
+    def test_that_recomputes_only_what_is_not_saved(self) -> None:
+        model = stack(policy=LONG_ONLY)
+        model.compile(backend="aot_eager", dynamic=False)
+        train_step(model, stack_inputs())
+        assert executions(model, stack_inputs()) == 6
+
+    def test_policies_per_block(self) -> None:
+        """A block that is checkpointed fully runs its attention again, beside others that do not."""
+        model = stack(layers=3, policy="none")
+        fastac.enable(model, {"blocks.0": "full", "blocks.1": LONG_ONLY, "*": "attn_only"}, blocks="blocks")
+        compile_whole(model, "aot_eager")
+        inputs = stack_inputs()
+        train_step(model, inputs)
+        assert executions(model, inputs) == 6 + 2 + 1
+        assert_same(train_step(model, inputs), train_step(stack(layers=3, policy="none"), inputs))
+
+
+class TestRecompilation:
+    """Between a region's forward and its recompute."""
+
+    def test_of_everything(self) -> None:
+        model = compile_blocks(stack(policy="attn_only"), "aot_eager")
+        inputs = stack_inputs()
+        expected = train_step(stack(policy="none"), inputs)
+        train_step(model, inputs)
+        support.count_cpu_attention()
+        support.executions.clear()
+
+        def compile_anew(loss: torch.Tensor) -> None:
+            reset()
+            loss.backward()
+
+        assert_same(train_step(model, inputs, backward=compile_anew), expected)
+        assert support.executions.total() == 4
+
+    def test_with_another_budget_is_an_error(self) -> None:
+        """Other tensors are saved in recompute than in the forward: torch's own check."""
+        model = compile_blocks(stack(policy="attn_only"), "aot_eager")
+        inputs = stack_inputs()
+        train_step(model, inputs)
+        output = model(**inputs)
+        reset()
+        with budget(0.0), pytest.raises((PolicyNotAppliedError, torch.utils.checkpoint.CheckpointError)):
+            output.square().sum().backward()
+
+    def test_for_a_second_size_in_flight(self) -> None:
+        """Two forwards of different sizes before the backward of both: the first's recompute may meet other code."""
+        model, plain = compile_blocks(stack(policy="attn_only"), "aot_eager", None), stack(policy="none")
+        small, large = stack_inputs(), stack_inputs(batch=2)
+        for _ in range(2):
+            for one in (model, plain):
+                one.zero_grad()
+            support.count_cpu_attention()
+            support.executions.clear()
+            (model(**small).square().sum() + model(**large).square().sum()).backward()
+            count = support.executions.total()
+            (plain(**small).square().sum() + plain(**large).square().sum()).backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine.grad, theirs.grad)
+        assert count == 8
+
+
+def test_nothing_is_looked_at_before_something_was_compiled() -> None:
+    train_step(stack(policy="attn_only"), stack_inputs())
+    assert compiled_graphs._ran_again not in interception.watchers

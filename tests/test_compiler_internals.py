@@ -1,0 +1,64 @@
+"""Private names of torch's compiler: a name that went away is noticed, and nothing is used that is not named."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+import torch._functorch.config
+
+from fastac import compiler_internals
+
+
+def test_this_torch_has_every_name() -> None:
+    assert compiler_internals.missing() == []
+
+
+def test_a_name_that_is_not_there_is_reported() -> None:
+    absent = ["torch._no_module:at_all", "torch._functorch.partitioners:_gone"]
+    assert compiler_internals.missing(["torch._functorch.config:activation_memory_budget", *absent]) == absent
+
+
+def test_every_name_in_use_is_required_and_every_required_one_used() -> None:
+    module = ast.parse(Path(compiler_internals.__file__).read_text())
+    used = {
+        call.args[0].value
+        for call in ast.walk(module)
+        if isinstance(call, ast.Call)
+        and getattr(call.func, "id", "") == "_of"
+        and isinstance(call.args[0], ast.Constant)
+    }
+    assert used == set(compiler_internals._REQUIRED)
+
+
+def test_using_one_that_went_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_internals, "missing", lambda names: list(names))
+    with pytest.raises(
+        ImportError, match=r"fastac needs torch\.fx\.traceback\.current_meta, which torch .* seen in torch 2\.13"
+    ):
+        compiler_internals.memory_budget()
+
+
+def test_outside_any_compilation() -> None:
+    assert compiler_internals.memory_budget() == (1.0, "torch._functorch.config.activation_memory_budget")
+    assert compiler_internals.compile_id() is None
+    assert compiler_internals.proxy_tracer() is None
+    assert compiler_internals.compiled_function() is None
+    assert compiler_internals.module_stack() == []
+    assert not compiler_internals.in_recompute()
+
+
+def test_a_callback_stands_until_dynamo_is_reset() -> None:
+    calls = []
+    torch._dynamo.reset()
+    try:
+        assert compiler_internals.on_compile_start(calls.append)
+        assert not compiler_internals.on_compile_start(calls.append)
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+        assert [call.compile_id for call in calls] == ["0/0"]
+    finally:
+        torch._dynamo.reset()
+    assert compiler_internals.on_compile_start(calls.append)
+    torch._dynamo.reset()
