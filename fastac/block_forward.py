@@ -34,6 +34,10 @@ class Setting:
     policy: Policy | BlockPolicies
     engine: str
 
+    def policy_of(self, block: torch.nn.Module) -> Policy | None:
+        """The policy of one of the model's blocks."""
+        return self.policy.of(block) if isinstance(self.policy, BlockPolicies) else self.policy
+
 
 @dataclasses.dataclass
 class _Block:

@@ -28,6 +28,7 @@ from fastac.registry import ResolvedOp
 class TracedCall:
     """One attention call in a region that AOT traced. modules: name, as far as it is known, and class, outer first."""
 
+    policy: Policy
     call: Call
     modules: tuple[tuple[str, str], ...]
 
@@ -42,12 +43,12 @@ class Traced:
     has_full: bool = False
     budget: compiler_internals.Budget | None = None
 
-    def add(self, resolved: ResolvedOp, keys: Any, saved: bool, outputs: Any) -> None:
+    def add(self, policy: Policy, resolved: ResolvedOp, keys: Any, saved: bool, outputs: Any) -> None:
         """Note what was decided for a call that is being traced."""
         held = sum(_bytes_of(value) for value in torch_internals.tree_leaves(outputs)) if saved else 0
         if saved and self.tracer is not None and (budget := compiler_internals.memory_budget()).value != 1:
             self.budget = budget
-        self.calls.append(TracedCall(Call(resolved.name, _hint(keys), saved, held), _modules_here()))
+        self.calls.append(TracedCall(policy, Call(resolved.name, _hint(keys), saved, held), _modules_here()))
 
     def refuse_budget(self, policy: Policy) -> None:
         """Raise PolicyNotAppliedError where AOT would decide by a memory budget what the graph saves."""
@@ -173,19 +174,19 @@ def _told(function: type) -> tuple[Iterable[Policy], int]:
     return traced.policies, traced.recomputed
 
 
-def decided(block_class: str, names: Iterable[str]) -> dict[str, list[Call]]:
-    """For each of these blocks, what was decided for its calls when it was traced last; none that was not traced.
+def decided(block_class: str, policies: Mapping[str, Policy | None]) -> dict[str, list[Call]]:
+    """For each block, by name, what was decided for its calls when it was traced last; nothing where it was not.
 
-    A model's class and the names of its blocks tell them from others': what is known was learned from the graph.
+    policies: of the blocks. A block's class, name and policy tell it from others: a graph knows no more of it, so that
+    two models of one class are not told apart.
     """
     found: dict[str, list[Call]] = {}
-    wanted = {name: f".{name}" for name in names}
     for traced in _traced.values():
         mine: dict[str, list[Call]] = collections.defaultdict(list)
         for call in traced.calls:
-            outer = [f".{name}" for name, class_name in call.modules if class_name == block_class]
-            for name, ending in wanted.items():
-                if any(path.endswith(ending) for path in outer):
+            paths = [f".{name}" for name, class_name in call.modules if class_name == block_class]
+            for name, policy in policies.items():
+                if policy == call.policy and any(path.endswith(f".{name}") for path in paths):
                     mine[name].append(call.call)
         found.update(mine)
     return found

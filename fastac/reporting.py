@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastac import census, hook, models
+from fastac import census, compiled_graphs, hook, models
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.remarks import remarks
 
@@ -21,6 +21,8 @@ class ContainerReport:
 
     extra_bytes: of saved_bytes, what only the backward of opaque kernels needs. selection_bytes: beside saved_bytes,
     the choices of sparse attention. blocks_full: how many the policy checkpoints fully, which are not watched.
+    blocks_compiled: of blocks_seen, how many stand in a compiled graph. Of these it tells what was decided while the
+    graph was traced, for the input sizes of that trace; nothing of them is seen while the graph runs.
     """
 
     container: str
@@ -35,6 +37,7 @@ class ContainerReport:
     extra_bytes: int = 0
     selection_bytes: int = 0
     blocks_full: int = 0
+    blocks_compiled: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Report:
         for row in self.rows:
             notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
             notes += [f"{row.blocks_seen} seen"] * (row.blocks_seen + row.blocks_full != row.blocks)
+            notes += [f"{row.blocks_compiled} as decided when compiled"] * bool(row.blocks_compiled)
             seen = f" ({', '.join(notes)})" if notes else ""
             table.add_row(
                 f"{row.container or '(the model)'} x {row.blocks}{seen}",
@@ -81,6 +85,7 @@ class Report:
 def report(model: torch.nn.Module) -> Report:
     """What fastac saved and recomputed in the latest forward of each of a model's blocks.
 
+    Of blocks in a graph that torch.compile made it tells what was decided when the graph was traced.
     Raises FastacError for what is no module.
     """
     hook.check_module(model, "report")
@@ -90,27 +95,32 @@ def report(model: torch.nn.Module) -> Report:
     policies = setting.policy if setting is not None and isinstance(setting.policy, BlockPolicies) else BlockPolicies()
     containers = hook.containers_of(model)
     for container in containers:
-        records = [census.block_record(block) for block in container.blocks.values()]
-        latest = [record.latest for record in records if record is not None and record.latest is not None]
-        calls = [call for seen in latest for call in seen.calls]
+        records = {name: census.block_record(block) for name, block in container.blocks.items()}
+        seen = {name: record.latest for name, record in records.items() if record is not None and record.latest}
+        unseen = {name: block for name, block in container.blocks.items() if name not in seen}
+        told = {name: setting.policy_of(block) for name, block in unseen.items()} if setting is not None else {}
+        compiled = compiled_graphs.decided(container.block_class, told)
+        calls = [call for latest in seen.values() for call in latest.calls]
+        calls += [call for decided in compiled.values() for call in decided]
         saved = sum(call.saved for call in calls)
         rows.append(
             ContainerReport(
                 container=container.name,
                 block_class=container.block_class,
                 blocks=len(container.blocks),
-                blocks_seen=len(latest),
+                blocks_seen=len(seen) + len(compiled),
                 attention_calls=len(calls),
                 saved=saved,
                 recomputed=len(calls) - saved,
                 ops=tuple(dict.fromkeys(call.op.removesuffix(".default") for call in calls)),
                 saved_bytes=sum(call.saved_bytes for call in calls),
                 extra_bytes=sum(call.extra_bytes for call in calls),
-                selection_bytes=sum(seen.selection_bytes for seen in latest),
+                selection_bytes=sum(latest.selection_bytes for latest in seen.values()),
                 blocks_full=sum(
                     (policy := policies.of(block)) is not None and policy.saves_nothing
                     for block in container.blocks.values()
                 ),
+                blocks_compiled=len(compiled),
             )
         )
     return Report(
@@ -136,7 +146,7 @@ def _problem(model: torch.nn.Module, setting: Any, rows: list[ContainerReport]) 
     if saves_nothing(setting.policy):
         return "this policy saves nothing, and attention calls are not watched under it"
     if not seen:
-        return "no forward with gradients was seen yet (a model compiled as a whole decides while it compiles)"
+        return "no forward with gradients was seen yet"
     return ""
 
 

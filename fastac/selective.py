@@ -105,7 +105,7 @@ def traced_contexts(policy: Policy) -> Contexts:
         coarse.append(resolved.coarse_keys(args, kwargs))
         verdict = _verdict(resolved, policy, args, kwargs)
         saved = verdict is CheckpointPolicy.MUST_SAVE
-        traced.add(resolved, resolved.keys(args, kwargs), saved, context.op_output)
+        traced.add(policy, resolved, resolved.keys(args, kwargs), saved, context.op_output)
         return verdict
 
     def leave() -> None:

@@ -12,6 +12,8 @@ import fastac
 from fastac.policy import Policy
 from fastac.reporting import readable_bytes
 from tests import support
+from tests.test_compile import fresh_compiler as fresh_compiler
+from tests.test_compile import kernel_folder as kernel_folder
 
 WAN = "WanTransformer3DModel"
 CPU_OP = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -218,3 +220,79 @@ def test_bytes_for_people() -> None:
         "3.0 GiB",
         "2.0 TiB",
     ]
+
+
+class TestCompiledModel:
+    """Nothing is seen while a graph runs: the report tells what was decided while it was traced."""
+
+    @pytest.fixture(autouse=True)
+    def compiler(self, fresh_compiler: None) -> None:
+        """Nothing compiled so far."""
+
+    def compiled(self, policy: Any = "attn_only", dynamic: bool | None = False) -> tuple[Any, dict[str, Any]]:
+        model, inputs = support.build(WAN)
+        fastac.enable(model, policy)
+        model.compile(backend="aot_eager", dynamic=dynamic)
+        return model, inputs
+
+    def test_before_it_ran(self) -> None:
+        model, _ = self.compiled()
+        report = fastac.report(model)
+        assert report.problem == "no forward with gradients was seen yet"
+        assert (report.rows[0].blocks_seen, report.rows[0].blocks_compiled) == (0, 0)
+
+    def test_counts_and_bytes(self) -> None:
+        model, inputs = self.compiled(Policy("attn_only", min_kv=100))
+        support.train_step(model, inputs)
+        report = fastac.report(model)
+        (row,) = report.rows
+        assert report.problem == ""
+        assert (row.blocks_seen, row.blocks_compiled) == (2, 2)
+        assert (row.attention_calls, row.saved, row.recomputed) == (4, 2, 2)
+        assert row.ops == (CPU_OP,)
+        assert row.saved_bytes == 2 * bytes_of(batch=1, heads=2, queries=128, dim=12)
+        assert "blocks x 2 (2 as decided when compiled)" in str(report)
+
+    @pytest.mark.parametrize("dynamic", [False, None])
+    def test_of_the_latest_trace(self, dynamic: bool | None) -> None:
+        """A second size is traced anew, with symbols in place of what changed."""
+        model, inputs = self.compiled(dynamic=dynamic)
+        support.train_step(model, inputs)
+        video = inputs["hidden_states"]
+        support.train_step(model, inputs | {"hidden_states": torch.cat([video, video], dim=2)})
+        (row,) = fastac.report(model).rows
+        assert (row.attention_calls, row.saved, row.blocks_seen) == (4, 4, 2)
+        assert row.saved_bytes == 4 * bytes_of(batch=1, heads=2, queries=256, dim=12)
+
+    def test_policies_per_block(self) -> None:
+        model, inputs = self.compiled({"blocks.0": "full", "*": "attn_only"})
+        support.train_step(model, inputs)
+        (row,) = fastac.report(model).rows
+        assert (row.blocks_full, row.blocks_compiled, row.saved, row.recomputed) == (1, 1, 2, 0)
+
+    def test_another_policy_since(self) -> None:
+        model, inputs = self.compiled()
+        support.train_step(model, inputs)
+        fastac.enable(model, "long_attn_only")
+        assert fastac.report(model).rows[0].blocks_seen == 0
+        support.train_step(model, inputs)
+        assert (fastac.report(model).rows[0].saved, fastac.report(model).rows[0].recomputed) == (0, 4)
+
+    def test_inside_a_compiled_step(self) -> None:
+        """The model is a part of what was compiled."""
+        model, inputs = support.build(WAN)
+        fastac.enable(model)
+
+        def loss(**inputs: Any) -> torch.Tensor:
+            return model(**inputs, return_dict=False)[0].square().sum()
+
+        torch.compile(loss, backend="aot_eager")(**{k: v for k, v in inputs.items() if k != "return_dict"}).backward()
+        (row,) = fastac.report(model).rows
+        assert (row.saved, row.blocks_compiled) == (4, 2)
+
+    def test_a_graph_break_around_the_blocks(self) -> None:
+        model, inputs = self.compiled()
+        model.norm_out.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+        support.train_step(model, inputs)
+        (row,) = fastac.report(model).rows
+        assert (row.saved, row.blocks_seen) == (4, 2)
