@@ -1,4 +1,4 @@
-"""What both benchmarks share: how a model is built, the facts of the machine, and how a result is written."""
+"""What the benchmarks share: how a model is built, the facts of the machine, and how a result is written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
@@ -22,6 +23,27 @@ def build_model(cls: Any, dtype: torch.dtype, **config: Any) -> Any:
     diffusers.utils.logging.set_verbosity_error()  # it would rather keep norms in fp32: no matter without training
     torch.manual_seed(0)
     return cls(**config).to(dtype).train()
+
+
+class Allocated(NamedTuple):
+    """Bytes: still allocated at the end of a run, and at its worst moment, above what there was before."""
+
+    held: int
+    peak: int
+
+
+def allocated_bytes(run: Callable[[], Any]) -> Allocated:
+    """What a run allocates, as the allocator saw it. Its result is alive at the end."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    del result
+    return Allocated(held, peak)
 
 
 def processor() -> str:

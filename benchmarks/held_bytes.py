@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -35,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastac
-from common import RESULTS, build_model, write_result
+from common import RESULTS, allocated_bytes, build_model, write_result
 
 TOLERANCE = 0.01
 
@@ -189,16 +188,6 @@ def storages_of(values: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def allocated_bytes(run: Callable[[], Any]) -> int:
-    """Bytes that are still allocated when `run` has returned, while its result is alive."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = run()
-    events = profile.profiler.kineto_results.events()
-    total: int = sum(event.nbytes() for event in events if event.name() == "[memory]")
-    del result
-    return total
-
-
 @dataclass(frozen=True)
 class Row:
     """Bytes of one model under one policy."""
@@ -230,7 +219,7 @@ def measure(case: Case, policy: str, layers: int, dtype: torch.dtype) -> Row:
 
     forward()  # what is built once is built now
     gc.collect()
-    allocated = allocated_bytes(forward)
+    allocated = allocated_bytes(forward).held
     gc.collect()
     outside = [*model.parameters(), *model.buffers(), *(x for x in inputs.values() if isinstance(x, torch.Tensor))]
     meter = LiveStorages(outside)
@@ -263,7 +252,6 @@ def main() -> int:
     if options.layers < 1:
         parser.error("--layers must be at least 1")
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
     rows = [
         measure(case, policy, options.layers, dtype)
         for case in CASES

@@ -37,7 +37,6 @@ class TracedCall:
 class Traced:
     """The regions of one graph. has_full: some are checkpointed fully, and nothing is known of their calls."""
 
-    tracer: Any = None
     policies: set[Policy] = dataclasses.field(default_factory=set)
     calls: list[TracedCall] = dataclasses.field(default_factory=list)
     has_full: bool = False
@@ -46,7 +45,7 @@ class Traced:
     def add(self, policy: Policy, resolved: ResolvedOp, keys: Any, saved: bool, outputs: Any) -> None:
         """Note what was decided for a call that is being traced."""
         held = sum(_bytes_of(value) for value in torch_internals.tree_leaves(outputs)) if saved else 0
-        if saved and self.tracer is not None and (budget := compiler_internals.memory_budget()).value != 1:
+        if saved and torch_internals.in_proxy_trace() and (budget := compiler_internals.memory_budget()).value != 1:
             self.budget = budget
         self.calls.append(TracedCall(policy, Call(resolved.name, _hint(keys), saved, held), _modules_here()))
 
@@ -81,11 +80,7 @@ _backward = _Backward()
 
 def region(policy: Policy) -> Traced:
     """A region is about to be traced by AOT, in this thread."""
-    tracer = compiler_internals.proxy_tracer()
     traced = _of_this_compilation()
-    if traced.tracer is None or traced.tracer() is not tracer:  # the graph is traced anew
-        traced.tracer = weakref.ref(tracer) if tracer is not None else None
-        traced.calls, traced.budget = [], None
     if not policy.saves_nothing:
         traced.policies.add(policy)
         _look_at_backward()

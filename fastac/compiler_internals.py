@@ -19,10 +19,8 @@ import torch
 from fastac.torch_internals import COMPILED_NODE, SEEN_IN, function_of, sequence_number
 
 _REQUIRED = (
-    "torch._C:_TorchDispatchModeKey.PROXY",
     "torch._C:_autograd._top_saved_tensors_default_hooks",
     "torch._C:_current_autograd_node",
-    "torch._C:_get_dispatch_mode",
     "torch._dynamo.callback:callback_handler.start_callbacks",
     "torch._functorch.config:activation_memory_budget",
     "torch._functorch.partitioners:get_default_op_list",
@@ -103,12 +101,6 @@ def compile_id() -> str | None:
     """The id, such as "0/1", of what dynamo is compiling in this thread; None where nothing is."""
     current = _of("torch._guards:CompileContext.current_compile_id")()
     return None if current is None else str(current)
-
-
-def proxy_tracer() -> Any:
-    """What records operations into a graph in this thread; None where nothing does."""
-    mode = _of("torch._C:_get_dispatch_mode")(_of("torch._C:_TorchDispatchModeKey.PROXY"))
-    return getattr(mode, "tracer", None)
 
 
 def compiled_function() -> type | None:

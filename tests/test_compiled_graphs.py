@@ -144,6 +144,22 @@ class TestPartitioner:
         train_step(model, stack_inputs())
         assert executions(model, stack_inputs()) == 6
 
+    def test_what_one_block_saves_and_another_does_not(self) -> None:
+        """As many calls as were left to recomputation may run again, and no more."""
+        policies = {"blocks.0": LONG_ONLY, "*": "attn_only"}
+        inputs = stack_inputs()
+        for backend, works in (("aot_eager", True), (with_forgetful, False)):
+            reset()
+            model = stack(policy="none")
+            fastac.enable(model, policies, blocks="blocks")
+            model.compile(backend=backend, dynamic=False)
+            if works:
+                train_step(model, inputs)
+                assert executions(model, inputs) == 4 + 1
+            else:
+                with pytest.raises(PolicyNotAppliedError, match="ran again"):
+                    train_step(model, inputs)
+
     def test_policies_per_block(self) -> None:
         """A block that is checkpointed fully runs its attention again, beside others that do not."""
         model = stack(layers=3, policy="none")

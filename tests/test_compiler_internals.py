@@ -44,7 +44,6 @@ def test_using_one_that_went_says_which(monkeypatch: pytest.MonkeyPatch) -> None
 def test_outside_any_compilation() -> None:
     assert compiler_internals.memory_budget() == (1.0, "torch._functorch.config.activation_memory_budget")
     assert compiler_internals.compile_id() is None
-    assert compiler_internals.proxy_tracer() is None
     assert compiler_internals.compiled_function() is None
     assert compiler_internals.module_stack() == []
     assert not compiler_internals.in_recompute()
