@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import inspect
 import logging
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -55,7 +54,7 @@ class _Block:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        return types.MethodType(type(self.module).forward, self.module) if self.before is None else self.before
+        return type(self.module).forward.__get__(self.module) if self.before is None else self.before
 
 
 def put_on(model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], setting: Setting) -> None:

@@ -62,7 +62,6 @@ def checkpoint(
     Raises PolicyNotAppliedError when an attention call that the policy saves could not be saved, FastacError for
     what can not be honoured: reentrant checkpointing, a context_fn of the caller, debug mode.
     """
-    mixed = isinstance(policy, BlockPolicies)
     if isinstance(policy, BlockPolicies):
         policy = policy.of(function) or refuse_strange_block(function)
     else:
@@ -81,8 +80,7 @@ def checkpoint(
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
         if policy.saves_nothing:
-            if mixed:
-                traced_regions.note_full_region()
+            traced_regions.note_full_region()
             return full()
         traced_regions.prepare()
         return full(context_fn=functools.partial(traced_regions.contexts_while_tracing, policy))

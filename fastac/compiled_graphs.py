@@ -88,7 +88,7 @@ def region(policy: Policy) -> Traced:
 
 
 def has_full_region() -> None:
-    """dynamo met a region that is checkpointed fully, beside others that are not."""
+    """dynamo met a region that is checkpointed fully: attention of the graph it is in may well run again."""
     _of_this_compilation().has_full = True
 
 

@@ -22,7 +22,7 @@ def prepare() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
 def note_full_region() -> None:
-    """Take note of a region that saves nothing, among others that do."""
+    """Take note of a region that saves nothing, for others that do may be in the same graph."""
     compiled_graphs.has_full_region()
 
 

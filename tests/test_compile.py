@@ -695,6 +695,13 @@ class TestNumberOfGraphs:
             counted[one] = steps.compiled[-1][:2]
         assert counted[policy] == counted["none"] == (1, 0)
 
+    @pytest.mark.parametrize("policy", ["full", "attn_only"])
+    def test_blocks_that_were_named_are_in_the_graph(self, policy: str) -> None:
+        model = stack(policy="none")
+        fastac.enable(model, policy, blocks="blocks")
+        train(compile_whole(model, "aot_eager"), stack_inputs(), steps=1)
+        assert compiled_so_far()[:2] == (1, 0)
+
     def test_the_whole_model_is_one_graph(self) -> None:
         model = stack(policy="attn_only")
         model.compile(backend="aot_eager", fullgraph=True)
