@@ -1,6 +1,7 @@
-"""Writes docs/backends.md, docs/models.md and a table of README.md; `tests/test_docs.py` fails when one is stale.
+"""Writes docs/backends.md, docs/models.md, and the tables of README.md and docs/compile.md.
 
-The models are tried for it, as `fastac check --all` does.
+`tests/test_docs.py` fails when one is stale. The models are tried for it, as `fastac check --all` does; what was measured comes
+from benchmarks/results.
 
 python docs/generate.py
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 import runpy
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,7 +27,7 @@ from fastac.rows import AttentionOp, DecompositionOp, SelectionOp, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"
-BEGIN, END = "<!-- Written by docs/generate.py: models -->", "<!-- models -->"
+COMPOSITIONS = ROOT / "benchmarks" / "results" / "compositions_cpu.json"
 
 TESTS = {
     "scaled_dot_product_attention": ("test_sdpa.py",),
@@ -181,12 +183,49 @@ def models() -> str:
 
 def readme() -> str:
     """README.md with its table of models made anew."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    headings = ("model", "attention kernels per step", "run again under `full`", "under `attn_only`", "attention backend", "remarks")
+    headings = (
+        "model",
+        "attention kernels per step",
+        "run again under `full`",
+        "under `attn_only`",
+        "attention backend",
+        "remarks",
+    )
     rows = ((f"`{one.name}`", *_counts(one), one.backend, _remark(one)) for one in _checked())
-    return f"{before}{BEGIN}\n{_table(headings, rows)}\n{END}{after}"
+    return _with_table("README.md", "models", _table(headings, rows))
+
+
+def compositions() -> str:
+    """docs/compile.md with the table of what benchmarks/compositions.py measured."""
+    measured = json.loads(COMPOSITIONS.read_text(encoding="utf-8"))
+    shapes = (
+        f"{measured['layers']} blocks, {measured['tokens']} video tokens, {measured['text_tokens']} of text, batch "
+        f"{measured['batch']}, {measured['dtype']}, torch {measured['machine']['torch']} on a CPU."
+    )
+    headings = ("model", "compiled by", "composition", "attention", "graphs", "breaks", "held MiB", "peak MiB", "error")
+    rows = (
+        (
+            row["model"],
+            row["backend"] if row["backend"] != "eager" else "",
+            row["composition"],
+            f"{row['attention']} + {row['again']}",
+            f"{row['graphs']} ({row['plain_graphs']})",
+            f"{row['graph_breaks']} ({row['plain_graph_breaks']})",
+            f"{row['held'] / 2**20:.1f}",
+            f"{row['peak'] / 2**20:.1f}",
+            f"{row['error']:.0e}" if row["error"] else "0",
+        )
+        for row in measured["results"]
+    )
+    return _with_table("docs/compile.md", "compositions", f"{shapes}\n\n{_table(headings, rows)}")
+
+
+def _with_table(document: str, name: str, table: str) -> str:
+    """A document with the table between its two marks made anew."""
+    begin, end = f"<!-- Written by docs/generate.py: {name} -->", f"<!-- {name} -->"
+    before, _, rest = (ROOT / document).read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 @functools.cache
@@ -208,6 +247,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "docs/backends.md": backends,
     "docs/models.md": models,
     "README.md": readme,
+    "docs/compile.md": compositions,
 }
 
 

@@ -42,11 +42,41 @@ def test_made_documents_are_not_stale(made: dict[str, str]) -> None:
 
 
 def test_every_made_document_is_looked_at(made: dict[str, str]) -> None:
-    assert set(made) == {"docs/backends.md", "docs/models.md", "README.md"}
+    assert set(made) == {"docs/backends.md", "docs/models.md", "docs/compile.md", "README.md"}
     documents = [path for path in DOCUMENTS if "Written by docs/generate.py" in path.read_text(encoding="utf-8")]
     assert {path.relative_to(ROOT).as_posix() for path in documents} == set(made)
     for row in models.MODELS:
         assert made["README.md"].count(f"| `{row}` |") == made["docs/models.md"].count(f"| `{row}` |") == 1
+
+
+def test_no_composition_is_silently_full() -> None:
+    """Of the figures that docs/compile.md shows."""
+    measured = json.loads((ROOT / "benchmarks" / "results" / "compositions_cpu.json").read_text(encoding="utf-8"))
+    rows = [row for row in measured["results"] if row["policy"] == "attn_only"]
+    assert {row["model"] for row in rows} == {"Wan", "LTX", "HunyuanVideo"}
+    assert {row["backend"] for row in rows} == {"eager", "aot_eager", "inductor"}
+    for row in rows:
+        assert row["attention"] > 0, row
+        assert row["again"] == 0, row
+        assert row["error"] < 1e-5, row
+
+
+@pytest.mark.slow
+def test_the_compositions_are_measured_as_the_document_says(tmp_path: Path) -> None:
+    """Fewer of them: attention, graphs and gradients are checked by the benchmark itself."""
+    command = ["benchmarks/compositions.py", "--check", "--models", "Wan", "--backends", "aot_eager"]
+    run = [sys.executable, *command, "--output", str(tmp_path / "measured.json")]
+    ran = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = {row["composition"]: row for row in json.loads((tmp_path / "measured.json").read_text())["results"]}
+    shown = json.loads((ROOT / "benchmarks" / "results" / "compositions_cpu.json").read_text(encoding="utf-8"))
+    for row in shown["results"]:
+        if row["model"] == "Wan" and row["backend"] != "inductor":
+            mine = found[row["composition"]]
+            assert [mine[name] for name in ("attention", "again", "graphs")] == [
+                row[name] for name in ("attention", "again", "graphs")
+            ]
+            assert abs(mine["held"] / row["held"] - 1) < 0.02, row["composition"]
 
 
 def test_every_library_with_a_parity_test_is_told_about() -> None:
