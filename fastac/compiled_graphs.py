@@ -93,15 +93,10 @@ def has_full_region() -> None:
 
 
 def _of_this_compilation() -> Traced:
-    if compiler_internals.on_compile_start(_forget):
-        _traced.clear()  # dynamo was reset, and counts from the beginning
+    if compiler_internals.was_reset():
+        _traced.clear()
     name = compiler_internals.compile_id()
     return Traced() if name is None else _traced.setdefault(name, Traced())
-
-
-def _forget(started: Any) -> None:
-    if started.callback_trigger.name == "DYNAMO":
-        _traced.pop(started.compile_id, None)
 
 
 def watch(nodes: Iterable[Any], policy: Policy) -> None:
@@ -161,7 +156,7 @@ def _told(function: type) -> tuple[Iterable[Policy], int]:
     watched = _watched.get(function)
     if watched is not None:
         return watched, 0
-    if compiler_internals.on_compile_start(_forget):
+    if compiler_internals.was_reset():
         _traced.clear()
     traced = _traced.get(compiler_internals.compile_id_of(function) or "")
     if traced is None or traced.has_full:

@@ -120,16 +120,20 @@ def compile_id_of(function: type) -> str | None:
     return getattr(getattr(function, "metadata", None), "compile_id_str", None)
 
 
-def on_compile_start(callback: Callable[[Any], None]) -> bool:
-    """Call back with the arguments of torch's own callbacks whenever a compilation starts, until dynamo is reset.
+def was_reset() -> bool:
+    """Whether dynamo was reset since the last call, or this is the first: then it counts compilations from 0/0 again.
 
-    Returns whether the callback is new: at the first time, or because dynamo was reset since.
+    A reset takes every callback away, so one that does nothing tells.
     """
     callbacks = _of("torch._dynamo.callback:callback_handler.start_callbacks")
-    if callback in callbacks:
+    if _do_nothing in callbacks:
         return False
-    callbacks.append(callback)
+    callbacks.append(_do_nothing)
     return True
+
+
+def _do_nothing(_: Any) -> None:
+    pass
 
 
 def running_node() -> tuple[type, int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 
 import fastac
 from fastac.policy import Policy
@@ -296,3 +297,12 @@ class TestCompiledModel:
         support.train_step(model, inputs)
         (row,) = fastac.report(model).rows
         assert (row.saved, row.blocks_seen) == (4, 2)
+
+    def test_after_a_compilation_that_failed(self) -> None:
+        """What was traced in vain does not count."""
+        model, inputs = self.compiled()
+        with torch._functorch.config.patch(activation_memory_budget=0.0), pytest.raises(fastac.PolicyNotAppliedError):
+            support.train_step(model, inputs)
+        support.train_step(model, inputs)
+        (row,) = fastac.report(model).rows
+        assert (row.attention_calls, row.saved, row.blocks_seen) == (4, 4, 2)
