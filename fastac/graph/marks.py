@@ -20,7 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastac.errors import FastacError
 from fastac.graph import internals
 
-KEY = "fastac_mark"
+FORWARD, BACKWARD = "fastac_forward", "fastac_backward"
+"""Keys of the marks. Two, because AOT copies what a forward node carries onto the backward nodes of its gradient."""
+
 _numbers = itertools.count()
 
 
@@ -60,11 +62,16 @@ class Mark:
     reads: tuple[tuple[int, str], ...]
     names: tuple[str, ...] = dataclasses.field(repr=False)
 
+    def __deepcopy__(self, memo: object) -> Mark:
+        return self  # AOT copies it deeply for every backward node
+
 
 def mark_of(node: Node) -> Mark | None:
     """The mark that a node carries."""
     custom = node.meta.get("custom")
-    return custom.get(KEY) if isinstance(custom, dict) else None
+    if not isinstance(custom, dict):
+        return None
+    return custom.get(BACKWARD) or (None if node.meta.get("autograd_backward") else custom.get(FORWARD))
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
@@ -158,7 +165,10 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
             reads,
             names,
         )
-        node.meta["custom"] = {**(node.meta.get("custom") or {}), KEY: mark}
+        custom = {
+            key: value for key, value in (node.meta.get("custom") or {}).items() if key not in (FORWARD, BACKWARD)
+        }
+        node.meta["custom"] = {**custom, BACKWARD if is_backward else FORWARD: mark}
     return len(names)
 
 

@@ -22,7 +22,6 @@ from fastac.graph.marks import (
     depends_on_tangents,
     find_saved,
     held_bytes,
-    is_alias,
     mark_of,
     memory_of,
     outputs_of,
@@ -57,11 +56,12 @@ class _ReplayingPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
                 f"partitioner saved are not found in the joint graph: {', '.join(lost)}. A pass between the two "
                 f"compiles replaced their nodes without copying node.meta['custom']. Run it later, or let it copy that."
             )
-        gathers = {node for node in tag_gathers(joint.graph, static_lifetime_input_indices) if mark_of(node) is None}
-        needed, recomputed = _tag_replay(joint.graph, num_fwd_outputs, found.saved - gathers)
-        kept, dropped = ({memory_of(n) for n in nodes} for nodes in (needed, (*recomputed, *gathers)))
-        memory = {node.name: memory_of(node) for node in joint.graph.nodes}
-        same = _give_tags_to_equals(joint.graph, needed, recomputed)
+        chain = tag_gathers(joint.graph, static_lifetime_input_indices)
+        gathers = {node for node in chain if mark_of(node) is None and mark_of(memory_of(node)) is None}
+        equals = _equal_nodes(joint.graph)
+        needed, recomputed = _tag_replay(joint.graph, num_fwd_outputs, found.saved - gathers, equals)
+        first = {node.name: equals[memory_of(node)] for node in joint.graph.nodes}
+        kept, dropped = ({first[node.name] for node in nodes} for nodes in (needed, recomputed | gathers))
         forward, backward = partition(
             internals.min_cut,
             joint,
@@ -70,10 +70,12 @@ class _ReplayingPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
             static_lifetime_input_indices=static_lifetime_input_indices,
             **options,
         )
-        saves = {same[memory[node.name].name] for node in saved_nodes(forward, num_fwd_outputs)}
-        kept_names = {same[node.name] for node in kept if node.op == "call_function"}
-        missing = sorted(kept_names - saves)
-        extra = sorted({same[node.name] for node in dropped if node.op == "call_function"} & saves - kept_names)
+        saves = {first.get(node.name, node) for node in saved_nodes(forward, num_fwd_outputs)}
+        computed = {
+            first[node.name] for node in backward.graph.nodes if node.op == "call_function" and node.name in first
+        }
+        missing = sorted(node.name for node in (kept & computed) - saves)
+        extra = sorted(node.name for node in (dropped & saves) - kept if node.op == "call_function")
         if missing or extra:
             raise CompiledPolicyNotAppliedError(
                 f"replaying_partitioner: the second partition differs from the first. Saved then and not now: "
@@ -99,16 +101,19 @@ min-cut to decide. Raises PolicyNotAppliedError, with their names, when saved va
 """
 
 
-def _tag_replay(graph: Graph, num_fwd_outputs: int, saved: set[Node]) -> tuple[set[Node], set[Node]]:
+def _tag_replay(
+    graph: Graph, num_fwd_outputs: int, saved: set[Node], equals: dict[Node, Node]
+) -> tuple[set[Node], set[Node]]:
     """Tag what the marked graphs save and recompute; returns what of both the backward needs.
 
     Only what is needed is tagged: torch keeps the inputs of every node that it must recompute.
     """
-    dependent = depends_on_tangents(graph)
     for node in graph.nodes:
         if mark_of(node) is not None:
             node.meta.pop("recompute", None)
             node.meta.pop("ac_graph_id", None)
+    dependent = depends_on_tangents(graph)
+    saved_values = {equals[node] for node in saved - dependent}
     needed: set[Node] = set()
     recomputed: set[Node] = set()
     pending = [node for user in dependent for node in user.all_input_nodes]
@@ -119,22 +124,27 @@ def _tag_replay(graph: Graph, num_fwd_outputs: int, saved: set[Node]) -> tuple[s
         if node in seen:
             continue
         seen.add(node)
-        if node in saved:
+        if equals[node] in saved_values:
             needed.add(node)
         elif node.op == "call_function" and _is_recomputed(node):
             recomputed.add(node)
             pending.extend(node.all_input_nodes)
     needed = {node for node in needed if not (node.target is operator.getitem and node.args[0] in recomputed)}
-    for node in recomputed:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    for node in needed:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        memory = memory_of(node)  # torch takes no ban for a view
-        if memory.op == "call_function":
-            memory.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        if memory.target is operator.getitem:
-            memory.all_input_nodes[0].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    # Equal nodes are tagged alike: common subexpression elimination leaves one of them, whichever it likes.
+    _tag(graph, equals, recomputed, CheckpointPolicy.MUST_RECOMPUTE)
+    _tag(graph, equals, needed, CheckpointPolicy.MUST_SAVE)
+    memory = {memory_of(node) for node in needed}  # of a view, for which torch takes no tag
+    _tag(graph, equals, memory, CheckpointPolicy.MUST_SAVE)
+    producers = {node.all_input_nodes[0] for node in memory if node.target is operator.getitem}
+    _tag(graph, equals, producers, CheckpointPolicy.MUST_SAVE)
     return needed, recomputed
+
+
+def _tag(graph: Graph, equals: dict[Node, Node], nodes: set[Node], decision: CheckpointPolicy) -> None:
+    values = {equals[node] for node in nodes}
+    for node in graph.nodes:
+        if node.op == "call_function" and equals[node] in values:
+            node.meta["recompute"] = decision
 
 
 def _is_recomputed(node: Node) -> bool:
@@ -143,26 +153,17 @@ def _is_recomputed(node: Node) -> bool:
         return _is_recomputed(node.all_input_nodes[0])
     mark = mark_of(node)
     if mark is None:
-        return is_alias(node)
+        return memory_of(node) is not node  # autograd keeps views of what it keeps, and AOT makes views anew
     return not mark.returned and not draws(node)
 
 
-def _give_tags_to_equals(graph: Graph, needed: set[Node], recomputed: set[Node]) -> dict[str, str]:
-    """Tag nodes of equal value alike, since of these common subexpression elimination leaves one, whichever it likes.
-
-    Returns the name of the first of its equals for every node.
-    """
-    first: dict[Node, str] = {}
-    equals: dict[object, list[Node]] = {}
+def _equal_nodes(graph: Graph) -> dict[Node, Node]:
+    """The first node of equal value for every node, as common subexpression elimination would see them."""
+    equals: dict[Node, Node] = {}
+    found: dict[object, Node] = {}
     for node in graph.nodes:
         key: object = node
         if node.op == "call_function" and not draws(node):
-            key = (node.target, *(str(map_arg(part, lambda n: first[n])) for part in (node.args, node.kwargs)))
-        equals.setdefault(key, []).append(node)
-        first[node] = equals[key][0].name
-    for group in equals.values():
-        for tagged in (recomputed, needed):  # what is saved for one needs no recompute for another
-            if one := next((node for node in group if node in tagged), None):
-                for node in group:
-                    node.meta["recompute"] = one.meta["recompute"]
-    return {node.name: name for node, name in first.items()}
+            key = (node.target, *(str(map_arg(part, lambda n: equals[n])) for part in (node.args, node.kwargs)))
+        equals[node] = found.setdefault(key, node)
+    return equals
