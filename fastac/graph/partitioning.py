@@ -88,6 +88,13 @@ def partition(then: Partition, joint: GraphModule, joint_inputs: Sequence[object
         for node in module.graph.nodes:
             node.target = getattr(node.target, "fastac_op", node.target)
         drop_dead_collectives(module)
+    in_forward = {node.name for node in forward.graph.nodes if node.op == "call_function" and draws(node)}
+    if twice := [n.name for n in backward.graph.nodes if n.op == "call_function" and n.name in in_forward and draws(n)]:
+        raise FastacError(
+            f"The partitioner {_name(then)} runs ops in backward again that draw random numbers, without restoring the "
+            f"generator: {', '.join(twice)}. Gradients would be wrong. torch's min-cut does that under "
+            f"activation_memory_budget: set it to 1, or recompute by policy and tags."
+        )
     return forward, backward
 
 

@@ -61,7 +61,8 @@ class _ReplayingPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
         equals = _equal_nodes(joint.graph)
         needed, recomputed = _tag_replay(joint.graph, num_fwd_outputs, found.saved - gathers, equals)
         first = {node.name: equals[memory_of(node)] for node in joint.graph.nodes}
-        kept, dropped = ({first[node.name] for node in nodes} for nodes in (needed, recomputed | gathers))
+        kept = {first[node.name] for node in needed}
+        dropped = {equals[node] for node in recomputed | gathers if memory_of(node) is node}
         forward, backward = partition(
             internals.min_cut,
             joint,
