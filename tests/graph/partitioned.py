@@ -189,8 +189,23 @@ class ShardedLinear(torch.nn.Module):
         super().__init__()
         self.shard = torch.nn.Parameter(torch.randn(width_out // WORLD, width_in) * 0.02)
 
+    def weight(self) -> torch.Tensor:
+        """The whole weight."""
+        whole: torch.Tensor = _Gather.apply(self.shard)
+        return whole
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, _Gather.apply(self.shard))
+        return F.linear(x, self.weight())
+
+
+class ColumnShardedLinear(ShardedLinear):
+    """A linear layer of which each rank holds columns: they come one below the other, and are joined again."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in // WORLD, width_out * WORLD)
+
+    def weight(self) -> torch.Tensor:
+        return torch.cat(super().weight().chunk(WORLD), dim=1)
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
@@ -240,7 +255,8 @@ class Llama(torch.nn.Module):
         return self.out(_norm(x))
 
 
-def llama(layers: int = 4) -> tuple[Llama, tuple[torch.Tensor]]:
-    """A sharded model in bfloat16, and its input."""
+def llama(layers: int = 4, columns: bool = False) -> tuple[Llama, tuple[torch.Tensor]]:
+    """A sharded model in bfloat16, and its input. columns: of each weight a rank holds columns, not rows."""
     torch.manual_seed(0)
-    return Llama(layers), (torch.randn(2, 32, 64, dtype=torch.bfloat16),)
+    model = Llama(layers, linear=ColumnShardedLinear if columns else ShardedLinear)
+    return model, (torch.randn(2, 32, 64, dtype=torch.bfloat16),)

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac import PolicyNotAppliedError, graph
 from fastac.graph.gathers import drop_dead_collectives, parameters_of
-from fastac.graph.marks import memory_of
 from tests.graph.partitioned import (
     WORLD,
     Partitioned,
@@ -39,8 +38,8 @@ def eight_ranks() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def partitioned(partition: Any, layers: int = 4) -> Split:
-    model, args = llama(layers)
+def partitioned(partition: Any, layers: int = 4, columns: bool = False) -> Split:
+    model, args = llama(layers, columns)
     watched = Watched(partition)
     Partitioned(model, args, watched)
     return watched.split
@@ -48,7 +47,14 @@ def partitioned(partition: Any, layers: int = 4) -> Split:
 
 def weights(split: Split) -> list[str]:
     """Saved values that are gathered weights in some layout."""
-    return [node.name for node in split.saved if memory_of(node).target is FUNCTIONAL.wait_tensor.default]
+    kinds: dict[Node, set[str]] = {}
+    for node in split.forward.graph.nodes:
+        kinds[node] = set().union(*(kinds[source] for source in node.all_input_nodes))
+        if node.op == "placeholder":
+            kinds[node] = {"parameter" if node.meta["desc"].is_param() else "input"}
+        elif is_gather(node):
+            kinds[node].add("gather")
+    return [node.name for node in split.saved if kinds[node] == {"gather", "parameter"}]
 
 
 def gathers_alone(joint: GraphModule, inputs: Any, **options: Any) -> Any:
@@ -75,10 +81,15 @@ def test_without_the_guard_all_of_them_are_saved() -> None:
     assert bare.held_bytes - gathered <= guarded.held_bytes < bare.held_bytes
 
 
-def test_tagging_the_gather_alone_saves_transposed_weights() -> None:
-    partly = partitioned(gathers_alone)
-    assert weights(partly) != []
-    assert partly.held_bytes > partitioned(graph.partitioner("attn_only")).held_bytes
+def test_tagging_the_gather_alone_saves_what_follows() -> None:
+    """Parameters that are sharded by columns are cut and joined after the gather."""
+    partly = partitioned(gathers_alone, columns=True)
+    guarded = partitioned(graph.partitioner("attn_only"), columns=True)
+    assert len(weights(partly)) == 26
+    assert weights(guarded) == []
+    assert partly.gathers[0] == guarded.gathers[0] == 29
+    assert guarded.gathers[1] == 26
+    assert partly.held_bytes > 1.5 * guarded.held_bytes
 
 
 def test_a_partitioner_that_saves_them_is_refused() -> None:
@@ -145,7 +156,7 @@ def test_coalesced_gathers_and_gathers_in_two_steps() -> None:
     def function(one: torch.Tensor, two: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         parts = FUNCTIONAL.all_gather_into_tensor_coalesced([one, two], WORLD, group())
         first, second = (FUNCTIONAL.wait_tensor(part) for part in parts)
-        return x @ gather(first.t().contiguous()) + second.sum()
+        return x @ gather(first.t().contiguous()).t() + second.sum()
 
     names, _ = chain_of(function, torch.randn(1, 8), torch.randn(1, 8), torch.randn(2, 8), parameters=2)
     assert sum("all_gather" in name for name in names) == 2

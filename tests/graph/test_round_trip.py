@@ -455,7 +455,7 @@ def test_recomputed_attention_that_draws_unknown_to_torch_is_refused(rows_as_bef
             return torch.ops.round_trip_test.drawing(x, x, x, self.dropout)
 
     args = (torch.randn(1, 2, 8, 4),)
-    with pytest.raises(FastacError, match="lacks torch.Tag.nondeterministic_seeded"):
+    with pytest.raises(FastacError, match=r"lacks torch\.Tag\.nondeterministic_seeded"):
         Partitioned(Drawing(0.1), args, graph.partitioner("full"))
     Partitioned(Drawing(0.0), args, graph.partitioner("full"))
     Partitioned(Drawing(0.1), args, graph.partitioner("attn_only"))
