@@ -75,7 +75,7 @@ class _PolicyPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
 
 
 def partition(then: Partition, joint: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
-    """Split a tagged joint graph.
+    """Split a tagged joint graph. Raises FastacError where the backward would draw other random numbers.
 
     torch wraps each op that is recomputed and may draw random numbers, so that its generator is restored, and can not
     trace such a wrapped op again. Attention that draws none in this call goes without.
@@ -142,6 +142,7 @@ def _value(node: Any) -> Any:
 
 
 def tag_gathers(graph: Graph, static_indices: Iterable[int] | None) -> list[Node]:
+    """Tag the chains of gathered parameters; static_indices: `static_lifetime_input_indices` of a partitioner."""
     return recompute_parameter_gathers(graph, parameters_of(graph, static_indices))
 
 
