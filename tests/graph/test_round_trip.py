@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError, graph
 from fastac.graph import internals, marks
+from fastac.graph import round_trip as round_trip_module
 from tests.graph.partitioned import (
     Llama,
     Partitioned,
@@ -474,3 +475,58 @@ def test_attention_is_tagged_with_what_it_returns() -> None:
     Partitioned(model, args, graph.partitioner("attn_only", then=look))
     assert len(tags) == 12
     assert set(tags) == {CheckpointPolicy.MUST_SAVE}
+
+
+# What the tests above do not take apart
+
+
+def test_a_second_partition_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(joint: GraphModule, inputs: Any, **options: Any) -> Any:
+        for node in joint.graph.nodes:
+            node.meta.pop("recompute", None)
+        return min_cut(joint, inputs, **options)
+
+    model, args = stack()
+    with torch._functorch.config.patch(activation_memory_budget=SMALL):
+        once = Partitioned(model, args, graph.partitioner("attn_only"))
+    monkeypatch.setattr(internals, "min_cut", careless)
+    with pytest.raises(PolicyNotAppliedError, match=r"differs from the first.*Recomputed then and saved now: \w+"):
+        gradients_of(model, compiled_again(once, graph.replaying_partitioner), args)
+
+
+def test_backward_nodes_keep_their_own_marks() -> None:
+    """AOT copies what a forward node carries onto the backward nodes of the same autograd node."""
+    model, args = stack()
+    seen: list[bool | None] = []
+
+    def look(joint: GraphModule) -> None:
+        found = [marks.mark_of(node) for node in joint.graph.nodes if node.meta.get("autograd_backward")]
+        seen.extend(None if mark is None else mark.backward for mark in found)
+
+    round_trip(model, args, graph.partitioner("attn_only"), graph.replaying_partitioner, budget=SMALL, before=look)
+    assert seen.count(True) > 100
+    assert False not in seen
+
+
+def test_a_forward_mark_on_a_backward_node_does_not_count() -> None:
+    made = Graph()
+    node = made.call_function(torch.ops.aten.sin.default, (made.placeholder("x"),))
+    mark = marks.Mark(0, "sin", "aten.sin.default", False, (), False, 1, (), ("sin",))
+    node.meta["custom"] = {marks.FORWARD: mark}
+    assert marks.mark_of(node) is mark
+    node.meta["autograd_backward"] = True
+    assert marks.mark_of(node) is None
+
+
+def test_equal_nodes_are_those_that_draw_nothing() -> None:
+    made = Graph()
+    x = made.placeholder("x")
+    sines = [made.call_function(torch.ops.aten.sin.default, (x,)) for _ in range(2)]
+    twice = [made.call_function(torch.ops.aten.mul.Tensor, (sine, 2)) for sine in sines]
+    other = made.call_function(torch.ops.aten.mul.Tensor, (sines[0], 3))
+    drawn = [made.call_function(torch.ops.aten.native_dropout.default, (x, 0.5, True)) for _ in range(2)]
+    equals = round_trip_module._equal_nodes(made)
+    assert equals[sines[1]] is sines[0]
+    assert equals[twice[1]] is twice[0]
+    assert equals[other] is other
+    assert equals[drawn[1]] is drawn[1]
