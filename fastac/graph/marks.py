@@ -1,0 +1,281 @@
+"""What a partitioner decided, written onto the nodes of its graphs so that a second trace carries it along.
+
+A mark stands in node.meta["custom"], which make_fx copies onto every node that it makes while the node runs, provided
+the graph is run by an Interpreter under `torch.fx.traceback.preserve_node_meta()`. The nodes that take an item out of
+an op with several outputs are no op calls and carry nothing, so the op itself says which of its outputs are saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fastac.errors import FastacError
+from fastac.graph import internals
+
+FORWARD, BACKWARD = "fastac_forward", "fastac_backward"
+"""Keys of the marks. Two, because AOT copies what a forward node carries onto the backward nodes of its gradient."""
+
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One saved output of a node. item: which one, None for a node with one output; shape: None where symbolic."""
+
+    name: str
+    item: int | None
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+
+    def looks_like(self, node: Node) -> bool:
+        """Whether a node has a value of this dtype and shape."""
+        tensor = node.meta.get("val")
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != self.dtype or tensor.dim() != len(self.shape):
+            return False
+        return all(ours in (None, theirs) for ours, theirs in zip(self.shape, _sizes(tensor), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Where a node of a second trace comes from, and what the first partitioner decided about it.
+
+    graph: number of the partitioned graph; node, target: of the node there. backward: it ran in the backward.
+    saved: its outputs that are saved. returned: an output of it is the user's. reads: position among its `inputs`
+    input nodes -> name of the saved value that is read there. names: of all values that graph saves.
+    """
+
+    graph: int
+    node: str
+    target: str
+    backward: bool
+    saved: tuple[Value, ...]
+    returned: bool
+    inputs: int
+    reads: tuple[tuple[int, str], ...]
+    names: tuple[str, ...] = dataclasses.field(repr=False)
+
+    def __deepcopy__(self, memo: object) -> Mark:
+        return self  # AOT copies it deeply for every backward node
+
+
+def mark_of(node: Node) -> Mark | None:
+    """The mark that a node carries."""
+    custom = node.meta.get("custom")
+    if not isinstance(custom, dict):
+        return None
+    return custom.get(BACKWARD) or (None if node.meta.get("autograd_backward") else custom.get(FORWARD))
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
+    return tuple(size if isinstance(size, int) else None for size in tensor.shape)
+
+
+def outputs_of(graph: Graph) -> list[Node | None]:
+    """What a graph returns, flat; None for what is no node."""
+    (output,) = graph.find_nodes(op="output")
+    return [value if isinstance(value, Node) else None for value in _flat(output.args)]
+
+
+def _flat(value: object) -> list[object]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def saved_nodes(forward: GraphModule, num_fwd_outputs: int) -> list[Node]:
+    """Tensors that a partitioned forward returns for its backward."""
+    extra = outputs_of(forward.graph)[num_fwd_outputs:]
+    return [node for node in extra if node is not None and isinstance(node.meta.get("val"), torch.Tensor)]
+
+
+def held_bytes(forward: GraphModule, num_fwd_outputs: int) -> int:
+    """Bytes that a partitioned forward keeps for its backward, beyond its inputs; each storage once."""
+    storages = {}
+    inputs = {_storage(node) for node in forward.graph.find_nodes(op="placeholder")}
+    for node in saved_nodes(forward, num_fwd_outputs):
+        if node.op == "call_function" and _storage(node) not in inputs:
+            storages[_storage(node)] = node.meta["val"].untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _storage(node: Node) -> Any:
+    value = node.meta.get("val")
+    return StorageWeakRef(value.untyped_storage()).cdata if isinstance(value, torch.Tensor) else node
+
+
+def depends_on_tangents(graph: Graph) -> set[Node]:
+    """Nodes of a joint graph that belong to the backward because of what they are computed from."""
+    dependent: set[Node] = set()
+    for node in graph.nodes:
+        if internals.is_tangent(node) or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
+
+
+def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num_fwd_outputs: int) -> int:
+    """Mark a partitioned forward, and its backward, so that `replaying_partitioner` can save the same again.
+
+    num_fwd_outputs: how many outputs of the forward are the user's; the others are saved. Without `backward`, what it
+    recomputes is not told from other code. Returns how many values are marked: parameters and other inputs are not
+    counted, they need no mark. Raises FastacError for fewer outputs than that.
+    """
+    outputs = outputs_of(forward.graph)
+    if num_fwd_outputs > len(outputs):
+        raise FastacError(
+            f"mark_saved: num_fwd_outputs={num_fwd_outputs} was given for a forward graph with {len(outputs)} outputs. "
+            f"Give the number that the partitioner was called with."
+        )
+    graph = next(_numbers)
+    values: dict[Node, dict[Node, Value]] = {}
+    saved = saved_nodes(forward, num_fwd_outputs)
+    for node in saved:
+        if node.op == "call_function":
+            producer, item = _producer(node)
+            tensor = node.meta["val"]
+            values.setdefault(producer, {})[node] = Value(node.name, item, tensor.dtype, _sizes(tensor))
+    names = tuple(value.name for found in values.values() for value in found.values())
+    returned = {_producer(node)[0] for node in outputs[:num_fwd_outputs] if node is not None}
+    everything = [(node, False) for node in forward.graph.nodes]
+    everything += [(node, True) for node in backward.graph.nodes] if backward is not None else []
+    saved_names = {node.name for node in saved}
+    for node, is_backward in everything:
+        if node.op != "call_function":
+            continue
+        reads = tuple(
+            (position, source.name)
+            for position, source in enumerate(node.all_input_nodes)
+            if source.name in saved_names and (not is_backward or source.op == "placeholder")
+        )
+        mark = Mark(
+            graph,
+            node.name,
+            str(node.target),
+            is_backward,
+            () if is_backward else tuple(values.get(node, {}).values()),
+            not is_backward and node in returned,
+            len(node.all_input_nodes),
+            reads,
+            names,
+        )
+        custom = {
+            key: value for key, value in (node.meta.get("custom") or {}).items() if key not in (FORWARD, BACKWARD)
+        }
+        node.meta["custom"] = {**custom, BACKWARD if is_backward else FORWARD: mark}
+    return len(names)
+
+
+def _producer(node: Node) -> tuple[Node, int | None]:
+    if node.target is operator.getitem and isinstance(node.args[0], Node):
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return node, None
+
+
+@dataclasses.dataclass
+class Found:
+    """What the marks of a graph tell. saved: nodes to save; names: which values they are, by graph; wanted: all."""
+
+    saved: set[Node] = dataclasses.field(default_factory=set)
+    names: dict[int, set[str]] = dataclasses.field(default_factory=dict)
+    wanted: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def add(self, node: Node, graph: int, name: str) -> None:
+        """A node holds a saved value."""
+        self.names.setdefault(graph, set()).add(name)
+        if node.op == "call_function":
+            self.saved.add(node)
+
+    def lost(self) -> list[str]:
+        """Names of saved values that no node is known to hold."""
+        return [name for graph, names in self.wanted.items() for name in names if name not in self.names.get(graph, ())]
+
+
+def is_same_op(node: Node, mark: Mark) -> bool:
+    """Whether a node is the op call that was marked, rather than a part of what it was decomposed into."""
+    return str(node.target) == mark.target
+
+
+def find_saved(graph: Graph) -> Found:
+    """Which nodes of a second trace hold what the first partitioner saved: by their own mark or by who reads them."""
+    found = Found()
+    for node in graph.nodes:
+        mark = mark_of(node)
+        if mark is None:
+            continue
+        found.wanted[mark.graph] = mark.names
+        if not is_same_op(node, mark):
+            continue
+        for value in mark.saved:
+            if value.item is None:
+                found.add(node, mark.graph, value.name)
+            else:
+                found.names.setdefault(mark.graph, set()).add(value.name)
+                for user in node.users:
+                    if user.target is operator.getitem and user.args[1] == value.item:
+                        found.add(user, mark.graph, value.name)
+        if len(node.all_input_nodes) == mark.inputs:
+            for position, name in mark.reads:
+                found.add(_origin(node.all_input_nodes[position]), mark.graph, name)
+    for members in _decomposed(graph):
+        _match(members, found)
+    return found
+
+
+def is_alias(node: Node) -> bool:
+    """Whether a node is its input under another name: autograd detaches what it keeps."""
+    schema = internals.schema_of(node)
+    return schema is not None and schema.name in ("aten::detach", "aten::alias")
+
+
+def memory_of(node: Node) -> Node:
+    """The node that made the memory a view looks at; the node itself for one that is no view."""
+    while node.op == "call_function":
+        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        schema = internals.schema_of(source)
+        if schema is None or schema.is_mutable or all(returned.alias_info is None for returned in schema.returns):
+            return node
+        node = source.all_input_nodes[0]
+    return node
+
+
+def _origin(node: Node) -> Node:
+    while is_alias(node) and mark_of(node) is None:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _decomposed(graph: Graph) -> Iterator[list[Node]]:
+    """Runs of nodes that one marked op with saved outputs was decomposed into."""
+    run: list[Node] = []
+    for node in itertools.chain(graph.nodes, [None]):
+        mark = mark_of(node) if node is not None else None
+        if node is not None and mark is None:
+            continue
+        ours = mark is not None and bool(mark.saved) and node is not None and not is_same_op(node, mark)
+        if run and (not ours or mark != mark_of(run[0])):
+            yield run
+            run = []
+        if ours and node is not None:
+            run.append(node)
+
+
+def _match(run: Iterable[Node], found: Found) -> None:
+    members = list(run)
+    members += [user for node in members for user in node.users if user.target is operator.getitem]
+    order = {node: place for place, node in enumerate(members[0].graph.nodes)}
+    leaving = [node for node in members if any(user not in members for user in node.users)]
+    leaving.sort(key=order.__getitem__, reverse=True)
+    mark = mark_of(members[0])
+    for value in mark.saved if mark is not None else ():
+        for node in leaving:
+            if value.looks_like(node):
+                found.add(node, mark.graph, value.name)  # type: ignore[union-attr]
+                leaving.remove(node)
+                break

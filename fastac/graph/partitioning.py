@@ -1,0 +1,192 @@
+"""Splits a joint graph as a policy says: attention saved, gathered parameters recomputed, and all saves marked."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fastac.errors import CompiledPolicyNotAppliedError, FastacError
+from fastac.graph import internals
+from fastac.graph.gathers import drop_dead_collectives, parameters_of, recompute_parameter_gathers
+from fastac.graph.marks import depends_on_tangents, mark_saved, outputs_of, saved_nodes
+from fastac.policy import Policy, resolve
+from fastac.recognition import Decomposed, UnknownOp, looks_like_attention_forward
+from fastac.registry import classify, qualified_name
+from fastac.rows import AttentionOp, DecompositionOp
+from fastac.selective import traced_failure
+
+Graphs = tuple[GraphModule, GraphModule]
+Partition = Callable[..., Graphs]
+
+
+class _PolicyPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
+    """What `partitioner` returns: a callable for AOT's `partition_fn` and for inductor's `custom_partitioner_fn`."""
+
+    def __init__(self, policy: Policy, gathers: bool, then: Partition) -> None:
+        self.policy, self.gathers, self.then = policy, gathers, then
+
+    def __call__(
+        self,
+        joint: GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **options: Any,
+    ) -> Graphs:
+        dependent = depends_on_tangents(joint.graph)
+        saved = _tag_attention(joint.graph, self.policy, dependent)
+        chain = tag_gathers(joint.graph, static_lifetime_input_indices) if self.gathers else []
+        kept_out = {node.name for node in chain}
+        attention = {node.name for node in saved}
+        forward, backward = partition(
+            self.then,
+            joint,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+            **options,
+        )
+        again = [n.name for n in backward.graph.nodes if n.op == "call_function" and n.name in attention]
+        if again:
+            raise CompiledPolicyNotAppliedError(
+                f"{self.policy}: the partitioner {_name(self.then)} runs attention again in backward: "
+                f"{', '.join(again)}. It must obey node.meta['recompute'], as torch's min-cut does."
+            )
+        returned = {node.name for node in outputs_of(forward.graph)[:num_fwd_outputs] if node is not None}
+        pinned = [n.name for n in saved_nodes(forward, num_fwd_outputs) if n.name in kept_out - returned]
+        if pinned:
+            raise CompiledPolicyNotAppliedError(
+                f"{self.policy}: the partitioner {_name(self.then)} saves gathered parameters: {', '.join(pinned)}. "
+                f"It must obey node.meta['recompute'], as torch's min-cut does."
+            )
+        mark_saved(forward, backward, num_fwd_outputs=num_fwd_outputs)
+        return forward, backward
+
+    def uuid(self) -> None:
+        """None: inductor must not take from its cache what another partitioner made."""
+
+
+def partition(then: Partition, joint: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
+    """Split a tagged joint graph. Raises FastacError where the backward would draw other random numbers.
+
+    torch wraps each op that is recomputed and may draw random numbers, so that its generator is restored, and can not
+    trace such a wrapped op again. Attention that draws none in this call goes without.
+    """
+    for node in joint.graph.nodes:
+        if node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and _is_seeded(node) and not draws(node):
+            node.target = _unseeded(node.target)
+    forward, backward = then(joint, joint_inputs, **options)
+    for module in (forward, backward):
+        for node in module.graph.nodes:
+            node.target = getattr(node.target, "fastac_op", node.target)
+        drop_dead_collectives(module)
+    in_forward = {node.name for node in forward.graph.nodes if node.op == "call_function" and draws(node)}
+    if twice := [n.name for n in backward.graph.nodes if n.op == "call_function" and n.name in in_forward and draws(n)]:
+        raise FastacError(
+            f"The partitioner {_name(then)} runs ops in backward again that draw random numbers, without restoring the "
+            f"generator: {', '.join(twice)}. Gradients would be wrong. torch's min-cut does that under "
+            f"activation_memory_budget: set it to 1, or recompute by policy and tags."
+        )
+    return forward, backward
+
+
+@functools.cache
+def _unseeded(op: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = str(op).replace(".", "_")
+    call.fastac_op = op  # type: ignore[attr-defined]
+    return call
+
+
+def _is_seeded(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def draws(node: Node) -> bool:
+    """Whether the kernel that a node calls may draw random numbers. Many attention ops do only with dropout."""
+    resolved = classify(node.target)
+    if resolved is None or not isinstance(resolved.row, AttentionOp):
+        return _is_seeded(node)
+    return resolved.draws(map_arg(node.args, _value), map_arg(node.kwargs, _value))
+
+
+def partitioner(
+    policy: str | Policy = "attn_only", *, recompute_gathers: bool = True, then: Partition = internals.min_cut
+) -> Partition:
+    """A partitioner that saves attention as the policy says, never a gathered parameter, and marks what it saved.
+
+    then: what splits the tagged graph: torch's min-cut or a partitioner that obeys node.meta["recompute"] as it does.
+    What the policy says nothing about is its decision. The result serves as AOT's `partition_fn` and as inductor's
+    `custom_partitioner_fn`. Calling it raises PolicyNotAppliedError when attention can not be saved.
+    """
+    made: Partition = _PolicyPartitioner(resolve(policy), recompute_gathers, then)
+    return made
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, Node) else node
+
+
+def tag_gathers(graph: Graph, static_indices: Iterable[int] | None) -> list[Node]:
+    """Tag the chains of gathered parameters; static_indices: `static_lifetime_input_indices` of a partitioner."""
+    return recompute_parameter_gathers(graph, parameters_of(graph, static_indices))
+
+
+def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node]) -> list[Node]:
+    """Tag the attention calls of a joint graph's forward, and return those to be saved."""
+    saved, small, unknown = [], [], []
+    for node in graph.nodes:
+        if node.op != "call_function" or node in dependent:
+            continue
+        args, kwargs = map_arg(node.args, _value), map_arg(node.kwargs, _value)
+        resolved = classify(node.target)
+        if resolved is None:
+            if isinstance(node.target, torch._ops.OpOverload):
+                name = qualified_name(node.target)
+                if looks_like_attention_forward(name, args) and not policy.saves_nothing:
+                    unknown.append(UnknownOp(*name.split("::")))
+        elif isinstance(resolved.row, DecompositionOp):
+            found = Decomposed.from_call(resolved, args, kwargs)
+            if policy.saves(found.keys):
+                small.append(found.attention)
+        elif isinstance(resolved.row, AttentionOp):
+            resolved.check_trains()
+            if policy.saves(resolved.keys(args, kwargs)):
+                resolved.check_writes(args, kwargs)
+                saved.append(node)
+                _tag(node, CheckpointPolicy.MUST_SAVE)
+            else:
+                _check_draws(node)
+                _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+    if small or unknown:
+        raise CompiledPolicyNotAppliedError(traced_failure(policy, small, unknown))
+    return saved
+
+
+def _check_draws(node: Node) -> None:
+    if draws(node) and not _is_seeded(node):
+        raise FastacError(
+            f"partitioner: {node.target} draws random numbers in this call and the policy lets it run again in "
+            f"backward, where it would draw others: the op lacks torch.Tag.nondeterministic_seeded, by which torch "
+            f"knows that it must restore the generator. Save it, or turn its dropout off."
+        )
+
+
+def _tag(node: Node, decision: CheckpointPolicy) -> None:
+    for one in (node, *(user for user in node.users if user.target is operator.getitem)):
+        one.meta["recompute"] = decision
+        one.meta.pop("ac_graph_id", None)

@@ -1,0 +1,170 @@
+"""A partitioner for the second compile of a graph that was partitioned before.
+
+Where a partitioned forward and backward are compiled again, inside a larger joint graph, their recompute stands in that
+graph as plain nodes, and min-cut would decide anew: attention runs again, or other tensors are saved.
+`replaying_partitioner` reads the marks of the first partitioner and saves the same again.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fastac.errors import CompiledPolicyNotAppliedError
+from fastac.graph import internals
+from fastac.graph.marks import (
+    depends_on_tangents,
+    find_saved,
+    held_bytes,
+    mark_of,
+    memory_of,
+    outputs_of,
+    saved_nodes,
+)
+from fastac.graph.partitioning import Graphs, draws, partition, tag_gathers
+
+logger = logging.getLogger("fastac")
+
+
+class _ReplayingPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
+    def __call__(
+        self,
+        joint: GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **options: Any,
+    ) -> Graphs:
+        found = find_saved(joint.graph)
+        if not found.wanted:
+            raise CompiledPolicyNotAppliedError(
+                "replaying_partitioner: no node of the joint graph carries a mark, so nothing is known about what the "
+                "first partitioner saved. Partition first with fastac.graph.partitioner(...) or fastac.graph."
+                "mark_saved(...), and run both graphs by torch.fx.Interpreter under torch.fx.traceback."
+                "preserve_node_meta(), as aot_compile_joint_with_descriptors does unless it is given a compiler."
+            )
+        if lost := found.lost():
+            raise CompiledPolicyNotAppliedError(
+                f"replaying_partitioner: {len(lost)} of {sum(map(len, found.wanted.values()))} values that the first "
+                f"partitioner saved are not found in the joint graph: {', '.join(lost)}. A pass between the two "
+                f"compiles replaced their nodes without copying node.meta['custom']. Run it later, or let it copy that."
+            )
+        chain = tag_gathers(joint.graph, static_lifetime_input_indices)
+        gathers = {node for node in chain if mark_of(node) is None and mark_of(memory_of(node)) is None}
+        equals = _equal_nodes(joint.graph)
+        needed, recomputed = _tag_replay(joint.graph, num_fwd_outputs, found.saved - gathers, equals)
+        first = {node.name: equals[memory_of(node)] for node in joint.graph.nodes}
+        kept = {first[node.name] for node in needed}
+        dropped = {equals[node] for node in recomputed | gathers if memory_of(node) is node}
+        forward, backward = partition(
+            internals.min_cut,
+            joint,
+            joint_inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+            **options,
+        )
+        saves = {first.get(node.name, node) for node in saved_nodes(forward, num_fwd_outputs)}
+        computed = {
+            first[node.name] for node in backward.graph.nodes if node.op == "call_function" and node.name in first
+        }
+        missing = sorted(node.name for node in (kept & computed) - saves)
+        extra = sorted(node.name for node in (dropped & saves) - kept if node.op == "call_function")
+        if missing or extra:
+            raise CompiledPolicyNotAppliedError(
+                f"replaying_partitioner: the second partition differs from the first. Saved then and not now: "
+                f"{', '.join(missing) or 'none'}. Recomputed then and saved now: {', '.join(extra) or 'none'}."
+            )
+        logger.info(
+            "replaying_partitioner: %d values of %d partitioned graphs are saved again, %d bytes held in all",
+            len(kept),
+            len(found.wanted),
+            held_bytes(forward, num_fwd_outputs),
+        )
+        return forward, backward
+
+    def uuid(self) -> None:
+        """None: inductor must not take from its cache what another partitioner made."""
+
+
+replaying_partitioner = _ReplayingPartitioner()
+"""Saves in a joint graph exactly what was saved in the marked graphs that were traced into it.
+
+Serves as AOT's `partition_fn` and as inductor's `custom_partitioner_fn`. What comes from no marked graph is for torch's
+min-cut to decide. Raises PolicyNotAppliedError, with their names, when saved values are not found again.
+"""
+
+
+def _tag_replay(
+    graph: Graph, num_fwd_outputs: int, saved: set[Node], equals: dict[Node, Node]
+) -> tuple[set[Node], set[Node]]:
+    """Tag what the marked graphs save and recompute; returns what of both the backward needs.
+
+    Only what is needed is tagged: torch keeps the inputs of every node that it must recompute.
+    """
+    for node in graph.nodes:
+        if mark_of(node) is not None:
+            node.meta.pop("recompute", None)
+            node.meta.pop("ac_graph_id", None)
+    dependent = depends_on_tangents(graph)
+    saved_values = {equals[node] for node in saved - dependent}
+    needed: set[Node] = set()
+    recomputed: set[Node] = set()
+    pending = [node for user in dependent for node in user.all_input_nodes]
+    pending += [node for node in outputs_of(graph)[num_fwd_outputs:] if node is not None]
+    seen = set(dependent)
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if equals[node] in saved_values:
+            needed.add(node)
+        elif node.op == "call_function" and _is_recomputed(node):
+            recomputed.add(node)
+            pending.extend(node.all_input_nodes)
+    needed = {node for node in needed if not (node.target is operator.getitem and node.args[0] in recomputed)}
+    # Equal nodes are tagged alike: common subexpression elimination leaves one of them, whichever it likes.
+    _tag(graph, equals, recomputed, CheckpointPolicy.MUST_RECOMPUTE)
+    _tag(graph, equals, needed, CheckpointPolicy.MUST_SAVE)
+    memory = {memory_of(node) for node in needed}  # of a view, for which torch takes no tag
+    _tag(graph, equals, memory, CheckpointPolicy.MUST_SAVE)
+    producers = {node.all_input_nodes[0] for node in memory if node.target is operator.getitem}
+    _tag(graph, equals, producers, CheckpointPolicy.MUST_SAVE)
+    return needed, recomputed
+
+
+def _tag(graph: Graph, equals: dict[Node, Node], nodes: set[Node], decision: CheckpointPolicy) -> None:
+    values = {equals[node] for node in nodes}
+    for node in graph.nodes:
+        if node.op == "call_function" and equals[node] in values:
+            node.meta["recompute"] = decision
+
+
+def _is_recomputed(node: Node) -> bool:
+    """Whether a node that is not saved comes from a marked graph, so that the backward computes it anew."""
+    if node.target is operator.getitem and mark_of(node) is None:
+        return _is_recomputed(node.all_input_nodes[0])
+    mark = mark_of(node)
+    if mark is None:
+        return memory_of(node) is not node  # autograd keeps views of what it keeps, and AOT makes views anew
+    return not mark.returned and not draws(node)
+
+
+def _equal_nodes(graph: Graph) -> dict[Node, Node]:
+    """The first node of equal value for every node, as common subexpression elimination would see them."""
+    equals: dict[Node, Node] = {}
+    found: dict[object, Node] = {}
+    for node in graph.nodes:
+        key: object = node
+        if node.op == "call_function" and not draws(node):
+            key = (node.target, *(str(map_arg(part, lambda n: equals[n])) for part in (node.args, node.kwargs)))
+        equals[node] = found.setdefault(key, node)
+    return equals

@@ -1,0 +1,262 @@
+"""Models that are partitioned once and compiled again, and what both partitions hold."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch.distributed as dist
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, aot_export_joint_with_descriptors
+from torch.fx import GraphModule, Node
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fastac.registry import classify
+from fastac.rows import AttentionOp
+
+WORLD = 8
+
+Partition = Callable[..., tuple[GraphModule, GraphModule]]
+min_cut: Partition = min_cut_rematerialization_partition
+
+
+@dataclasses.dataclass
+class Split:
+    """What a partitioner returned. num_fwd_outputs: how many outputs of the forward are the user's."""
+
+    forward: GraphModule
+    backward: GraphModule
+    num_fwd_outputs: int
+
+    @property
+    def saved(self) -> list[Node]:
+        """Tensors that the forward returns for the backward."""
+        (output,) = self.forward.graph.find_nodes(op="output")
+        extra = output.args[0][self.num_fwd_outputs :]
+        return [node for node in extra if isinstance(node.meta["val"], torch.Tensor)]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all memory that is saved and was no input, each storage once."""
+        inputs = {storage(node) for node in self.forward.graph.find_nodes(op="placeholder")}
+        held = {storage(node): node for node in self.saved if storage(node) not in inputs}
+        return sum(node.meta["val"].untyped_storage().nbytes() for node in held.values())
+
+    def count(self, part: str, wanted: Callable[[Node], bool]) -> int:
+        """How many calls of a kind one of the two graphs has."""
+        graph = getattr(self, part).graph
+        return sum(node.op == "call_function" and wanted(node) for node in graph.nodes)
+
+    @property
+    def attention(self) -> tuple[int, int]:
+        """Attention forwards in forward and backward."""
+        return self.count("forward", is_attention), self.count("backward", is_attention)
+
+    @property
+    def gathers(self) -> tuple[int, int]:
+        """All-gathers in forward and backward."""
+        return self.count("forward", is_gather), self.count("backward", is_gather)
+
+    @property
+    def figures(self) -> tuple[Any, ...]:
+        """Attention forwards, all-gathers, saved bytes."""
+        return self.attention, self.gathers, self.held_bytes
+
+
+def storage(node: Node) -> Any:
+    return node.meta["val"].untyped_storage()._cdata
+
+
+def is_attention(node: Node) -> bool:
+    targets = [node.target, *node.args[:1]]  # torch wraps an op whose generator it restores
+    found = [classify(target) for target in targets if not isinstance(target, Node)]
+    return any(resolved is not None and isinstance(resolved.row, AttentionOp) for resolved in found)
+
+
+def is_gather(node: Node) -> bool:
+    return node.target in (
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default,
+    )
+
+
+class Watched:
+    """A partitioner that keeps what it returned. before: a change of the joint graph that comes first."""
+
+    def __init__(self, partition: Partition, before: Callable[[GraphModule], object] | None = None) -> None:
+        self.partition, self.before = partition, before
+        self.splits: list[Split] = []
+
+    def __call__(self, joint: GraphModule, joint_inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+        if self.before is not None:
+            self.before(joint)
+        forward, backward = self.partition(joint, joint_inputs, **options)
+        self.splits.append(Split(forward, backward, options["num_fwd_outputs"]))
+        return forward, backward
+
+    @property
+    def split(self) -> Split:
+        """The only partition it made."""
+        (split,) = self.splits
+        return split
+
+
+class Partitioned(torch.nn.Module):
+    """A module whose forward and backward were partitioned ahead, as users of AOTAutograd's graphs make them."""
+
+    def __init__(self, module: torch.nn.Module, args: Sequence[Any], partition: Partition, **compilers: Any) -> None:
+        super().__init__()
+        self.module = module
+        with contextlib.ExitStack() as stack:
+            joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
+            self.function = aot_compile_joint_with_descriptors(joint, partition_fn=partition, **compilers)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*self.module.parameters(), *self.module.buffers(), *args)
+
+
+def compiled_again(module: torch.nn.Module, partition: Partition, **options: Any) -> Any:
+    """torch.compile with AOTAutograd's graphs run as they are."""
+    backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition)
+    return torch.compile(module, backend=backend, **options)
+
+
+def as_it_is(graph: GraphModule, inputs: object) -> Any:
+    return make_boxed_func(graph.forward)
+
+
+def round_trip(
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    first: Partition,
+    second: Partition,
+    *,
+    budget: float = 1.0,
+    cse: bool = True,
+    before: Callable[[GraphModule], object] | None = None,
+) -> tuple[Split, Split, list[torch.Tensor]]:
+    """Both partitions of one step, and the gradients. budget: activation_memory_budget of the first partitioner."""
+    once, again = Watched(first), Watched(second, before)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        partitioned = Partitioned(module, args, once)
+    with torch._functorch.config.patch(cse=cse):
+        gradients = gradients_of(module, compiled_again(partitioned, again), args)
+    return once.split, again.split, gradients
+
+
+def gradients_of(module: torch.nn.Module, function: Callable[..., Any], args: Sequence[Any]) -> list[torch.Tensor]:
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    loss = function(*args).float().square().sum()
+    return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+
+
+# A model with its parameters gathered in the graph
+
+
+@contextlib.contextmanager
+def fake_process_group() -> Iterator[None]:
+    """A process group of 8 ranks that does nothing, in one process."""
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, shard: torch.Tensor) -> torch.Tensor:
+        ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+        return ops.wait_tensor(ops.all_gather_into_tensor(shard.to(torch.bfloat16), WORLD, group))
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+        return ops.wait_tensor(ops.reduce_scatter_tensor(gradient.contiguous(), "sum", WORLD, group)).float()
+
+
+class ShardedLinear(torch.nn.Module):
+    """A linear layer of which each rank holds rows, as SimpleFSDP's parametrization does: cast, gather, use."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.shard = torch.nn.Parameter(torch.randn(width_out // WORLD, width_in) * 0.02)
+
+    def weight(self) -> torch.Tensor:
+        """The whole weight."""
+        whole: torch.Tensor = _Gather.apply(self.shard)
+        return whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight())
+
+
+class ColumnShardedLinear(ShardedLinear):
+    """A linear layer of which each rank holds columns: they come one below the other, and are joined again."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in // WORLD, width_out * WORLD)
+
+    def weight(self) -> torch.Tensor:
+        return torch.cat(super().weight().chunk(WORLD), dim=1)
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6).to(x.dtype)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+
+
+class LlamaBlock(torch.nn.Module):
+    def __init__(self, width: int, heads: int, linear: Callable[[int, int], torch.nn.Module]) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (linear(width, width) for _ in range(4))
+        self.gate, self.up, self.down = linear(width, 4 * width), linear(width, 4 * width), linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        y = _norm(x)
+        q, k, v = (layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        y = _norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def plain_linear(width_in: int, width_out: int) -> torch.nn.Module:
+    return torch.nn.Linear(width_in, width_out, bias=False)
+
+
+class Llama(torch.nn.Module):
+    """Blocks like those of a language model: RMS norm, rotary embedding, causal attention, gated feed-forward."""
+
+    def __init__(
+        self, layers: int = 4, width: int = 64, linear: Callable[[int, int], torch.nn.Module] = ShardedLinear
+    ) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(LlamaBlock(width, 4, linear) for _ in range(layers))
+        self.out = linear(width, 2 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(x.shape[1])[:, None] * torch.arange(8)[None] / 8
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.out(_norm(x))
+
+
+def llama(layers: int = 4, columns: bool = False) -> tuple[Llama, tuple[torch.Tensor]]:
+    """A sharded model in bfloat16, and its input. columns: of each weight a rank holds columns, not rows."""
+    torch.manual_seed(0)
+    model = Llama(layers, linear=ColumnShardedLinear if columns else ShardedLinear)
+    return model, (torch.randn(2, 32, 64, dtype=torch.bfloat16),)

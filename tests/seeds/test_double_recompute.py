@@ -1,0 +1,48 @@
+"""The case of "Fix double recomputation in torch.compile round-trip": a sharded language model, compiled twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+
+from fastac import graph
+from tests.graph.partitioned import Split, fake_process_group, llama, min_cut, round_trip
+
+
+@pytest.fixture(autouse=True)
+def eight_ranks() -> Iterator[None]:
+    torch._dynamo.reset()
+    with fake_process_group(), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+def compiled_twice(guarded: bool, budget: float, cse: bool) -> tuple[Split, Split]:
+    """Both partitions. guarded: the second replays the first. budget: memory budget of the first min-cut."""
+    model, args = llama()
+    second = graph.replaying_partitioner if guarded else min_cut
+    return round_trip(model, args, graph.partitioner("attn_only"), second, budget=budget, cse=cse)[:2]
+
+
+@pytest.mark.parametrize("cse", [True, False])
+@pytest.mark.parametrize("budget", [1.0, 0.3])
+def test_gathers_attention_and_saved_bytes_are_those_of_the_first_compile(budget: float, cse: bool) -> None:
+    first, second = compiled_twice(True, budget, cse)
+    assert first.gathers == (29, 26 if budget == 1.0 else 28)
+    assert first.attention == (4, 0)
+    assert second.figures == first.figures
+
+
+def test_without_the_guard_more_is_saved() -> None:
+    first, second = compiled_twice(False, 0.3, True)
+    assert second.held_bytes > 2 * first.held_bytes
+
+
+def test_without_the_guard_the_forward_gathers_twice() -> None:
+    """The recompute of the first backward stands in the second forward: a wait is never dead to torch."""
+    first, second = compiled_twice(False, 1.0, False)
+    assert (first.gathers, second.gathers) == ((29, 26), (55, 26))
