@@ -222,7 +222,9 @@ class Region:
         hidden = autograd_graph.hidden_functions(nodes, record.owners, self.policy)
         if hidden and self.observer is not None:  # loaded, and called before the next op could tell of it
             late += self.observer.joined
-        compiled = is_compiled(self.function) or autograd_graph.ran_compiled_code(nodes)
+        compiled = (
+            is_compiled(self.function) or autograd_graph.ran_compiled_code(nodes) or self._called_compiled(record)
+        )
         mine = dataclasses.replace(mine, compiled=compiled)
         compiled_graphs.watch(nodes, self.policy)
         if seen is not None:
@@ -250,6 +252,11 @@ class Region:
         elif self.block is None and known is not None and mine.ops not in known.others:
             known.others.append(mine.ops)
         self._remember(mine)
+
+    def _called_compiled(self, record: Record | SelectiveRecord) -> bool:
+        """Whether it ran compiled code, also such as the graph does not show; eager flex_attention compiles itself."""
+        own = sum(isinstance(resolved.op, torch._ops.HigherOrderOperator) for resolved in record.calls)
+        return self.observer is not None and self.observer.compiled_calls.count > own
 
     def _judge(self, record: Record | SelectiveRecord, mine: Census, seen: Observer | diagnosis.Look) -> None:
         before = self.block.censuses.get(self.key) if self.block is not None else None

@@ -18,6 +18,7 @@ from fastac import inductor_internals
 from fastac.inductor_internals import FLEX_ATTENTION, InductorWith
 
 NAMESPACE = "fastac_compiled"
+INDUCTOR = "inductor"
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
@@ -88,9 +89,9 @@ def set_apart(graph: torch.fx.Graph) -> None:
 
     graph: of inductor's, after AOT, with the example values of its nodes.
     """
-    owner = graph.owning_module
+    owner: Any = graph.owning_module
     for node in graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
-        places = {user.args[1] if user.target is operator.getitem else None for user in node.users}
+        places: set[Any] = {user.args[1] if user.target is operator.getitem else None for user in node.users}
         used = (0, 1, 2) if None in places else tuple(sorted(places))
         part, tensors, sizes = part_of(owner, node, used)
         if not all(isinstance(given.meta["val"], (int, torch.SymInt)) for given in sizes):
@@ -111,7 +112,7 @@ def set_apart(graph: torch.fx.Graph) -> None:
 
 
 def part_of(
-    owner: torch.fx.GraphModule, node: torch.fx.Node, used: Sequence[int]
+    owner: torch.nn.Module, node: torch.fx.Node, used: Sequence[int]
 ) -> tuple[torch.fx.GraphModule, list[torch.fx.Node], list[torch.fx.Node]]:
     """A graph of one call alone, and what it is given: tensors, of which query, key and value are first, and sizes."""
     root, graph = torch.nn.Module(), torch.fx.Graph()
@@ -119,13 +120,14 @@ def part_of(
     tensors: list[torch.fx.Node] = []
     sizes: list[torch.fx.Node] = []
     for given in dict.fromkeys(_nodes_in((node.args, node.kwargs))):
-        if given.op == "get_attr" and isinstance(value := operator.attrgetter(given.target)(owner), torch.nn.Module):
-            name = given.target.replace(".", "_")
+        path = str(given.target)
+        if given.op == "get_attr" and isinstance(value := operator.attrgetter(path)(owner), torch.nn.Module):
+            name = path.replace(".", "_")
             root.add_module(name, value)
             copies[given] = graph.get_attr(name)
         else:
             (tensors if isinstance(given.meta["val"], torch.Tensor) else sizes).append(given)
-    query_key_value = list(node.args[:3])
+    query_key_value = _nodes_in(node.args[:3])
     tensors = [*query_key_value, *(given for given in tensors if given not in query_key_value)]
     for place, given in enumerate((*tensors, *sizes)):
         copies[given] = graph.placeholder(f"given_{place}")

@@ -11,7 +11,7 @@ import importlib
 import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
@@ -86,12 +86,12 @@ class InductorWith(torch._TorchCompileInductorWrapper):
 
     def __init__(self, graph_pass: Pass, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None):
         require()
-        super().__init__(mode, options, dynamic)
+        super().__init__(mode, options, dynamic)  # type: ignore[no-untyped-call]
         self.graph_pass = graph_pass
 
     def __eq__(self, other: object) -> bool:
         """Equal backends share what they compiled."""
-        return type(other) is type(self) and super().__eq__(other)
+        return type(other) is type(self) and super().__eq__(other)  # type: ignore[no-untyped-call]
 
     __hash__ = None  # type: ignore[assignment]  # as torch's own, which can be compared and not hashed
 
@@ -104,7 +104,7 @@ class InductorWith(torch._TorchCompileInductorWrapper):
             own = self.config.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
             others = list(own) if isinstance(own, (list, tuple)) else [own] if own is not None else []
             patches["post_grad_custom_pre_pass"] = [*others, self.graph_pass]
-        return super().__call__(model_, inputs_, config_patches=patches)
+        return super().__call__(model_, inputs_, config_patches=patches)  # type: ignore[no-untyped-call]
 
 
 def _holds_flex(module: torch.fx.GraphModule) -> bool:
@@ -147,9 +147,9 @@ class CompiledCalls:
     From the autograd graph that can not be known where no input requires grad.
     """
 
-    _open: list[CompiledCalls] = []
-    _lock = threading.Lock()
-    _before: Callable[[bool], bool] | None = None
+    _open: ClassVar[list[CompiledCalls]] = []
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _before: ClassVar[Any] = None
 
     def __init__(self) -> None:
         self.count = 0
@@ -161,7 +161,7 @@ class CompiledCalls:
         self._thread = threading.get_ident()
         with self._lock:
             if not self._open:
-                CompiledCalls._before = _eval_frame.set_guard_complete_hook(self._found)
+                CompiledCalls._before = _eval_frame.set_guard_complete_hook(self._found)  # type: ignore[arg-type]
                 callback_handler.register_start_callback(self._begun)
             self._open.append(self)
         return self
