@@ -279,6 +279,7 @@ class Region:
             listener(mine)
         block = self.block
         if block is not None and block.latest is not mine:
+            explanation.warn_of_compiler(self.function)
             if len(block.censuses) >= census.MANY:
                 block.censuses.clear()
             block.latest = block.censuses[self.key] = mine

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastac import census, opaque, plugins, registry
+from fastac import census, inductor_internals, opaque, plugins, registry
 from fastac.diagnosis import Look
 from fastac.policy import Policy
 from fastac.rows import Verdict
@@ -52,7 +52,8 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
         if made < len(look.ops) and higher_order:
             lines.append(
                 f"- {higher_order[0]} is compiled into code of its own here, in which no call is left to save. "
-                f"Leave it to an eager block, or compile the model as a whole, with its checkpointed blocks inside."
+                f"Compile it by fastac.compile_attention in the place of torch.compile, or the blocks by "
+                f"fastac.compile(model): both leave it a call."
             )
         elif made < len(look.ops):
             lines.append(
@@ -93,6 +94,21 @@ def warn_of_cut_off(parameters: Sequence[str], where: str) -> None:
             where,
             ", ".join(parameters[:6]) + (f" and {len(parameters) - 6} more" if len(parameters) > 6 else ""),
         )
+
+
+def warn_of_compiler(function: Any) -> None:
+    """Tell of a checkpoint that stands in a compiled function, and that the compiler left out of its code."""
+    if inductor_internals.was_given_up():
+        _warn_of_compiler(type(census.block_of(function)).__name__)
+
+
+@functools.cache
+def _warn_of_compiler(where: str) -> None:
+    logger.warning(
+        "%s: runs eagerly, though torch.compile was applied to what calls it: a graph break inside a checkpoint makes "
+        "the compiler leave out all of it. Attention is saved. fastac.compile(model) keeps blocks compiled that break.",
+        where,
+    )
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from fastac import torch_internals
 from fastac.errors import FastacError
 
 _REQUIRED = (
+    "_C._dynamo.eval_frame.get_eval_frame_callback",
     "_C._dynamo.eval_frame.set_guard_complete_hook",
     "_TorchCompileInductorWrapper",
     "_guards.TracingContext.patch",
@@ -122,6 +123,11 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callab
     with config.patch(post_grad_custom_pre_pass=None), TracingContext.patch(output_strides=None):
         compiled: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False))
     return compiled  # type: ignore[no-any-return]
+
+
+def was_given_up() -> bool:
+    """Whether the caller runs eagerly inside what torch.compile was applied to, as after a graph break."""
+    return callable(_eval_frame.get_eval_frame_callback())
 
 
 def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
