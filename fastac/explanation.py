@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,19 +97,20 @@ def warn_of_cut_off(parameters: Sequence[str], where: str) -> None:
         )
 
 
+_given_up: weakref.WeakSet[type] = weakref.WeakSet()
+
+
 def warn_of_compiler(function: Any) -> None:
-    """Tell of a checkpoint that stands in a compiled function, and that the compiler left out of its code."""
-    if inductor_internals.was_given_up():
-        _warn_of_compiler(type(census.block_of(function)).__name__)
-
-
-@functools.cache
-def _warn_of_compiler(where: str) -> None:
-    logger.warning(
-        "%s: runs eagerly, though torch.compile was applied to what calls it: a graph break inside a checkpoint makes "
-        "the compiler leave out all of it. Attention is saved. fastac.compile(model) keeps blocks compiled that break.",
-        where,
-    )
+    """Tell, once for a class of blocks, that their checkpoint stands in compiled code and was left out of it."""
+    kind = type(census.block_of(function))
+    if inductor_internals.was_given_up() and kind not in _given_up:
+        _given_up.add(kind)
+        logger.warning(
+            "%s: runs eagerly, though torch.compile was applied to what calls it: a graph break inside a checkpoint "
+            "makes the compiler leave out all of it. Attention is saved. fastac.compile(model) keeps blocks compiled "
+            "that break.",
+            kind.__name__,
+        )
 
 
 @functools.cache

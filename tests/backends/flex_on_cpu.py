@@ -51,7 +51,7 @@ COMPILED_OP = "fastac_compiled::flex_attention"
 _BACKWARD = torch.ops.higher_order.flex_attention_backward
 _LN2 = math.log(2)
 _library = torch.library.Library("fastac_tests_flex", "DEF")
-_library.define("backward(Tensor[] tensors, SymInt[] sizes, int number) -> (Tensor, Tensor, Tensor)")
+_library.define("part(Tensor[] tensors, SymInt[] sizes, int number) -> (Tensor, Tensor, Tensor)")
 _parts: list[torch.fx.GraphModule] = []
 
 
@@ -116,7 +116,7 @@ def _backward_math(
     change = grad.float() @ values.transpose(-1, -2) - (grad.float() * output.float()).sum(-1, keepdim=True)
     if grad_statistics is not None:
         change = change + grad_statistics[..., None] / _LN2
-    of_scores = joint(scores, *indices, *of_score_mod, shares * change)[0] * scale
+    of_scores = joint(scores, *indices, shares * change, *of_score_mod)[0] * scale
     of_keys = (of_scores.transpose(-1, -2) @ query.float()).reshape(of_kv).sum(2)
     of_values = (shares.transpose(-1, -2) @ grad.float()).reshape(of_kv).sum(2)
     pairs = ((of_scores @ keys, query), (of_keys, key), (of_values, value))
@@ -132,25 +132,36 @@ def _in_math(part: torch.fx.GraphModule, kernel: Callable[..., Any]) -> torch.fx
     return copied
 
 
-def _run_backward(tensors: list[torch.Tensor], sizes: list[Any], number: int) -> Any:
+def _run(tensors: list[torch.Tensor], sizes: list[Any], number: int) -> Any:
     return _parts[number](*tensors, *sizes)
 
 
-_library.impl("backward", _run_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("fastac_tests_flex::backward", _run_backward, lib=_library)
+_library.impl("part", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("fastac_tests_flex::part", _run, lib=_library)
 
 
-def _backward_apart(graph: torch.fx.Graph) -> None:
-    """What fastac does with the forward, done with the backward, which inductor can not make for a CPU."""
-    for node in graph.find_nodes(op="call_function", target=_BACKWARD):
+def _apart(graph: torch.fx.Graph, target: Any, kernel: Callable[..., Any]) -> None:
+    for node in graph.find_nodes(op="call_function", target=target):
         part, tensors, sizes = compiled_flex.part_of(graph.owning_module, node, (0, 1, 2))
-        _parts.append(_in_math(part, _backward_math))
+        _parts.append(_in_math(part, kernel))
         with graph.inserting_before(node):
-            op = torch.ops.fastac_tests_flex.backward.default
-            call = graph.call_function(op, (tensors, sizes, len(_parts) - 1))
+            call = graph.call_function(torch.ops.fastac_tests_flex.part.default, (tensors, sizes, len(_parts) - 1))
         call.meta["val"] = node.meta["val"][:3]
         node.replace_all_uses_with(call)
         graph.erase_node(node)
+
+
+def backward_apart(graph: torch.fx.Graph) -> None:
+    """What fastac does with the forward, done with the backward, which inductor can not make for a CPU."""
+    _apart(graph, _BACKWARD, _backward_math)
+
+
+def _forward_hidden(graph: torch.fx.Graph) -> None:
+    _apart(graph, inductor_internals.FLEX_ATTENTION, _forward_math)
+
+
+HIDDEN = {"post_grad_custom_pre_pass": [_forward_hidden, backward_apart]}
+"""Options for torch.compile under which flex_attention runs where nobody sees it, as inductor's own kernels do."""
 
 
 @contextmanager
@@ -169,7 +180,7 @@ def compiled() -> Iterator[None]:
 
         return run
 
-    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(post_grad_custom_pre_pass=_backward_apart):
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(post_grad_custom_pre_pass=backward_apart):
         patch.setattr(flex, "_validate_device", lambda query, key, value: None)
         patch.setattr(inductor_internals, "compile_graph", counted)
         yield
