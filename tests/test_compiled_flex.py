@@ -1,7 +1,7 @@
 """flex_attention that inductor compiles, alone or in a block: a call of its own there, saved like any other.
 
 On a CPU inductor has no backward of it. Where these tests train, inductor compiles what surrounds the kernels, and the
-kernels are plain math (tests/backends/flex_on_cpu.py); one test runs inductor's own, which needs no gradient, and one a GPU.
+kernels are plain math (tests/backends/flex_on_cpu.py). One test runs inductor's own forward, and one needs a GPU.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ ATTENTIONS: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
+def slow_but_for(*quick: str, name: str) -> Any:
+    """A parameter that takes a compile of its own, which `make test` does not wait for."""
+    return name if name in quick else pytest.param(name, marks=pytest.mark.slow)
+
+
 def block_class() -> type[torch.nn.Module]:
     """A class of its own in every test: what is known of a class goes with it."""
 
@@ -157,9 +162,21 @@ def _trains_here() -> Iterator[None]:
 trains_here = pytest.mark.usefixtures("_trains_here")
 
 
+@pytest.mark.slow
+@trains_here
+def test_a_model_of_diffusers_whose_backend_is_flex() -> None:
+    """Its self-attention; diffusers gives the text a mask that flex_attention takes as well."""
+    built, given = support.build("WanTransformer3DModel")
+    reference = train_step(built, given)
+    built, given = support.build("WanTransformer3DModel")
+    built.set_attention_backend("flex")
+    fastac.compile(built)
+    assert_steps(built, reference, given, 4)
+
+
 @trains_here
 class TestSaved:
-    @pytest.mark.parametrize("name", ATTENTIONS)
+    @pytest.mark.parametrize("name", [slow_but_for("plain", "two shapes", name=name) for name in ATTENTIONS])
     def test_in_compiled_blocks(self, name: str) -> None:
         attend, calls = ATTENTIONS[name]
         reference = eagerly(model(attend), inputs())
@@ -167,6 +184,7 @@ class TestSaved:
         fastac.compile(built, blocks="blocks", fullgraph=True)
         assert_steps(built, reference, inputs(), 2 * calls)
 
+    @pytest.mark.slow
     def test_with_fewer_heads_of_keys(self) -> None:
         attend = functools.partial(flex_attention, enable_gqa=True)
         reference = eagerly(model(attend, heads=4, kv_heads=2), inputs())
@@ -174,7 +192,7 @@ class TestSaved:
         fastac.compile(built, blocks="blocks")
         assert_steps(built, reference, inputs(), 2)
 
-    @pytest.mark.parametrize("name", ["plain", "block mask", "two of a shape"])
+    @pytest.mark.parametrize("name", [slow_but_for("block mask", name=name) for name in ATTENTIONS])
     def test_compiled_alone_in_eager_blocks(self, name: str) -> None:
         attend, calls = ATTENTIONS[name]
         reference = eagerly(model(attend), inputs())
@@ -190,7 +208,7 @@ class TestSaved:
         assert_steps(built, reference, inputs(), 2)
         assert compiler.graphs() == 1
 
-    @pytest.mark.parametrize("dynamic", [None, False, True])
+    @pytest.mark.parametrize("dynamic", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in (False, True))])
     def test_videos_of_two_sizes(self, dynamic: bool | None) -> None:
         references = {tokens: eagerly(model(masked), inputs(tokens)) for tokens in (TOKENS, 128)}
         built = model(masked)
@@ -198,7 +216,7 @@ class TestSaved:
         for tokens in (TOKENS, 128, TOKENS):
             assert_steps(built, references[tokens], inputs(tokens), 2)
 
-    @pytest.mark.parametrize("dynamic", [None, True])
+    @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
     def test_two_sizes_in_one_block_whose_attention_is_compiled_alone(self, dynamic: bool | None) -> None:
         """Recompute may run other code than the forward did, which was compiled in between for all sizes."""
         attend = fastac.compile_attention(flex_attention, dynamic=dynamic)
@@ -211,6 +229,7 @@ class TestSaved:
         fastac.enable(built, blocks="blocks")
         assert_steps(built, reference, inputs(), 4)
 
+    @pytest.mark.slow
     def test_statistics_that_the_block_uses(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             # On a CPU torch refuses to give them out, which has nothing to do with the kernels of this test.
@@ -229,6 +248,7 @@ class TestSaved:
         fastac.compile(built, fastac.Policy("attn_only", min_kv=TOKENS), blocks="blocks")
         assert_steps(built, reference, inputs(), 4 + 2)
 
+    @pytest.mark.slow
     def test_full_checkpointing(self) -> None:
         reference = eagerly(model(), inputs())
         built = model()
@@ -249,6 +269,7 @@ class TestSaved:
         fastac.compile(built, blocks="blocks")
         assert_steps(built, reference, inputs(requires_grad=False), 2)
 
+    @pytest.mark.slow
     def test_two_backwards(self) -> None:
         def backward(loss: torch.Tensor) -> None:
             loss.backward(retain_graph=True)
@@ -301,8 +322,14 @@ class TestSaved:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("engine", ["tape", "sac"])
-    @pytest.mark.parametrize("wrap", [False, True], ids=["", "wrapped"])
+    @pytest.mark.parametrize(
+        ("engine", "wrap"),
+        [
+            ("tape", False),
+            ("tape", True),
+            *(pytest.param("sac", wrap, marks=pytest.mark.slow) for wrap in (False, True)),
+        ],
+    )
     @trains_here
     def test_compiled_by_torch_alone(self, engine: str, wrap: bool) -> None:
         """Also where inductor calls what it compiled through an op of its own, which may hold anything."""
@@ -359,7 +386,7 @@ class TestRefused:
 
 @pytest.mark.parametrize("engine", ["tape", "sac"])
 def test_attention_in_wrapped_code_that_torch_compiled(engine: str) -> None:
-    """torch's other attention is a call in compiled code, which the tape sees; torch's selective checkpointing does not."""
+    """torch's other attention is a call in compiled code, which the tape sees; torch's own modes do not."""
     support.count_cpu_attention()
     attend = torch.nn.functional.scaled_dot_product_attention
     reference = train_step(model(attend), inputs())

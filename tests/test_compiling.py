@@ -221,7 +221,7 @@ class TestWhatItDoes:
         assert compiler.graphs() == graphs
 
     def test_other_options_compile_again(self) -> None:
-        built, inputs = hidream()
+        built, _ = hidream()
         for options in ({"backend": "aot_eager"}, {"backend": "eager"}, {"backend": "eager"}):
             assert fastac.compile(built, **options).before == ()
         named = model()
@@ -233,7 +233,7 @@ class TestWhatItDoes:
             assert not isinstance(forward._torchdynamo_orig_callable, CompiledForward)
 
     def test_blocks_that_are_compiled_stay_so(self) -> None:
-        built, inputs = hidream()
+        built, _ = hidream()
         block = built.get_submodule("double_stream_blocks.0")
         block.compile(backend="eager")
         theirs = block._compiled_call_impl
