@@ -91,8 +91,7 @@ def set_apart(graph: torch.fx.Graph) -> None:
     """
     owner: Any = graph.owning_module
     for node in graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
-        places: set[Any] = {user.args[1] if user.target is operator.getitem else None for user in node.users}
-        used = (0, 1, 2) if None in places else tuple(sorted(places))
+        used = tuple(sorted({int(user.args[1]) for user in node.users}))
         part, tensors, sizes = part_of(owner, node, used)
         if not all(isinstance(given.meta["val"], (int, torch.SymInt)) for given in sizes):
             continue  # a number that an op takes no list of: the call is left where it is, which a region then refuses

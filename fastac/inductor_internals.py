@@ -90,12 +90,6 @@ class InductorWith(torch._TorchCompileInductorWrapper):
         super().__init__(mode, options, dynamic)  # type: ignore[no-untyped-call]
         self.graph_pass = graph_pass
 
-    def __eq__(self, other: object) -> bool:
-        """Equal backends share what they compiled."""
-        return type(other) is type(self) and super().__eq__(other)  # type: ignore[no-untyped-call]
-
-    __hash__ = None  # type: ignore[assignment]  # as torch's own, which can be compared and not hashed
-
     def __call__(self, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
         """Compile a graph of dynamo's."""
         patches = dict(config_patches or {})

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import census, interception, opaque, registry, torch_internals
 from fastac.autograd_graph import graph_roots, leads_to, tensors_of
-from fastac.inductor_internals import CompiledCalls
 from fastac.entries import CountedOps
+from fastac.inductor_internals import CompiledCalls
 from fastac.policy import Policy
 from fastac.preservation import autocast_as_called
 from fastac.recognition import (

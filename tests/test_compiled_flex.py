@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -537,3 +538,18 @@ def test_a_compiler_that_lacks_something_is_an_error(monkeypatch: pytest.MonkeyP
             fastac.compile_attention(flex_attention)
     finally:
         inductor_internals.require.cache_clear()
+
+
+def test_a_call_that_no_op_can_take_is_left_where_it_is() -> None:
+    """One with a number that is no size among what it is given. A region then refuses what is hidden."""
+    graph = torch.fx.Graph()
+    tensors = [graph.placeholder(name) for name in ("query", "key", "value")]
+    scale = graph.placeholder("scale")
+    for given in tensors:
+        given.meta["val"] = torch.empty(1, 1, 8, 8, device="meta")
+    scale.meta["val"] = 0.5
+    call = graph.call_function(inductor_internals.FLEX_ATTENTION, (*tensors, None, (), scale, {}))
+    graph.output((graph.call_function(operator.getitem, (call, 0)),))
+    module = torch.fx.GraphModule(torch.nn.Module(), graph)
+    compiled_flex.set_apart(module.graph)
+    assert module.graph.find_nodes(op="call_function", target=inductor_internals.FLEX_ATTENTION)

@@ -362,3 +362,20 @@ def test_diffusers_models_that_are_compiled_as_a_whole() -> None:
     with pytest.raises(FastacError, match="compiled as a whole"):
         fastac.compile(built)
     assert hook.enabled_function(built) is None
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_verify_takes_a_model_that_is_compiled_as_a_whole(named: bool) -> None:
+    """What its regions saved can not be counted there; that no kernel ran again can."""
+    built, inputs = (model(), stack_inputs()) if named else support.build("WanTransformer3DModel")
+    whole = torch.compile(built, backend="aot_eager", fullgraph=True)
+    fastac.enable(whole, blocks="blocks" if named else None)
+    found = fastac.verify(whole, **inputs)
+    assert found.policy_executions == (4, 0)
+    fastac.disable(whole)
+
+
+def test_verify_takes_a_model_whose_blocks_are_compiled() -> None:
+    built = model("experts")
+    fastac.compile(built, blocks="blocks", backend="aot_eager")
+    assert fastac.verify(built, **stack_inputs()).saved == CALLS
