@@ -1,8 +1,8 @@
 """flex_attention in compiled code: inductor compiles its kernel apart, and calls it as an op that the tape sees.
 
-No graph breaks for it: the call is put into the graph that AOT made. The op returns what the kernel does, the output and
-the statistics that the backward needs. The backward, and what surrounds both, is compiled as without fastac. A call costs
-one function of Python's, and what inductor might have fused into the kernel beside score_mod and mask.
+No graph breaks for it: the call is put into the graph that AOT made. The op returns what the kernel does, the output
+and the statistics that the backward needs. The backward, and what surrounds both, is compiled as without fastac. A call
+costs one function of Python's, and what inductor might have fused into the kernel beside score_mod and mask.
 """
 
 from __future__ import annotations
