@@ -9,6 +9,7 @@ from fastac import backends as backends  # registers the rows
 from fastac import plugins as plugins  # looks for other packages' rows when they are first needed
 from fastac import torch_internals as _torch_internals
 from fastac.checkpointing import checkpoint
+from fastac.compiling import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.hook import disable, enable
 from fastac.opaque import make_visible
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionOp",
+    "Compilation",
     "FastacError",
     "OpaqueFunction",
     "Policy",
@@ -33,6 +35,8 @@ __all__ = [
     "UnsupportedBackendError",
     "Verification",
     "checkpoint",
+    "compile",
+    "compile_attention",
     "disable",
     "enable",
     "inform_partitioner",

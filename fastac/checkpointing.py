@@ -222,7 +222,9 @@ class Region:
         hidden = autograd_graph.hidden_functions(nodes, record.owners, self.policy)
         if hidden and self.observer is not None:  # loaded, and called before the next op could tell of it
             late += self.observer.joined
-        compiled = is_compiled(self.function) or autograd_graph.ran_compiled_code(nodes)
+        compiled = (
+            is_compiled(self.function) or autograd_graph.ran_compiled_code(nodes) or self._called_compiled(record)
+        )
         mine = dataclasses.replace(mine, compiled=compiled)
         compiled_graphs.watch(nodes, self.policy)
         if seen is not None:
@@ -251,6 +253,11 @@ class Region:
             known.others.append(mine.ops)
         self._remember(mine)
 
+    def _called_compiled(self, record: Record | SelectiveRecord) -> bool:
+        """Whether it ran compiled code, also such as the graph does not show; eager flex_attention compiles itself."""
+        own = sum(isinstance(resolved.op, torch._ops.HigherOrderOperator) for resolved in record.calls)
+        return self.observer is not None and self.observer.compiled_calls.count > own
+
     def _judge(self, record: Record | SelectiveRecord, mine: Census, seen: Observer | diagnosis.Look) -> None:
         before = self.block.censuses.get(self.key) if self.block is not None else None
         expected = max(len(seen.ops), len(before.ops) if before is not None else 0)
@@ -272,6 +279,7 @@ class Region:
             listener(mine)
         block = self.block
         if block is not None and block.latest is not mine:
+            explanation.warn_of_compiler(self.function)
             if len(block.censuses) >= census.MANY:
                 block.censuses.clear()
             block.latest = block.censuses[self.key] = mine

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastac import census, observation, opaque, torch_internals
 from fastac.autograd_graph import hidden_functions, nodes_between, tensors_of
+from fastac.inductor_internals import empty_outputs
 from fastac.policy import Policy
 from fastac.preservation import buffers_preserved, generators_preserved
 from fastac.recognition import Decomposed, UnknownOp
@@ -37,10 +38,6 @@ class Attention:
     op: str
     keys: int
     cause: str = ""
-
-
-class _SeenEnough(Exception):  # noqa: N818 it is no error
-    """Ends a second look early."""
 
 
 class _Witness(Scope):
@@ -62,14 +59,15 @@ class _Witness(Scope):
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         owner = torch_internals.newest_node()
-        ends_here = self.compiled and isinstance(resolved.op, torch._ops.HigherOrderOperator)
-        outputs = None if ends_here else run_kernel(resolved, keyset, args, kwargs)
+        if self.compiled and isinstance(resolved.op, torch._ops.HigherOrderOperator):
+            # Eagerly it would take the memory that it is compiled to save, and its numbers do not matter here.
+            outputs = empty_outputs(resolved.op, args, kwargs)
+        else:
+            outputs = run_kernel(resolved, keyset, args, kwargs)
         # Noted when it ran, as on the tape: where a kernel raises, the block may try another.
         self.ops.append(resolved)
         self.owners.append(owner)
         self.seen.append(Attention(self.where, resolved.name, resolved.keys(args, kwargs)))
-        if ends_here:
-            raise _SeenEnough  # eagerly it would take the memory that it is compiled to save
         return outputs
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -181,7 +179,6 @@ def look_again(
             witness,
             _SdpaCalls(witness),
             observer,
-            contextlib.suppress(_SeenEnough),
         ):
             outputs = _run_eagerly(function, args, kwargs)
     finally:

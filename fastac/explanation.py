@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fastac import census, opaque, plugins, registry
+from fastac import census, inductor_internals, opaque, plugins, registry
 from fastac.diagnosis import Look
 from fastac.policy import Policy
 from fastac.rows import Verdict
@@ -52,7 +53,8 @@ def explain(function: Any, policy: Policy, look: Look, made: int, expected: int)
         if made < len(look.ops) and higher_order:
             lines.append(
                 f"- {higher_order[0]} is compiled into code of its own here, in which no call is left to save. "
-                f"Leave it to an eager block, or compile the model as a whole, with its checkpointed blocks inside."
+                f"Compile it by fastac.compile_attention in the place of torch.compile, or the blocks by "
+                f"fastac.compile(model): both leave it a call."
             )
         elif made < len(look.ops):
             lines.append(
@@ -92,6 +94,22 @@ def warn_of_cut_off(parameters: Sequence[str], where: str) -> None:
             "without a backward does that (SageAttention); if it is meant so, requires_grad_(False) says it.",
             where,
             ", ".join(parameters[:6]) + (f" and {len(parameters) - 6} more" if len(parameters) > 6 else ""),
+        )
+
+
+_given_up: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def warn_of_compiler(function: Any) -> None:
+    """Tell, once for a class of blocks, that their checkpoint stands in compiled code and was left out of it."""
+    kind = type(census.block_of(function))
+    if inductor_internals.was_given_up() and kind not in _given_up:
+        _given_up.add(kind)
+        logger.warning(
+            "%s: runs eagerly, though torch.compile was applied to what calls it: a graph break inside a checkpoint "
+            "makes the compiler leave out all of it. Attention is saved. fastac.compile(model) keeps blocks compiled "
+            "that break.",
+            kind.__name__,
         )
 
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastac import census, interception, opaque, registry, torch_internals
 from fastac.autograd_graph import graph_roots, leads_to, tensors_of
 from fastac.entries import CountedOps
+from fastac.inductor_internals import CompiledCalls
 from fastac.policy import Policy
 from fastac.preservation import autocast_as_called
 from fastac.recognition import (
@@ -57,6 +58,7 @@ class Observer(TorchDispatchMode):
         self._running: Any = None
         self._module = module
         self._handles: list[Any] = []
+        self.compiled_calls = CompiledCalls()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -68,11 +70,13 @@ class Observer(TorchDispatchMode):
         if self._module is not None:
             for use in registry.backend_uses(self._module):
                 self._watch(use.module, self._module.get_submodule(use.module))
+        self.compiled_calls.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         interception.watchers.remove(self._outside)
+        self.compiled_calls.__exit__(*exception)
         while self._handles:
             self._handles.pop().remove()
         self.progress, self.let_in = lambda: 0, lambda _: None  # they held the record, which holds this

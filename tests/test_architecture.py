@@ -15,6 +15,8 @@ ORDER = (
     "errors",
     "torch_internals",
     "compiler_internals",
+    "inductor_internals",
+    "compiled_flex",
     "preservation",
     "rows",
     "registry",
@@ -45,6 +47,7 @@ ORDER = (
     "block_forward",
     "remarks",
     "hook",
+    "compiling",
     "graph",
     "reporting",
     "comparison",
@@ -82,6 +85,9 @@ PRIVATE_BUT_DOCUMENTED = {
     "torch.utils._python_dispatch",  # TorchDispatchMode, documented under this path
     "torch.distributed.algorithms._checkpoint",  # CheckpointWrapper, documented under this path
 }
+PRIVATE = ("torch_internals", "compiler_internals", "inductor_internals", "graph.internals")
+"""Modules that hold what is private in torch, probed there."""
+
 LONGEST = 300
 
 
@@ -159,7 +165,7 @@ def private_names_of_torch(path: Path) -> Iterator[tuple[int, str]]:
 
 @MODULES
 def test_private_names_of_torch_stand_in_one_module(path: Path) -> None:
-    if name_of(path) in ("torch_internals", "compiler_internals", "graph.internals"):
+    if name_of(path) in PRIVATE:
         return
     found = [
         f"{path.name}:{line}: {name}"

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import set_guard_complete_hook
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.attention import flex_attention as flex
 
 import fastac
+from fastac import diagnosis
 from fastac.autograd_graph import nodes_between, ran_compiled_code
+from fastac.inductor_internals import CompiledCalls
 from tests import support
 from tests.support import train_step
 
@@ -156,7 +160,7 @@ def test_compiled_code_is_told_from_the_graph() -> None:
     assert not ran_compiled_code(nodes_between((behind + 1,), (behind,))), "it ran before the region"
 
 
-def test_behind_a_first_block_whose_attention_needs_no_gradient() -> None:
+def test_in_a_first_block_whose_attention_needs_no_gradient() -> None:
     """Training the feed-forward alone: in the first block the compiled code leaves no trace in the graph."""
 
     class FeedForwardAlone(torch.nn.Module):
@@ -169,8 +173,44 @@ def test_behind_a_first_block_whose_attention_needs_no_gradient() -> None:
         def forward(self, video: torch.Tensor) -> torch.Tensor:
             return video + self.ffn(self.attend(*self.qkv(video).chunk(3, -1)))
 
-    attend = torch.compile(flex.flex_attention, backend=hiding)
-    blocks = [FeedForwardAlone(attend) for _ in range(2)]
-    video = fastac.checkpoint(blocks[0], torch.randn(1, 2, 128, 8))
-    with pytest.raises(fastac.PolicyNotAppliedError, match="flex_attention is compiled into code of its own"):
-        fastac.checkpoint(blocks[1], video)
+    block, video = FeedForwardAlone(torch.compile(flex.flex_attention, backend=hiding)), torch.randn(1, 2, 128, 8)
+    for _ in range(2):  # compiled in the region, or before it
+        with pytest.raises(fastac.PolicyNotAppliedError, match="flex_attention is compiled into code of its own"):
+            fastac.checkpoint(block, video)
+
+
+def test_compiled_calls_are_counted_in_their_thread() -> None:
+    """Whatever else is compiled meanwhile, and whoever else listens to dynamo."""
+    compiled = torch.compile(lambda x: x.sin(), backend="eager")
+    tensor, seen = torch.ones(3), []
+
+    def theirs(hit: bool) -> bool:
+        seen.append(hit)
+        return hit
+
+    before = set_guard_complete_hook(theirs)
+    try:
+        with CompiledCalls() as outer:
+            compiled(tensor)
+            with CompiledCalls() as inner:
+                compiled(tensor)
+                other = threading.Thread(target=compiled, args=(tensor,))
+                other.start()
+                other.join()
+                tensor.sin()
+            compiled(tensor)
+        compiled(tensor)
+        assert (outer.count, inner.count) == (3, 1)
+        assert len(seen) == 4, "the first call finds nothing to look at"
+        assert set_guard_complete_hook(theirs) is theirs
+    finally:
+        set_guard_complete_hook(before)
+
+
+def test_eager_flex_attention_is_not_taken_for_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles itself for its own ends: a second look at every block would cost a forward for nothing."""
+    looks: list[Any] = []
+    monkeypatch.setattr(diagnosis, "look_again", lambda *given: looks.append(given))
+    train_step(functools.partial(fastac.checkpoint, block(flex.flex_attention)), inputs())
+    train_step(functools.partial(fastac.checkpoint, block(flex.flex_attention)), inputs())
+    assert not looks

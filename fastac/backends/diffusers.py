@@ -60,7 +60,7 @@ BACKENDS: dict[str, DiffusersBackend] = {
     "_flash_3_varlen_hub": DiffusersBackend(Verdict.SAVABLE, "fa3", "flash-attn 3 from the hub, packed"),
     "flash_4_hub": DiffusersBackend(Verdict.OPAQUE, "fa4", _OPAQUE),
     "aiter_fa2_hub": DiffusersBackend(Verdict.UNKNOWN, "", _OTHER_DEVICE),
-    "flex": DiffusersBackend(Verdict.SAVABLE, "flex", "flex_attention, in eager mode"),
+    "flex": DiffusersBackend(Verdict.SAVABLE, "flex", "flex_attention; compiled, by fastac.compile"),
     "sage": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
     "sage_hub": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
     "sage_blackwell_hub": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),

@@ -1,9 +1,12 @@
 """torch.nn.attention.flex_attention: a higher-order op in eager mode. NABLA is such a call, with a block mask.
 
-Where inductor compiles it, alone or in a block, no call is left to see, and the region is refused; in a model that is
-compiled as a whole, checkpointing is in the graph, and saves it. A tensor that requires grad and that a `score_mod`
-uses gets a wrong gradient in eager mode under any checkpointing, torch's own as well (torch 2.13).
+Where inductor compiles it, `fastac.compile` and `fastac.compile_attention` leave it an op (fastac/compiled_flex.py).
+Compiled by torch alone no call is left to see, and the region is refused; in a model that is compiled as a whole,
+checkpointing is in the graph, and saves it. A tensor that requires grad and that a `score_mod` uses gets a wrong
+gradient in eager mode under any checkpointing, torch's own as well (torch 2.13).
 """
+
+from functools import partial
 
 from fastac.rows import AttentionOp, Library, Verdict
 
@@ -11,8 +14,10 @@ LIBRARY = Library(
     backend="flex",
     name="flex_attention, NABLA",
     verdict=Verdict.SAVABLE,
-    how="its higher-order op in eager mode; refused where it is compiled alone or in a block",
-    advice="compile the whole model rather than flex_attention or the blocks",
+    how="its higher-order op in eager mode, an op of fastac's where fastac compiles it",
+    advice="compile it by fastac.compile_attention, or its blocks by fastac.compile, rather than by torch.compile",
 )
 
-ROWS = (AttentionOp(backend="flex", namespace="higher_order", name="flex_attention", layout="bhsd", dropout=None),)
+_row = partial(AttentionOp, backend="flex", name="flex_attention", layout="bhsd", dropout=None)
+
+ROWS = (_row(namespace="higher_order"), _row(namespace="fastac_compiled"))

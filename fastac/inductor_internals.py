@@ -1,0 +1,194 @@
+"""What is private in torch's compiler and fastac uses: dynamo's view of compiled calls, and inductor's entry points.
+
+Seen in torch 2.13. What is there as soon as torch is imported is looked up at import. Inductor, which takes a second to
+import, is looked up where it is first needed; `missing` names what of it is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch._C._dynamo.eval_frame as _eval_frame
+from torch._guards import TracingContext
+
+from fastac import torch_internals
+from fastac.errors import FastacError
+
+_REQUIRED = (
+    "_C._dynamo.eval_frame.get_eval_frame_callback",
+    "_C._dynamo.eval_frame.set_guard_complete_hook",
+    "_TorchCompileInductorWrapper",
+    "_guards.TracingContext.patch",
+    "ops.higher_order.flex_attention",
+)
+
+COMPILER = (
+    "torch._dynamo.callback.callback_handler.register_start_callback",
+    "torch._dynamo.callback.callback_handler.remove_start_callback",
+    "torch._inductor.compile_fx.compile_fx_inner",
+    "torch._inductor.config.patch",
+    "torch._inductor.config.post_grad_custom_pre_pass",
+    "torch._inductor.utils.BoxedBool",
+)
+
+if _absent := torch_internals.missing(_REQUIRED):
+    raise ImportError(
+        f"fastac needs {', '.join('torch.' + name for name in _absent)}, which torch {torch.__version__} does not "
+        f"have. It was seen in torch {', '.join(torch_internals.SEEN_IN)}: install one of these, or a newer fastac."
+    )
+
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+
+Pass = Callable[[torch.fx.Graph], None]
+
+
+def missing(names: Iterable[str] = COMPILER) -> list[str]:
+    """Names that this build of torch's compiler does not have."""
+    return [name for name in names if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            operator.attrgetter(".".join(parts[length:]))(module)
+        except AttributeError:
+            return False
+        return True
+    return False
+
+
+@functools.cache
+def require() -> None:
+    """Raise FastacError when torch's compiler lacks what fastac needs of it."""
+    if absent := missing():
+        raise FastacError(
+            f"fastac needs {', '.join(absent)} to keep flex_attention apart in compiled code, which torch "
+            f"{torch.__version__} does not have. It was seen in torch {', '.join(torch_internals.SEEN_IN)}."
+        )
+
+
+class InductorWith(torch._TorchCompileInductorWrapper):
+    """Inductor as a backend for torch.compile, with a pass of ours over graphs that hold flex_attention.
+
+    Others it compiles as torch does, with its caches, which no graph is put into that a foreign pass went over.
+    mode, options, dynamic: those of torch.compile.
+    """
+
+    def __init__(self, graph_pass: Pass, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None):
+        require()
+        super().__init__(mode, options, dynamic)  # type: ignore[no-untyped-call]
+        self.graph_pass = graph_pass
+
+    def __call__(self, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
+        """Compile a graph of dynamo's."""
+        patches = dict(config_patches or {})
+        if _holds_flex(model_):
+            from torch._inductor import config
+
+            own = self.config.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+            others = list(own) if isinstance(own, (list, tuple)) else [own] if own is not None else []
+            patches["post_grad_custom_pre_pass"] = [*others, self.graph_pass]
+        return super().__call__(model_, inputs_, config_patches=patches)  # type: ignore[no-untyped-call]
+
+
+def _holds_flex(module: torch.fx.GraphModule) -> bool:
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, torch.fx.GraphModule)]
+    return any(node.target is FLEX_ATTENTION for graph in graphs for node in graph.nodes)
+
+
+def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a part of a graph that inductor is about to compile. Returns a function of the list of its inputs."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    # Around it nothing is to learn of this compile: neither its strides nor, in a CUDA graph, its buffers.
+    with config.patch(post_grad_custom_pre_pass=None), TracingContext.patch(output_strides=None):
+        compiled: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False))
+    return compiled  # type: ignore[no-any-return]
+
+
+def was_given_up() -> bool:
+    """Whether the caller runs eagerly inside what torch.compile was applied to, as after a graph break."""
+    return callable(_eval_frame.get_eval_frame_callback())
+
+
+def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Zeros in the shapes that an op would return, without running it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = torch_internals.tree_map(lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, args)
+        outputs = op(*fakes, **kwargs)
+
+    def zeros(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return made.zero_()
+
+    return torch_internals.tree_map(zeros, outputs)
+
+
+class CompiledCalls:
+    """Counts, in the thread that opens it, how often code is run or made that torch.compile compiles.
+
+    From the autograd graph that can not be known where no input requires grad.
+    """
+
+    _open: ClassVar[list[CompiledCalls]] = []
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _before: ClassVar[Any] = None
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._thread = 0
+
+    def __enter__(self) -> CompiledCalls:
+        from torch._dynamo.callback import callback_handler
+
+        self._thread = threading.get_ident()
+        with self._lock:
+            if not self._open:
+                CompiledCalls._before = _eval_frame.set_guard_complete_hook(self._found)  # type: ignore[arg-type]
+                callback_handler.register_start_callback(self._begun)
+            self._open.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        with self._lock:
+            self._open.remove(self)
+            if not self._open:
+                callback_handler.remove_start_callback(self._begun)
+                _eval_frame.set_guard_complete_hook(CompiledCalls._before)
+
+    @classmethod
+    def _found(cls, hit: bool) -> bool:
+        """dynamo has looked for compiled code; what this returns says whether it was found."""
+        if hit:
+            cls._noted()
+        return hit if cls._before is None else cls._before(hit)
+
+    @classmethod
+    def _begun(cls, _: object) -> None:
+        cls._noted()
+
+    @classmethod
+    def _noted(cls) -> None:
+        thread = threading.get_ident()
+        for one in list(cls._open):
+            if one._thread == thread:
+                one.count += 1
