@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import autograd_graph, census, diagnosis, explanation, interception, opaque, torch_internals
+from fastac import annotation, autograd_graph, census, diagnosis, explanation, interception, opaque, torch_internals
 from fastac.census import Census
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
 from fastac.observation import Observer
@@ -75,8 +75,7 @@ def checkpoint(
     if use_reentrant or context_fn is not None or engine not in ENGINES:
         refuse_options(use_reentrant, context_fn, engine, ENGINES)
     if torch_internals.in_other_trace():
-        _warn_of_trace()
-        return function(*args, **kwargs)
+        return annotation.run_annotated(function, args, kwargs, policy)
     if policy.saves_nothing:
         return full(debug=debug)
     if debug or torch_internals.checkpoint_debug_enabled():
@@ -93,11 +92,6 @@ def checkpoint(
 def _census_of(record: Record | SelectiveRecord, compiled: bool = False) -> Census:
     found = record.census() if isinstance(record, SelectiveRecord) else Census.of_tape(record)
     return dataclasses.replace(found, compiled=compiled)
-
-
-@functools.cache
-def _warn_of_trace() -> None:
-    logger.warning("a trace that is neither dynamo nor AOT: checkpointed regions are traced as they are")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces

@@ -1,0 +1,130 @@
+"""Private names of torch that the graph passes use, in one place, as `fastac.torch_internals` is for the engine.
+
+Seen in torch 2.13. Each is looked up at import; one that went away is an ImportError that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._inductor.config
+import torch.autograd
+import torch.autograd.graph
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.nn.utils import stateless
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from fastac import torch_internals
+
+_REQUIRED = (
+    "_C._DisableAutocast",
+    "_dynamo.config.error_on_nested_fx_trace",
+    "_dynamo.config.trace_autograd_ops",
+    "_inductor.config.post_grad_custom_post_pass",
+    "_inductor.config.reorder_for_locality",
+    "_subclasses.FakeTensorMode",
+    "autograd._engine_run_backward",
+    "autograd.graph._engine_run_backward",
+    "compiler._non_strict_tracing_context",
+    "nn.utils.stateless._reparametrize_module",
+)
+
+if _absent := torch_internals.missing(_REQUIRED):
+    raise ImportError(
+        f"fastac.graph needs {', '.join('torch.' + name for name in _absent)}, which torch {torch.__version__} does "
+        f"not have. It was seen in torch {', '.join(torch_internals.SEEN_IN)}: install one of these, or a newer fastac."
+    )
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data; real ones that a function holds on to may enter it."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def fake_of(value: Any, mode: FakeTensorMode) -> Any:
+    """A stand-in with the sizes of a tensor, which the trace takes for constants; another value as it is."""
+    return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+
+
+def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode | None:
+    """The mode that the values of a graph's inputs were made in."""
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder" and torch_internals.is_fake(node.meta.get("val")):
+            return node.meta["val"].fake_mode  # type: ignore[no-any-return]
+    return None
+
+
+@contextlib.contextmanager
+def tracing(mode: FakeTensorMode) -> Iterator[None]:
+    """What `make_fx` needs to trace a training step: nodes keep what they are marked with, backward is marked.
+
+    torch.utils.checkpoint in the step recomputes in the graph as it does in eager mode, and leaves nothing in the
+    process that a later compile would stumble over.
+    """
+    with (
+        mode,
+        preserve_node_meta(),  # restores what is current as well, also where torch's own checkpointing left tags in it
+        _marked_backward(),
+        torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the trace is
+        torch.compiler._non_strict_tracing_context(),
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled functions are traced as they are
+        torch.enable_grad(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def retracing(mode: FakeTensorMode) -> Iterator[None]:
+    """What `make_fx` needs to trace a graph again."""
+    with mode, torch.no_grad(), preserve_node_meta():
+        yield
+
+
+@contextlib.contextmanager
+def _marked_backward() -> Iterator[None]:
+    engine = torch.autograd.graph._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with annotate(BACKWARD):
+            return engine(*args, **kwargs)
+
+    torch.autograd.graph._engine_run_backward = run
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd.graph._engine_run_backward = engine
+        torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+
+
+BACKWARD = {"phase": "backward"}
+"""The mark that torch's own passes know backward by (`node.meta["custom"]`)."""
+
+
+def with_state(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Any:
+    """A context in which a module has other parameters and buffers, tied ones tied."""
+    return stateless._reparametrize_module(module, dict(state), tie_weights=True)
+
+
+@contextlib.contextmanager
+def as_traced() -> Iterator[None]:
+    """What a traced graph runs under: its casts are nodes of its own, and its backward, too."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+def is_functional(node: torch.fx.Node) -> bool:
+    """Whether a node's op changes none of its arguments, as far as its schema says."""
+    return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
+
+
+def is_drawing(node: torch.fx.Node) -> bool:
+    """Whether torch says that a node's op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
