@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from fastac import torch_internals
+from fastac.errors import FastacError
 
 _REQUIRED = (
     "_C._DisableAutocast",
@@ -49,8 +50,12 @@ def fake_mode() -> FakeTensorMode:
 
 
 def fake_of(value: Any, mode: FakeTensorMode) -> Any:
-    """A stand-in with the sizes of a tensor, which the trace takes for constants; another value as it is."""
-    return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+    """A stand-in for a tensor, of constant sizes and without a gradient so far; another value as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    fake = mode.from_tensor(value, static_shapes=True)
+    fake.grad = None
+    return fake
 
 
 def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode | None:
@@ -62,8 +67,10 @@ def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode | None:
 
 
 @contextlib.contextmanager
-def tracing(mode: FakeTensorMode) -> Iterator[None]:
+def tracing(mode: FakeTensorMode, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """What `make_fx` needs to trace a training step: nodes keep what they are marked with, backward is marked.
+
+    stand_ins: by the id of a tensor, what is differentiated in its place: a step may hold a list of parameters.
 
     torch.utils.checkpoint in the step recomputes in the graph as it does in eager mode, and leaves nothing in the
     process that a later compile would stumble over.
@@ -71,7 +78,7 @@ def tracing(mode: FakeTensorMode) -> Iterator[None]:
     with (
         mode,
         preserve_node_meta(),  # restores what is current as well, also where torch's own checkpointing left tags in it
-        _marked_backward(),
+        _marked_backward(stand_ins),
         torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the trace is
         torch.compiler._non_strict_tracing_context(),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled functions are traced as they are
@@ -88,12 +95,22 @@ def retracing(mode: FakeTensorMode) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _marked_backward() -> Iterator[None]:
+def _marked_backward(stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
     engine = torch.autograd.graph._engine_run_backward
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def stand_in(value: Any) -> Any:
+        found = stand_ins.get(id(value), value)
+        if isinstance(found, torch.Tensor) and not torch_internals.is_fake(found):
+            raise FastacError(
+                f"trace: the step differentiates by a tensor of shape {tuple(found.shape)} that is neither a parameter "
+                f"of the model nor computed from the arguments. Pass it as an argument, or pass a module that holds "
+                f"all that is trained as the model."
+            )
+        return found
+
+    def run(outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         with annotate(BACKWARD):
-            return engine(*args, **kwargs)
+            return engine(outputs, gradients, keep, create, tuple(map(stand_in, inputs)), *args, **kwargs)
 
     torch.autograd.graph._engine_run_backward = run
     torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fastac import interception, preservation
 from fastac.errors import FastacError
 from fastac.graph import internals
-from fastac.graph.nodes import STATE, is_backward, mark
+from fastac.graph.nodes import STATE, draws, is_backward, mark
 from fastac.torch_internals import tree_leaves
 
 
@@ -65,8 +65,14 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     leaves, structure = internals.tree_flatten((args, kwargs))
     returned = []
 
+    stand_ins: dict[int, torch.Tensor] = {}
+    cached = torch.is_autocast_cache_enabled()
+
     def flat(*inputs: Any) -> list[Any]:
+        stand_ins.update(zip(map(id, (*state.values(), *leaves)), inputs, strict=True))
         with internals.with_state(model, dict(zip(state, inputs, strict=False))):
+            # make_fx turns it off. With it a tensor is cast once, and its gradient summed before it is cast back.
+            torch.set_autocast_cache_enabled(cached)
             positional, named = internals.tree_unflatten(list(inputs[len(state) :]), structure)
             outputs = step(*positional, **named)
         _refuse_stored(dict(zip(state, inputs, strict=False)), inputs[len(state) :])
@@ -77,7 +83,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     mode = internals.fake_mode()
     inputs = [internals.fake_of(value, mode) for value in (*state.values(), *leaves)]
     drawn = torch.get_rng_state(), random.getstate()
-    with internals.tracing(mode):
+    with internals.tracing(mode, stand_ins):
         graph_module = make_fx(flat)(*inputs)
     if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
         raise FastacError(
@@ -89,6 +95,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         mark(node, **{STATE: name})
     _refuse_strangers(graph_module)
     _refuse_redrawn(graph_module)
+    _refuse_generators(graph_module, leaves)
     return Traced(graph_module, model, described, returned[-1])
 
 
@@ -162,9 +169,21 @@ def _refuse_strangers(graph_module: GraphModule) -> None:
 def _refuse_redrawn(graph_module: GraphModule) -> None:
     """Raise FastacError when the backward draws random numbers: a recompute that was traced along draws others."""
     for node in graph_module.graph.nodes:
-        if is_backward(node) and internals.is_drawing(node) and "backward" not in str(node.target):
+        if is_backward(node) and draws(graph_module, node) and "backward" not in str(node.target):
             raise FastacError(
                 f"trace: {node.target} draws random numbers in the backward. A torch.utils.checkpoint with dropout "
                 f"inside does so in a graph, with other numbers than the forward's and wrong gradients. Use "
                 f"fastac.checkpoint or fastac.enable in its place."
+            )
+
+
+def _refuse_generators(graph_module: GraphModule, leaves: Sequence[Any]) -> None:
+    """Raise FastacError for a generator that the graph would go on drawing from, where the step may make a new one."""
+    given = {id(leaf) for leaf in leaves}
+    for node in graph_module.graph.nodes:
+        constant = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(constant, torch.Generator) and id(constant) not in given:
+            raise FastacError(
+                "trace: the step draws from a generator that is no argument of it. One that the step makes would be "
+                "made once, not in every call. Pass the generator, or what was drawn, as an argument."
             )
