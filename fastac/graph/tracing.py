@@ -73,7 +73,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         with internals.with_state(model, dict(zip(state, inputs, strict=False))):
             # make_fx turns it off. With it a tensor is cast once, and its gradient summed before it is cast back.
             torch.set_autocast_cache_enabled(cached)
-            positional, named = internals.tree_unflatten(list(inputs[len(state) :]), structure)
+            positional, named = internals.tree_unflatten(_arguments(leaves, inputs[len(state) :]), structure)
             outputs = step(*positional, **named)
         _refuse_stored(dict(zip(state, inputs, strict=False)), inputs[len(state) :])
         flat_outputs, tree = internals.tree_flatten(outputs)
@@ -97,6 +97,11 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     _refuse_redrawn(graph_module)
     _refuse_generators(graph_module, leaves)
     return Traced(graph_module, model, described, returned[-1])
+
+
+def _arguments(leaves: Sequence[Any], fakes: Sequence[Any]) -> list[Any]:
+    """Stand-ins for tensors, and all else itself: make_fx gives a generator in another guise."""
+    return [fake if isinstance(leaf, torch.Tensor) else leaf for leaf, fake in zip(leaves, fakes, strict=True)]
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
