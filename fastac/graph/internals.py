@@ -26,6 +26,7 @@ from fastac.errors import FastacError
 
 _REQUIRED = (
     "_C._DisableAutocast",
+    "_C.Generator._cdata",
     "_dynamo.config.error_on_nested_fx_trace",
     "_dynamo.config.trace_autograd_ops",
     "_inductor.config.post_grad_custom_post_pass",
@@ -145,3 +146,8 @@ def is_functional(node: torch.fx.Node) -> bool:
 def is_drawing(node: torch.fx.Node) -> bool:
     """Whether torch says that a node's op draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def identity(generator: torch.Generator) -> int:
+    """What tells a generator from others; the dispatcher hands out new Python objects for one."""
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]

@@ -184,10 +184,10 @@ def _refuse_redrawn(graph_module: GraphModule) -> None:
 
 def _refuse_generators(graph_module: GraphModule, leaves: Sequence[Any]) -> None:
     """Raise FastacError for a generator that the graph would go on drawing from, where the step may make a new one."""
-    given = {id(leaf) for leaf in leaves}
+    given = {internals.identity(leaf) for leaf in leaves if isinstance(leaf, torch.Generator)}
     for node in graph_module.graph.nodes:
         constant = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(constant, torch.Generator) and id(constant) not in given:
+        if isinstance(constant, torch.Generator) and internals.identity(constant) not in given:
             raise FastacError(
                 "trace: the step draws from a generator that is no argument of it. One that the step makes would be "
                 "made once, not in every call. Pass the generator, or what was drawn, as an argument."
