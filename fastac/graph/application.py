@@ -103,9 +103,19 @@ def check(after: GraphModule, before: GraphModule, policies: Policies) -> GraphM
         if again or len(left) != len(saved):
             raise PolicyNotAppliedError(
                 f"{where}: {policy} saves {len(saved)} attention calls of this region; the graph has {len(left)} of "
-                f"them in the forward and runs {len(again)} again in the backward ({', '.join(again) or 'none'}). A "
-                f"torch.utils.checkpoint around the block runs them again: take it off."
+                f"them in the forward and runs {len(again)} again in the backward ({', '.join(again) or 'none'})."
             )
+    traced_along = [
+        node.name
+        for number, nodes in now.items()
+        for node in nodes
+        if number is not None and is_backward(node) and RECOMPUTED not in marks(node)
+    ]
+    if traced_along and not all(policy.saves_nothing for policy in policies.values()):
+        raise PolicyNotAppliedError(
+            f"the backward runs attention of checkpointed regions again ({', '.join(traced_along)}): a "
+            f"torch.utils.checkpoint around the block was traced along. Take it off."
+        )
     return after
 
 

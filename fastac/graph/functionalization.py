@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastac.errors import FastacError
 from fastac.graph import internals
 from fastac.graph.nodes import is_backward, mark, marks
+from fastac.preservation import is_of_torch
 
 
 def functionalize(graph_module: GraphModule) -> GraphModule:
@@ -27,6 +28,9 @@ def functionalize(graph_module: GraphModule) -> GraphModule:
             "functionalize: the inputs of the graph have no fake tensors as values (node.meta['val']). Trace it with "
             "fastac.graph.trace, or make_fx on fake tensors."
         )
+    for node in graph_module.graph.nodes:
+        if not internals.is_functional(node) and not is_of_torch(node.target):
+            raise _written(node)
     before = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     for node in graph_module.graph.nodes:
         if is_backward(node):
@@ -58,10 +62,7 @@ def refuse_writes(graph_module: GraphModule) -> None:
             continue
         written = next((other for other in placeholders if node.args and other is node.args[0]), None)
         if node.target is not torch.ops.aten.copy_.default or written is None:
-            raise FastacError(
-                f"{node.target} writes its argument, and a graph in which it runs again, or not at all, would be wrong "
-                f"without any error. Register the kernel as a functional torch.library.custom_op."
-            )
+            raise _written(node)
         memory = _memory(written)
         shared = [other for other in placeholders if other is not written and _memory(other) == memory]
         if memory is not None and shared:
@@ -69,6 +70,13 @@ def refuse_writes(graph_module: GraphModule) -> None:
                 f"the step changes the input {written.name}, which shares its memory with {shared[0].name}: the graph "
                 f"would not see the change there. Pass a copy."
             )
+
+
+def _written(node: Node) -> FastacError:
+    return FastacError(
+        f"{node.target} writes its argument, and a graph in which it runs again, or not at all, would be wrong without "
+        f"any error. Register the kernel as a functional torch.library.custom_op."
+    )
 
 
 def _memory(node: Node) -> int | None:

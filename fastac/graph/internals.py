@@ -15,9 +15,8 @@ import torch._inductor.config
 import torch.autograd
 import torch.autograd.graph
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.traceback import annotate, preserve_node_meta
-from torch.nn.utils import stateless
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
@@ -32,10 +31,11 @@ _REQUIRED = (
     "_inductor.config.post_grad_custom_post_pass",
     "_inductor.config.reorder_for_locality",
     "_subclasses.FakeTensorMode",
+    "_subclasses.fake_tensor.DataDependentOutputException",
+    "_subclasses.fake_tensor.DynamicOutputShapeException",
     "autograd._engine_run_backward",
     "autograd.graph._engine_run_backward",
     "compiler._non_strict_tracing_context",
-    "nn.utils.stateless._reparametrize_module",
 )
 
 if _absent := torch_internals.missing(_REQUIRED):
@@ -47,7 +47,11 @@ if _absent := torch_internals.missing(_REQUIRED):
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and no data; real ones that a function holds on to may enter it."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+LOOKED_AT_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a trace raises where the next thing to do depends on the values of a tensor."""
 
 
 def fake_of(value: Any, mode: FakeTensorMode) -> Any:
@@ -113,8 +117,8 @@ def _marked_backward(stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
         with annotate(BACKWARD):
             return engine(outputs, gradients, keep, create, tuple(map(stand_in, inputs)), *args, **kwargs)
 
-    torch.autograd.graph._engine_run_backward = run
-    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    torch.autograd.graph._engine_run_backward = run  # type: ignore[assignment]
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined, assignment]
     try:
         yield
     finally:
@@ -124,11 +128,6 @@ def _marked_backward(stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
 
 BACKWARD = {"phase": "backward"}
 """The mark that torch's own passes know backward by (`node.meta["custom"]`)."""
-
-
-def with_state(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Any:
-    """A context in which a module has other parameters and buffers, tied ones tied."""
-    return stateless._reparametrize_module(module, dict(state), tie_weights=True)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ refuses, and it does not depend on a private module.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch.fx import Graph, GraphModule, Node
 
 from fastac.errors import FastacError
@@ -29,12 +31,14 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
     graph = Graph()
     copied: dict[Node, Node] = {}
     again: dict[Node, Node] = {}  # recomputed in this backward
+    times: Counter[Node] = Counter()
     in_backward = False
 
     def recompute(node: Node) -> None:
         copy = graph.node_copy(node, lambda used: again.get(used, copied[used]))
         mark(copy, **BACKWARD, **{RECOMPUTED: node.name})
-        copy.name = f"{node.name}_recomputed"
+        copy.name = f"{node.name}_recomputed" + (f"_{times[node]}" if times[node] else "")
+        times[node] += 1
         for name in (TAG, REGION_TAG):
             copy.meta.pop(name, None)
         again[node] = copy

@@ -5,9 +5,10 @@ It knows nothing of checkpointing. Regions are in the graph because `fastac.chec
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
 
     def flat(*inputs: Any) -> list[Any]:
         stand_ins.update(zip(map(id, (*state.values(), *leaves)), inputs, strict=True))
-        with internals.with_state(model, dict(zip(state, inputs, strict=False))):
+        with _with_state(model, stand_ins):
             # make_fx turns it off. With it a tensor is cast once, and its gradient summed before it is cast back.
             torch.set_autocast_cache_enabled(cached)
             positional, named = internals.tree_unflatten(_arguments(leaves, inputs[len(state) :]), structure)
@@ -83,8 +84,14 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     mode = internals.fake_mode()
     inputs = [internals.fake_of(value, mode) for value in (*state.values(), *leaves)]
     drawn = torch.get_rng_state(), random.getstate()
-    with internals.tracing(mode, stand_ins):
-        graph_module = make_fx(flat)(*inputs)
+    try:
+        with internals.tracing(mode, stand_ins):
+            graph_module = make_fx(flat)(*inputs)
+    except internals.LOOKED_AT_DATA as error:
+        raise FastacError(
+            f"trace: the step looks at the values of a tensor ({error.func}), by .item(), a branch or a boolean mask, "
+            f"and a graph can not do one thing or another. Keep to sizes, or use fastac.enable without a trace."
+        ) from error
     if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
         raise FastacError(
             "trace: the step seeds a generator or draws random numbers in Python, which would be the same in every "
@@ -97,6 +104,32 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     _refuse_redrawn(graph_module)
     _refuse_generators(graph_module, leaves)
     return Traced(graph_module, model, described, returned[-1])
+
+
+@contextlib.contextmanager
+def _with_state(model: torch.nn.Module, stand_ins: Mapping[int, Any]) -> Iterator[None]:
+    """Give a model and all in it other parameters and buffers, by the id of those they stand in for.
+
+    Raises FastacError when the step put another tensor into the place of one.
+    """
+    places: list[tuple[Any, str]]
+    places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
+    places += [(module._buffers, name) for module in model.modules() for name in module._buffers]
+    places = [(holder, name) for holder, name in places if holder[name] is not None]
+    before = [holder[name] for holder, name in places]
+    for holder, name in places:
+        holder[name] = stand_ins[id(holder[name])]
+    try:
+        yield
+        for (holder, name), mine in zip(places, before, strict=True):
+            if holder.get(name) is not stand_ins[id(mine)]:
+                raise FastacError(
+                    f"trace: the step puts another tensor into the place of {name!r}, which a graph can not do for the "
+                    f"model. Change it in place: self.{name}.copy_(...)."
+                )
+    finally:
+        for (holder, name), mine in zip(places, before, strict=True):
+            holder[name] = mine
 
 
 def _arguments(leaves: Sequence[Any], fakes: Sequence[Any]) -> list[Any]:

@@ -52,7 +52,7 @@ def traced_step(model: torch.nn.Module, inputs: Mapping[str, Any], policy: Any =
 def assert_exact(
     expected: torch.nn.Module, found: Traced, inputs: Mapping[str, Any], executions: int, seed: int = 7
 ) -> None:
-    """A graph returns, bit for bit, what the step of another model returns in eager mode, with so many attentions run."""
+    """A graph returns, bit for bit, what another model's step does in eager mode, with so many attentions run."""
     support.count_cpu_attention()
     reference = run(step_of(expected), inputs, seed)
     support.executions.clear()

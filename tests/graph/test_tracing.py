@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac.graph
@@ -257,6 +258,39 @@ def test_torchs_checkpoint_without_dropout_is_traced_as_it_is() -> None:
     traced = fastac.graph.trace(step_of(model), model, **inputs)
     assert targets(traced.graph_module)["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 8
     assert_same(run(traced, inputs), run(step_of(stack()), inputs))
+
+
+def test_a_step_that_looks_at_data_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    refused(lambda x: model(x) if x.sum() > 0 else x, model, r"looks at the values of a tensor", x)
+    refused(lambda x: model(x)[x > 0], model, r"looks at the values of a tensor \(aten.nonzero", x)
+    assert not isinstance(model.weight, FakeTensor)
+
+
+def test_a_step_that_puts_another_tensor_into_the_model_is_refused() -> None:
+    class Rebinding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return x + self.calls
+
+    model = Rebinding()
+    refused(model, model, r"into the place of 'calls'.*self\.calls\.copy_", torch.ones(1))
+    assert model.calls == 0
+
+
+def test_a_module_that_is_there_twice_is_as_it_was_after_a_trace() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 2)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    traced = fastac.graph.trace(model, model, x := torch.ones(1, 2))
+    with pytest.raises(ZeroDivisionError):
+        fastac.graph.trace(lambda x: model(x) / (1 // 0), model, x)
+    assert all(mine is before[name] for name, mine in model.named_parameters(remove_duplicate=False))
+    assert torch.equal(traced(x), model(x))
 
 
 def test_a_class_in_the_place_of_the_model_is_refused() -> None:
