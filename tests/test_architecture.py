@@ -57,6 +57,7 @@ GRAPH = (
     "functionalization",
     "tagging",
     "rematerialization",
+    "liveness",
     "application",
     "compilation",
 )

@@ -14,13 +14,11 @@ from torch.fx import GraphModule, Node
 from fastac import annotation
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph.functionalization import functionalize, refuse_writes
-from fastac.graph.nodes import RECOMPUTED, is_backward, marks, regions
+from fastac.graph.nodes import RECOMPUTED, is_attention, is_backward, marks, regions
 from fastac.graph.rematerialization import rematerialize
 from fastac.graph.tagging import Policies, own_policies, refuse_unsavable, saves, tag
 from fastac.graph.tracing import Traced
 from fastac.policy import Policy, resolve, resolve_blocks
-from fastac.registry import classify
-from fastac.rows import AttentionOp
 
 logger = logging.getLogger("fastac")
 
@@ -123,8 +121,7 @@ def attention_calls(graph_module: GraphModule) -> dict[int | None, list[Node]]:
     """Every node that runs an attention forward, also those in the backward, by region; None for outside of any."""
     found: dict[int | None, list[Node]] = {}
     for node in graph_module.graph.nodes:
-        resolved = classify(node.target) if node.op == "call_function" else None
-        if resolved is not None and isinstance(resolved.row, AttentionOp):
+        if is_attention(node):
             found.setdefault(marks(node).get(annotation.REGION), []).append(node)
     return found
 

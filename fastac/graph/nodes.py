@@ -95,6 +95,12 @@ def call(graph_module: GraphModule, node: Node) -> tuple[Any, Any]:
     return values(graph_module, node.args), values(graph_module, node.kwargs)
 
 
+def is_attention(node: Node) -> bool:
+    """Whether a node runs an attention forward, by the rows of the registry."""
+    resolved = classify(node.target) if node.op == "call_function" else None
+    return resolved is not None and isinstance(resolved.row, AttentionOp)
+
+
 def draws(graph_module: GraphModule, node: Node) -> bool:
     """Whether a node draws random numbers: attention, which torch says it of in any case, where its row says so."""
     resolved = classify(node.target) if node.op == "call_function" else None

@@ -30,7 +30,7 @@ class Traced:
     leaves of what the step returned. described: what of the model and the arguments the trace took for granted.
     """
 
-    graph_module: GraphModule
+    graph_module: Any
     model: torch.nn.Module
     described: dict[str, Any]
     returned: Any
