@@ -39,8 +39,6 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
         mark(copy, **BACKWARD, **{RECOMPUTED: node.name})
         copy.name = f"{node.name}_recomputed" + (f"_{times[node]}" if times[node] else "")
         times[node] += 1
-        for name in (TAG, REGION_TAG):
-            copy.meta.pop(name, None)
         again[node] = copy
 
     for node in graph_module.graph.nodes:
@@ -54,6 +52,9 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
         else:
             in_backward = False
             copied[node] = graph.node_copy(node, copied.__getitem__)
+    for node in graph.nodes:  # done: torch's own passes, which read the tags, would do it again
+        for name in (TAG, REGION_TAG):
+            node.meta.pop(name, None)
     after = GraphModule(graph_module, graph)
     after.graph.eliminate_dead_code(is_impure_node=lambda node: _is_kept(after, node))
     after.graph.lint()
@@ -77,7 +78,7 @@ def _is_kept(graph_module: GraphModule, node: Node) -> bool:
     """Whether a node stays without users: inputs, outputs, writes, and draws, which move the generator for the next."""
     if node.op in ("placeholder", "output"):
         return True
-    if node.op == "get_attr" or is_recomputed(node):
+    if node.op == "get_attr":
         return False
     return draws(graph_module, node) or not is_functional(node) or (node.is_impure() and not _is_collective(node))
 

@@ -101,6 +101,7 @@ def test_the_pass_that_inductor_reorders_with_is_noticed() -> None:
         fastac.graph.compile(step_with("attn_only"), reorder_for_locality=True)(**inputs())
 
 
+@pytest.mark.slow
 def test_a_compile_without_a_look_is_noticed() -> None:
     compiled = fastac.graph.compile(step_with("attn_only", layers=1), use_joint_graph_passes=False)
     with pytest.raises(PolicyNotAppliedError, match="did not show what it compiled"):
