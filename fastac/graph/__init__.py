@@ -7,10 +7,10 @@ Not imported by `import fastac`.
 """
 
 from fastac.graph.application import apply, check
-from fastac.graph.compilation import compile  # noqa: A004
+from fastac.graph.compilation import compile, compile_step  # noqa: A004
 from fastac.graph.functionalization import functionalize
 from fastac.graph.rematerialization import rematerialize
 from fastac.graph.tagging import tag
 from fastac.graph.tracing import Traced, trace
 
-__all__ = ["Traced", "apply", "check", "compile", "functionalize", "rematerialize", "tag", "trace"]
+__all__ = ["Traced", "apply", "check", "compile", "compile_step", "functionalize", "rematerialize", "tag", "trace"]

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.graph.internals import tracing_autograd_calls
 from fastac.graph.liveness import peak_bytes
 from fastac.graph.nodes import is_attention
 from fastac.graph.tracing import Traced
@@ -31,12 +32,27 @@ def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
     """
     if not isinstance(traced.graph_module, GraphModule):
         raise FastacError("compile: this step is compiled already")
-    look = _Look(traced.graph_module)
-    given: dict[str, Any] = {**AS_IT_IS, **options}
-    for name, own in (("joint_custom_pre_pass", look.before), ("post_grad_custom_post_pass", look.after)):
-        given[name] = functools.partial(_one_after_the_other, [own, given.get(name)][:: 1 if "pre" in name else -1])
-    compiled = torch.compile(traced.graph_module, fullgraph=True, dynamic=False, options=given)
+    look = _Look(_attention(traced.graph_module.graph))
+    compiled = torch.compile(traced.graph_module, fullgraph=True, dynamic=False, options=look.options(options))
     return dataclasses.replace(traced, graph_module=_Compiled(compiled, look))
+
+
+def compile_step(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A training step through torch.compile alone, with `torch.autograd.grad` in the compiled graph.
+
+    step: as for `trace`; its model's blocks are checkpointed by fastac. dynamo takes the place of the tracer, and torch
+    has the pass that recomputes: one backward, no dropout in the regions, no policy but that of the regions.
+    options: of inductor. Raises PolicyNotAppliedError as `compile` does, and for attention that can not be saved.
+    """
+    look = _Look(None)
+    compiled = _Compiled(torch.compile(step, fullgraph=True, dynamic=False, options=look.options(options)), look)
+
+    @functools.wraps(step)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with tracing_autograd_calls():
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def _one_after_the_other(passes: Sequence[Callable[[Graph], None] | None], graph: Graph) -> None:
@@ -47,15 +63,26 @@ def _one_after_the_other(passes: Sequence[Callable[[Graph], None] | None], graph
 class _Look:
     """Looks at the graph before inductor's passes, when operators are in small parts already, and after them."""
 
-    def __init__(self, graph_module: GraphModule) -> None:
-        self.attention = _attention(graph_module.graph)
+    def __init__(self, attention: int | None) -> None:
+        self.counted_before = attention is not None
+        self.attention = attention
         self.bytes: int | None = None
         self.ran = False
         self.failure: PolicyNotAppliedError | None = None
 
+    def options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Options of inductor under which it looks; passes among the given ones run in between."""
+        options = {**AS_IT_IS, **given}
+        first, last = options.get("joint_custom_pre_pass"), options.get("post_grad_custom_post_pass")
+        options["joint_custom_pre_pass"] = functools.partial(_one_after_the_other, (self.before, first))
+        options["post_grad_custom_post_pass"] = functools.partial(_one_after_the_other, (last, self.after))
+        return options
+
     def before(self, graph: Graph) -> None:
         """Raise PolicyNotAppliedError when attention runs more or less often than in the traced graph."""
         self.bytes = peak_bytes(graph)
+        if not self.counted_before:
+            self.attention = _attention(graph)
         self._check(graph)
 
     def after(self, graph: Graph) -> None:
@@ -87,9 +114,9 @@ class _Compiled:
         self.function = function
         self.look = look
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         try:
-            outputs = self.function(*inputs)
+            outputs = self.function(*inputs, **named)
         except Exception as error:
             if self.look.failure is not None:  # inductor has wrapped it
                 raise self.look.failure from error

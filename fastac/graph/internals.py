@@ -152,3 +152,8 @@ def is_drawing(node: torch.fx.Node) -> bool:
 def identity(generator: torch.Generator) -> int:
     """What tells a generator from others; the dispatcher hands out new Python objects for one."""
     return generator._cdata  # type: ignore[attr-defined, no-any-return]
+
+
+def tracing_autograd_calls() -> contextlib.AbstractContextManager[None]:
+    """In which dynamo takes `torch.autograd.grad` into its graph, where it would else break it."""
+    return torch._dynamo.config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ from torch.fx import Graph, Node
 
 import fastac.graph
 from fastac import FastacError, PolicyNotAppliedError
-from fastac.graph import Traced, compilation
+from fastac.graph import Traced, compilation, internals
 from fastac.graph.liveness import peak_bytes
 from tests import support
 from tests.graph.steps import attention_nodes
 from tests.live_bytes import allocated_peak
-from tests.support import relative_error, stack
+from tests.support import AttentionBlock, relative_error, stack
 
 TOKENS = 512
 
@@ -122,3 +122,57 @@ def test_the_estimate_is_what_is_measured() -> None:
         estimated = [peak_bytes(step.graph_module.graph) for step in (few, many)]
         assert estimated[1] - estimated[0] == pytest.approx(measured[1] - measured[0], rel=0.02)
         assert estimated[0] <= measured[0] < 1.6 * estimated[0]
+
+
+# A step that torch.compile traces itself
+
+
+def plain_step(policy: str, dropout: float = 0.0) -> Callable[..., Any]:
+    model = stack(policy=policy, layers=3, block=lambda: AttentionBlock(dropout=dropout))
+    parameters = list(model.parameters())
+
+    def step(**inputs: Any) -> Any:
+        loss = model(**inputs).square().mean()
+        return loss.detach(), torch.autograd.grad(loss, parameters)
+
+    return step
+
+
+def test_a_step_that_dynamo_traces_is_exact_and_runs_attention_once() -> None:
+    """What compile_step is made of, with a backend that changes nothing else."""
+    support.count_cpu_attention()
+    given = inputs()
+    compiled = torch.compile(plain_step("attn_only"), backend="aot_eager", fullgraph=True)
+    expected = plain_step("none")(**given)
+    for _ in range(2):
+        support.executions.clear()
+        with internals.tracing_autograd_calls():
+            found = compiled(**given)
+        assert support.executions.total() == 6
+        assert torch.equal(found[0], expected[0])
+        assert all(map(torch.equal, found[1], expected[1]))
+    with internals.tracing_autograd_calls():
+        peak = allocated_peak(lambda: compiled(**given))
+    assert peak < 1.02 * allocated_peak(lambda: plain_step("attn_only")(**given))
+
+
+@pytest.mark.slow
+def test_a_step_through_torch_compile_alone() -> None:
+    support.count_cpu_attention()
+    given = inputs()
+    compiled = fastac.graph.compile_step(plain_step("attn_only"))
+    expected = plain_step("none")(**given)
+    for _ in range(2):
+        support.executions.clear()
+        found = compiled(**given)
+        assert support.executions.total() == 6
+        assert all(relative_error(*pair) < 1e-4 for pair in zip(found[1], expected[1], strict=True))
+    assert allocated_peak(lambda: compiled(**given)) < 1.25 * allocated_peak(lambda: plain_step("attn_only")(**given))
+
+
+def test_what_a_step_through_torch_compile_alone_can_not_do_is_refused() -> None:
+    with pytest.raises(PolicyNotAppliedError, match="reorder_for_locality"):
+        fastac.graph.compile_step(plain_step("attn_only"), reorder_for_locality=True)(**inputs())
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="does not support RNG ops"):  # torch's own refusal
+        fastac.graph.compile_step(plain_step("attn_only", dropout=0.5))(**inputs())
