@@ -34,7 +34,7 @@ def test_every_private_name_in_use_is_required() -> None:
     private = {
         name.removeprefix("torch.")
         for name in names
-        if name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
+        if name.startswith("torch.") and any(part[0] == "_" != part[1] for part in name.split("."))
     }
     known = {full.rsplit(".", count)[0] for full in internals._REQUIRED for count in range(full.count(".") + 1)}
     elsewhere = {"_ops.OpOverload", "_dynamo.config.patch"}  # as the engine uses it; a function of every config module
@@ -60,7 +60,8 @@ def test_the_options_of_inductor_have_the_defaults_that_undo_recomputation() -> 
 
 def test_the_engine_is_as_before_after_a_trace() -> None:
     before = torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward
-    with pytest.raises(ZeroDivisionError), internals.tracing(internals.fake_mode(), {}):
+    with internals.tracing(internals.fake_mode(), {}):
         assert torch.autograd._engine_run_backward is not before[1]
-        _ = 1 // 0
+    with pytest.raises(ZeroDivisionError), internals.tracing(internals.fake_mode(), {}):
+        raise ZeroDivisionError
     assert (torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward) == before
