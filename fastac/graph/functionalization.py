@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.errors import FastacError
 from fastac.graph import internals
-from fastac.graph.nodes import is_backward, mark, marks
+from fastac.graph.nodes import mark, marks
 from fastac.preservation import is_of_torch
 
 
@@ -32,9 +32,6 @@ def functionalize(graph_module: GraphModule) -> GraphModule:
         if not internals.is_functional(node) and not is_of_torch(node.target):
             raise _written(node)
     before = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    for node in graph_module.graph.nodes:
-        if is_backward(node):
-            mark(node, **internals.BACKWARD)  # of what says so, this alone outlives another trace
     inputs = [_detached(node.meta.get("val")) for node in before]
     # Marks of a node are those that are current while it runs.
     run = torch.func.functionalize(Interpreter(graph_module).run, remove="mutations")

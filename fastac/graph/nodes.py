@@ -37,7 +37,12 @@ def mark(node: Node, **new: Any) -> None:
 
 
 def is_backward(node: Node) -> bool:
-    """Whether autograd's engine ran the node. torch's own tracing says so in another place than annotations do."""
+    """Whether autograd's engine ran the node. torch's own tracing says so in another place than annotations do.
+
+    One of several outputs belongs where its op does: what it is marked with itself may be lost. So with regions.
+    """
+    if is_getitem(node) and isinstance(node.args[0], Node):
+        return is_backward(node.args[0])
     return marks(node).get("phase") == BACKWARD["phase"] or bool(node.meta.get("autograd_backward"))
 
 
@@ -47,10 +52,7 @@ def is_getitem(node: Node) -> bool:
 
 
 def region_of(node: Node) -> int | None:
-    """The number of the region that a node of the forward was traced in.
-
-    One of several outputs belongs where its op does: what it is marked with itself may be lost.
-    """
+    """The number of the region that a node of the forward was traced in."""
     if is_getitem(node) and isinstance(node.args[0], Node):
         return region_of(node.args[0])
     if node.op != "call_function" or is_backward(node):

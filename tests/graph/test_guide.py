@@ -50,6 +50,6 @@ def test_the_table_of_memory_is_what_was_measured() -> None:
     assert [name for name, _ in rows] == ["Wan", "LTX", "Llama"]
     for name, cells in rows:
         *peaks, ratio = cells.split(" | ")
-        assert peaks == [f"{measured[name, *column]:.1f}" for column in columns]
+        assert peaks == [f"{measured[(name, *column)]:.1f}" for column in columns]
         graph, eager = measured[name, "attn_only", "graph"], measured[name, "attn_only", "eager"]
         assert ratio == f"{graph / eager:.2f}"

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.fx.traceback
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -83,6 +84,27 @@ def test_a_compile_after_a_trace(own: bool, stops: bool) -> None:
         assert_same(found, plain)
     assert torch.fx.traceback.current_meta == before
     compile_something_else()
+
+
+class Sines(TorchDispatchMode):
+    """Counts sines that are really computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.sin.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_torchs_own_selective_checkpointing_recomputes_in_a_trace_what_it_does_in_eager_mode() -> None:
+    model, inputs = OwnSelective(), stack_inputs()
+    traced = fastac.graph.trace(step_of(model), model, **inputs)
+    with Sines() as eager:
+        run(step_of(model), inputs)
+    assert (
+        targets(traced.graph_module)["aten.sin.default"] == eager.count == 3
+    )  # forward, again, gradient of the cosine
+    assert_same(run(traced, inputs), run(step_of(model), inputs))
 
 
 def test_torchs_own_selective_checkpointing_spoils_what_comes_later() -> None:

@@ -158,6 +158,21 @@ def test_autocast_is_that_of_the_trace() -> None:
     refuses(around, "autocast", **inputs)
 
 
+def test_what_the_step_kept_from_autocast_is_kept_from_it() -> None:
+    """A model under autocast that computes its modulation in fp32, as Wan's does."""
+    model = torch.nn.Linear(8, 8)
+
+    def step(x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            precise = model(x)
+        return torch.autograd.grad(model(precise).square().sum(), [*model.parameters()])
+
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        traced = fastac.graph.trace(step, model, x)
+        assert all(map(torch.equal, traced(x), step(x)))
+
+
 # Steps that a graph can not repeat
 
 
