@@ -43,8 +43,10 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
 
 
 def apply_to_graph(graph_module: GraphModule, policy: AnyPolicy | None, model: torch.nn.Module | None) -> GraphModule:
-    """The same for a graph. model: the one whose blocks a mapping names; without it, blocks have the names that
-    fastac.enable gave them."""
+    """The same for a graph.
+
+    model: the one whose blocks a mapping names; without it, blocks have the names that fastac.enable gave them.
+    """
     if any(RECOMPUTED in marks(node) for node in graph_module.graph.nodes):
         raise FastacError("apply: this graph was given a policy already. Apply the other one to what was traced.")
     policies = policies_of(graph_module, policy, model)
@@ -57,7 +59,7 @@ def apply_to_graph(graph_module: GraphModule, policy: AnyPolicy | None, model: t
         refuse_unsavable(graph_module, nodes, policies[number])
     functional = tag(functionalize(graph_module), policies)
     after = rematerialize(functional)
-    check(after, functional, policies)
+    check(after, graph_module, policies)
     _tell(after, policies)
     return after
 
@@ -88,10 +90,16 @@ def policies_of(
 def check(after: GraphModule, before: GraphModule, policies: Policies) -> GraphModule:
     """Raise PolicyNotAppliedError where attention that is saved is run again, or went; return the graph.
 
-    before: the graph before recomputation was put into it. Also raises FastacError where something writes.
+    before: the graph as it was traced. Also raises FastacError where something writes.
     """
     refuse_writes(after)
     now = attention_calls(after)
+    lost = set(regions(before)) - set(regions(after))
+    if lost:
+        raise PolicyNotAppliedError(
+            f"{len(lost)} of {len(regions(before))} regions lost the marks on their nodes in a pass, so that nothing "
+            f"of them is recomputed. This is not your mistake: torch {torch.__version__} or fastac lost them."
+        )
     for number, nodes in regions(before).items():
         policy = policies[number]
         saved = [node for node in nodes if saves(before, node, policy)]

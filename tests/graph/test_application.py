@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 import fastac.graph
 from fastac import FastacError, Policy, PolicyNotAppliedError, UnsupportedBackendError, annotation
-from fastac.graph import application, nodes, rematerialization, tagging
+from fastac.graph import application, functionalization, nodes, rematerialization, tagging
 from tests import support
 from tests.graph.steps import ATTENTION, assert_exact, attention_nodes, run, step_of, targets, traced_step
 from tests.support import AttentionBlock, assert_same, stack, stack_inputs
@@ -564,3 +564,77 @@ def test_attention_that_runs_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(tagging, "saves", lambda *_: False)
     with pytest.raises(PolicyNotAppliedError, match=r"saves 2 attention calls of this region.* runs 2 again"):
         traced_step(stack(policy="full"), stack_inputs())
+
+
+def test_marks_that_are_lost_in_a_pass_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losing(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        functional = functionalization.functionalize(graph_module)
+        for node in nodes.regions(functional)[max(nodes.regions(functional))]:
+            node.meta["custom"] = {}
+        return functional
+
+    monkeypatch.setattr(application, "functionalize", losing)
+    with pytest.raises(PolicyNotAppliedError, match="1 of 2 regions lost the marks"):
+        traced_step(stack(policy="full"), stack_inputs())
+
+
+# Sparse attention
+
+
+@torch.library.custom_op("fastac_graph_tests::sparse_attention", mutates_args=())
+def sparse_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Linear attention to the chosen keys."""
+    support.executions["sparse"] += 1
+    index = chosen.unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
+    return (query @ (key.gather(2, index).mT @ value.gather(2, index))).contiguous()
+
+
+@sparse_attention.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor) -> Any:
+    return query.new_empty(query.shape)
+
+
+def _sparse_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    query, key, value, chosen = ctx.saved_tensors
+    index = chosen.unsqueeze(-1).expand(-1, -1, -1, key.shape[-1])
+    picked, values = key.gather(2, index), value.gather(2, index)
+    inner = query.mT @ gradient
+    to_key = torch.zeros_like(key).scatter_add(2, index, values @ inner.mT)
+    to_value = torch.zeros_like(value).scatter_add(2, index, picked @ inner)
+    return gradient @ (picked.mT @ values).mT, to_key, to_value, None
+
+
+sparse_attention.register_autograd(
+    _sparse_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+@pytest.mark.usefixtures("rows_as_before")
+def test_what_sparse_attention_chose_is_saved_with_it() -> None:
+    """A recompute that chose otherwise, as kernels that sum in no fixed order may, would meet outputs of other keys."""
+    row = fastac.AttentionOp(
+        backend="mine",
+        namespace="fastac_graph_tests",
+        name="sparse_attention",
+        layout="bhsd",
+        dropout=None,
+        selection=("chosen",),
+    )
+    fastac.register(row)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        chosen = key.detach().sum(-1).topk(3).indices
+        return sparse_attention(query, key, value, chosen.clamp(max=key.shape[2] - 1))
+
+    def block() -> AttentionBlock:
+        return AttentionBlock(attend=attend)
+
+    model, inputs = stack(policy="full", block=block), stack_inputs()
+    found = traced_step(model, inputs, "attn_only")
+    assert_exact(stack(block=block), found, inputs, 4)
+    again = {nodes.marks(node).get(nodes.RECOMPUTED, "").partition("_")[0] for node in found.graph_module.graph.nodes}
+    assert "addmm" in again
+    assert not again & {"topk", "clamp", "sparse"}
+    full = traced_step(model, inputs, "full")
+    assert_exact(stack(block=block), full, inputs, 8)
+    assert targets(full.graph_module)["aten.topk.default"] == 8
