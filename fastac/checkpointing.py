@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import (
+    annotation,
     autograd_graph,
     census,
     compiled_graphs,
@@ -87,8 +88,7 @@ def checkpoint(
     if use_reentrant or context_fn is not None or engine not in ENGINES:
         refuse_options(use_reentrant, context_fn, engine, ENGINES)
     if torch_internals.in_other_trace():
-        _warn_of_trace()
-        return function(*args, **kwargs)
+        return annotation.run_annotated(function, args, kwargs, policy)
     if policy.saves_nothing:
         return full(debug=debug)
     if debug or torch_internals.checkpoint_debug_enabled():
@@ -105,11 +105,6 @@ def checkpoint(
 def _census_of(record: Record | SelectiveRecord, compiled: bool = False) -> Census:
     found = record.census() if isinstance(record, SelectiveRecord) else Census.of_tape(record)
     return dataclasses.replace(found, compiled=compiled)
-
-
-@functools.cache
-def _warn_of_trace() -> None:
-    logger.warning("a trace that is neither dynamo nor AOT: checkpointed regions are traced as they are")
 
 
 class Region:

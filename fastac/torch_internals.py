@@ -50,6 +50,7 @@ _REQUIRED = (
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
     "_ops._compute_keyset",
+    "compiler._is_non_strict_tracing",
     "utils.checkpoint._checkpoint_debug_enabled",
 )
 
@@ -141,8 +142,8 @@ def in_compile_trace() -> bool:
 
 
 def in_other_trace() -> bool:
-    """Whether a trace that is neither dynamo nor AOT is on: `make_fx` and its like."""
-    return in_proxy_trace() and not in_compile_trace()
+    """Whether a trace that is neither dynamo nor AOT is on: `make_fx`, and what is built around it."""
+    return in_proxy_trace() and (torch.compiler._is_non_strict_tracing() or not in_compile_trace())
 
 
 def is_fake(value: object) -> bool:

@@ -1,44 +1,168 @@
-"""Everything private of torch that fastac.graph uses, in one place.
+"""Private names of torch that the graph passes use, in one place, as `fastac.torch_internals` is for the engine.
 
-Seen in torch 2.13. Each name is looked up at import, and one that went away is an ImportError that names it.
+Seen in torch 2.13. Each is looked up at import; one that went away is an ImportError that names it.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch._functorch.partitioners
+import torch._inductor.config
 import torch._inductor.custom_graph_pass
-from torch.fx import Node
+import torch.autograd
+import torch.autograd.graph
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-SEEN_IN = ("2.13",)
+from fastac import torch_internals
+from fastac.errors import FastacError
 
 _REQUIRED = (
+    "_C._DisableAutocast",
+    "_C.Generator._cdata",
+    "_dynamo.config.error_on_nested_fx_trace",
+    "_dynamo.config.trace_autograd_ops",
     "_functorch.partitioners.min_cut_rematerialization_partition",
+    "_inductor.config.joint_custom_pre_pass",
+    "_inductor.config.post_grad_custom_post_pass",
+    "_inductor.config.reorder_for_locality",
+    "_inductor.config.reorder_for_peak_memory",
     "_inductor.custom_graph_pass.CustomPartitionerFn",
     "_ops.OpOverload",
+    "_subclasses.FakeTensorMode",
+    "_subclasses.fake_tensor.DataDependentOutputException",
+    "_subclasses.fake_tensor.DynamicOutputShapeException",
+    "autograd._engine_run_backward",
+    "autograd.graph._engine_run_backward",
+    "compiler._non_strict_tracing_context",
 )
 
-
-def missing(names: Iterable[str] = _REQUIRED) -> list[str]:
-    """Names, relative to `torch`, that this build of torch does not have."""
-    absent = []
-    for name in names:
-        try:
-            operator.attrgetter(name)(torch)
-        except AttributeError:
-            absent.append(name)
-    return absent
-
-
-if _absent := missing():
+if _absent := torch_internals.missing(_REQUIRED):
     raise ImportError(
         f"fastac.graph needs {', '.join('torch.' + name for name in _absent)}, which torch {torch.__version__} does "
-        f"not have. It was seen in torch {', '.join(SEEN_IN)}: install one of these, or a newer fastac."
+        f"not have. It was seen in torch {', '.join(torch_internals.SEEN_IN)}: install one of these, or a newer fastac."
     )
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data; real ones that a function holds on to may enter it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+LOOKED_AT_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a trace raises where the next thing to do depends on the values of a tensor."""
+
+
+def fake_of(value: Any, mode: FakeTensorMode) -> Any:
+    """A stand-in for a tensor, of constant sizes and without a gradient so far; another value as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    fake = mode.from_tensor(value, static_shapes=True)
+    fake.grad = None
+    return fake
+
+
+def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode | None:
+    """The mode that the values of a graph's inputs were made in."""
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder" and torch_internals.is_fake(node.meta.get("val")):
+            return node.meta["val"].fake_mode  # type: ignore[no-any-return]
+    return None
+
+
+@contextlib.contextmanager
+def tracing(mode: FakeTensorMode, stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """What `make_fx` needs to trace a training step: nodes keep what they are marked with, backward is marked.
+
+    stand_ins: by the id of a tensor, what is differentiated in its place: a step may hold a list of parameters.
+
+    torch.utils.checkpoint in the step recomputes in the graph as it does in eager mode, and leaves nothing in the
+    process that a later compile would stumble over.
+    """
+    with (
+        mode,
+        preserve_node_meta(),  # restores what is current as well, also where torch's own checkpointing left tags in it
+        _marked_backward(stand_ins),
+        torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the trace is
+        torch.compiler._non_strict_tracing_context(),
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled functions are traced as they are
+        torch.enable_grad(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def retracing(mode: FakeTensorMode) -> Iterator[None]:
+    """What `make_fx` needs to trace a graph again."""
+    with mode, torch.no_grad(), preserve_node_meta():
+        yield
+
+
+@contextlib.contextmanager
+def _marked_backward(stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    engine = torch.autograd.graph._engine_run_backward
+
+    def stand_in(value: Any) -> Any:
+        found = stand_ins.get(id(value), value)
+        if isinstance(found, torch.Tensor) and not torch_internals.is_fake(found):
+            raise FastacError(
+                f"trace: the step differentiates by a tensor of shape {tuple(found.shape)} that is neither a parameter "
+                f"of the model nor computed from the arguments. Pass it as an argument, or pass a module that holds "
+                f"all that is trained as the model."
+            )
+        return found
+
+    def run(outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with annotate(BACKWARD):
+            return engine(outputs, gradients, keep, create, tuple(map(stand_in, inputs)), *args, **kwargs)
+
+    torch.autograd.graph._engine_run_backward = run  # type: ignore[assignment]
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.graph._engine_run_backward = engine
+        torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+
+
+BACKWARD = {"phase": "backward"}
+"""The mark that torch's own passes know backward by (`node.meta["custom"]`)."""
+
+
+@contextlib.contextmanager
+def as_traced() -> Iterator[None]:
+    """What a traced graph runs under: its casts are nodes of its own, and its backward, too."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+def is_functional(node: torch.fx.Node) -> bool:
+    """Whether a node's op changes none of its arguments, as far as its schema says."""
+    return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
+
+
+def is_drawing(node: torch.fx.Node) -> bool:
+    """Whether torch says that a node's op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def identity(generator: torch.Generator) -> int:
+    """What tells a generator from others; the dispatcher hands out new Python objects for one."""
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]
+
+
+def tracing_autograd_calls() -> contextlib.AbstractContextManager[None]:
+    """In which dynamo takes `torch.autograd.grad` into its graph, where it would else break it."""
+    return torch._dynamo.config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]
+
 
 min_cut = torch._functorch.partitioners.min_cut_rematerialization_partition
 """torch's partitioner: it decides by dependency which nodes belong to the backward, and obeys meta["recompute"]."""
@@ -50,17 +174,17 @@ COLLECTIVES = "_c10d_functional"
 """Namespace of the functional collectives."""
 
 
-def is_tangent(node: Node) -> bool:
+def is_tangent(node: torch.fx.Node) -> bool:
     """Whether a placeholder of a joint graph holds a gradient that comes in."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
-def says_parameter(node: Node) -> bool | None:
+def says_parameter(node: torch.fx.Node) -> bool | None:
     """Whether AOT says that a placeholder of a joint graph is a parameter; None where it says nothing."""
     description = node.meta.get("desc")
     return None if description is None else bool(description.is_param())
 
 
-def schema_of(node: Node) -> torch.FunctionSchema | None:
+def schema_of(node: torch.fx.Node) -> torch.FunctionSchema | None:
     """The schema of the op that a node calls; None for anything that is not an op of the dispatcher."""
     return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None

@@ -1,26 +1,67 @@
-"""Private names of torch that fastac.graph uses."""
+"""Private names of torch that fastac.graph uses: one that went away is noticed at import, none is used unprobed."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from fastac import torch_internals
 from fastac.graph import internals
 
 
 def test_this_torch_has_every_name() -> None:
-    assert internals.missing() == []
-    assert torch.__version__.startswith(internals.SEEN_IN)
+    assert torch_internals.missing(internals._REQUIRED) == []
 
 
-@pytest.mark.parametrize("name", ["_functorch.partitioners.min_cut_rematerialization_partition"])
-def test_import_without_one_of_them_names_it(name: str) -> None:
-    owner, _, attribute = name.rpartition(".")
-    code = f"import torch, torch._functorch.partitioners; del torch.{owner}.{attribute}; import fastac.graph.internals"
+@pytest.mark.parametrize("name", internals._REQUIRED)
+def test_each_name_is_looked_up(name: str) -> None:
+    assert torch_internals.missing([f"{name}_gone"]) == [f"{name}_gone"]
+
+
+def test_every_private_name_in_use_is_required() -> None:
+    module = ast.parse(Path(internals.__file__).read_text())
+    names = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    private = {
+        name.removeprefix("torch.")
+        for name in names
+        if name.startswith("torch.") and any(part[0] == "_" != part[1] for part in name.split("."))
+    }
+    known = {full.rsplit(".", count)[0] for full in internals._REQUIRED for count in range(full.count(".") + 1)}
+    elsewhere = {"_ops.OpOverload", "_dynamo.config.patch"}  # as the engine uses it; a function of every config module
+    pytree = {"utils._pytree.tree_flatten", "utils._pytree.tree_unflatten"}
+    assert private - known - elsewhere - pytree - {"_ops"} == set()
+    assert torch_internals.missing(pytree | {"_dynamo.config.patch"}) == []
+
+
+def test_import_without_one_of_them_names_it() -> None:
+    code = "import torch, fastac; del torch._C._DisableAutocast; import fastac.graph"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
-    assert last.startswith("ImportError: fastac.graph needs torch." + name)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: fastac.graph needs torch._C._DisableAutocast")
+    assert torch.__version__ in last
+
+
+def test_the_options_of_inductor_have_the_defaults_that_undo_recomputation() -> None:
+    """Should torch turn one of them off by itself, fastac need not."""
+    assert torch._inductor.config.reorder_for_locality is True
+    assert torch._inductor.config.reorder_for_peak_memory is True
+
+
+def test_the_engine_is_as_before_after_a_trace() -> None:
+    before = torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward
+    with internals.tracing(internals.fake_mode(), {}):
+        assert torch.autograd._engine_run_backward is not before[1]
+    with pytest.raises(ZeroDivisionError), internals.tracing(internals.fake_mode(), {}):
+        raise ZeroDivisionError
+    assert (torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward) == before

@@ -1,0 +1,111 @@
+"""What a node of a traced step tells: whether it is of the backward, its region, its value."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fastac.annotation import REGION
+from fastac.graph.internals import BACKWARD, is_drawing
+from fastac.registry import classify
+from fastac.rows import AttentionOp
+
+STATE = "fastac_state"
+"""Mark of an input that is the model's: its name."""
+
+RECOMPUTED = "fastac_recomputed"
+"""Mark of a node that was copied into the backward: the name of the node it repeats."""
+
+TAG, REGION_TAG = "recompute", "ac_graph_id"
+"""Where torch's partitioners look for what happens to a node, and for its region (`node.meta`)."""
+
+_RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def marks(node: Node) -> dict[str, Any]:
+    """What was annotated while the node was traced."""
+    return node.meta.get("custom") or {}
+
+
+def mark(node: Node, **new: Any) -> None:
+    """Add marks to a node; others that share the dict keep theirs."""
+    node.meta["custom"] = {**marks(node), **new}
+
+
+def is_backward(node: Node) -> bool:
+    """Whether autograd's engine ran the node. torch's own tracing says so in another place than annotations do.
+
+    One of several outputs belongs where its op does: what it is marked with itself may be lost. So with regions.
+    """
+    if is_getitem(node) and isinstance(node.args[0], Node):
+        return is_backward(node.args[0])
+    return marks(node).get("phase") == BACKWARD["phase"] or bool(node.meta.get("autograd_backward"))
+
+
+def is_getitem(node: Node) -> bool:
+    """Whether a node takes one of several outputs of another."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def region_of(node: Node) -> int | None:
+    """The number of the region that a node of the forward was traced in."""
+    if is_getitem(node) and isinstance(node.args[0], Node):
+        return region_of(node.args[0])
+    if node.op != "call_function" or is_backward(node):
+        return None
+    return marks(node).get(REGION)
+
+
+def regions(graph_module: GraphModule) -> dict[int, list[Node]]:
+    """Region -> its nodes in the forward, in order."""
+    found: dict[int, list[Node]] = {}
+    for node in graph_module.graph.nodes:
+        number = region_of(node)
+        if number is not None:
+            found.setdefault(number, []).append(node)
+    return found
+
+
+def is_recomputed(node: Node) -> bool:
+    """Whether a node is tagged to be run again in backward."""
+    return node.meta.get(TAG) in _RECOMPUTE
+
+
+def values(graph_module: GraphModule, arguments: Any) -> Any:
+    """Arguments of a node with the traced values (fake tensors) in the place of nodes.
+
+    A weight of the model is given as the parameter it was in the trace.
+    """
+
+    def value(node: Node) -> Any:
+        if node.op == "get_attr" and "val" not in node.meta:
+            return getattr(graph_module, str(node.target), None)
+        found = node.meta.get("val")
+        if STATE in marks(node) and isinstance(found, torch.Tensor) and found.is_floating_point():
+            return torch.nn.Parameter(found)
+        return found
+
+    return torch.fx.map_arg(arguments, value)
+
+
+def call(graph_module: GraphModule, node: Node) -> tuple[Any, Any]:
+    """The arguments of a node, by position and by name, as `values` gives them."""
+    return values(graph_module, node.args), values(graph_module, node.kwargs)
+
+
+def is_attention(node: Node) -> bool:
+    """Whether a node runs an attention forward, by the rows of the registry."""
+    resolved = classify(node.target) if node.op == "call_function" else None
+    return resolved is not None and isinstance(resolved.row, AttentionOp)
+
+
+def draws(graph_module: GraphModule, node: Node) -> bool:
+    """Whether a node draws random numbers: attention, which torch says it of in any case, where its row says so."""
+    resolved = classify(node.target) if node.op == "call_function" else None
+    if resolved is not None and isinstance(resolved.row, AttentionOp):
+        return resolved.draws(*call(graph_module, node))
+    return is_drawing(node)

@@ -1,0 +1,342 @@
+"""fastac.graph.trace: a graph that does what the step does, on the model's present state, or an error."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fastac.graph
+from fastac import FastacError
+from tests.graph.steps import run, step_of, targets
+from tests.support import AttentionBlock, AttentionStack, assert_same, stack, stack_inputs
+
+
+def test_the_graph_uses_the_present_state_of_the_model() -> None:
+    model, inputs = stack(), stack_inputs()
+    traced = fastac.graph.trace(step_of(model), model, **inputs)
+    for seed in (1, 2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1 * seed)
+        assert_same(run(traced, inputs), run(step_of(model), inputs))
+    model.load_state_dict(stack(seed=5).state_dict(), assign=True)  # other tensors altogether
+    assert_same(run(traced, inputs), run(step_of(model), inputs))
+
+
+def test_arguments_and_results_of_any_structure() -> None:
+    model = torch.nn.Linear(3, 3)
+
+    def step(batch: dict[str, Any], /, *, scale: float, targets: list[torch.Tensor] | None = None) -> Any:
+        output = model(batch["x"]["y"]) * scale
+        loss = output.square().sum() + (targets[0].sum() if targets else 0)
+        return {"loss": loss, "rest": (torch.autograd.grad(loss, [*model.parameters()]), None, scale)}
+
+    batch = {"x": {"y": torch.randn(2, 3)}}
+    for kwargs in ({"scale": 2.0}, {"scale": 0.5, "targets": [torch.ones(2)]}):
+        traced = fastac.graph.trace(step, model, batch, **kwargs)
+        expected, found = step(batch, **kwargs), traced(batch, **kwargs)
+        assert found["rest"][1:] == (None, kwargs["scale"])
+        assert torch.equal(found["loss"], expected["loss"])
+        assert all(map(torch.equal, found["rest"][0], expected["rest"][0]))
+        assert not found["loss"].requires_grad
+
+
+def test_parameters_that_a_step_holds_in_a_list_are_the_models() -> None:
+    """As an optimizer's list: gradients would be None without an error, under allow_unused."""
+    model, inputs = stack(), stack_inputs()
+    parameters = list(model.parameters())
+    video = inputs["video"]
+
+    def step(**inputs: Any) -> Any:
+        loss = model(**inputs).square().sum()
+        return torch.autograd.grad(loss, [*parameters, video], allow_unused=True)
+
+    expected, found = step(**inputs), fastac.graph.trace(step, model, **inputs)(**inputs)
+    assert len(found) == len(expected) == len(parameters) + 1
+    assert all(map(torch.equal, found, expected))
+
+
+def test_tied_weights_are_one_input() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+
+    def step(x: torch.Tensor) -> Any:
+        return torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+
+    x = torch.randn(2, 4)
+    traced = fastac.graph.trace(step, model, x)
+    assert all(map(torch.equal, traced(x), step(x)))
+    model[1].weight = torch.nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(FastacError, match=r"parameters and buffers \(1\.weight\)"):
+        traced(x)
+
+
+def test_no_region_and_no_gradient_are_fine_for_a_trace() -> None:
+    model = torch.nn.Linear(3, 3)
+    x = torch.randn(2, 3)
+    assert torch.equal(fastac.graph.trace(model, model, x)(x), model(x))
+
+
+def test_backward_of_a_step_is_traced_wherever_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace turns gradients on: a training loop may have them off, as under a validation's decorator."""
+    model, inputs = stack(), stack_inputs()
+    with torch.no_grad():
+        traced = fastac.graph.trace(step_of(model), model, **inputs)
+    assert_same(run(traced, inputs), run(step_of(model), inputs))
+
+
+# What the trace took for granted
+
+
+def refuses(traced: fastac.graph.Traced, what: str, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(FastacError, match=what):
+        traced(*args, **kwargs)
+
+
+def test_another_call_than_the_traced_one_is_refused() -> None:
+    model, inputs = stack(), stack_inputs()
+    traced = fastac.graph.trace(step_of(model), model, **inputs)
+    longer = torch.randn(1, 25, 16, requires_grad=True)
+    refuses(traced, r"an argument \(leaf 0\).*Trace the step again", **inputs | {"video": longer})
+    refuses(traced, "an argument", **inputs | {"video": inputs["video"].detach()})
+    refuses(traced, "an argument", **inputs | {"text": inputs["text"].double()})
+    refuses(traced, "structure of the arguments", *inputs.values())
+    refuses(traced, "structure", **inputs, more=1)
+    transposed = inputs["video"].detach().mT.contiguous().mT.requires_grad_()
+    refuses(traced, "an argument", **inputs | {"video": transposed})
+    run(traced, inputs)
+
+
+def test_a_number_that_changed_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def step(x: torch.Tensor, scale: float) -> Any:
+        return torch.autograd.grad((model(x) * scale).sum(), [*model.parameters()])
+
+    x = torch.ones(1, 2)
+    traced = fastac.graph.trace(step, model, x, 2.0)
+    refuses(traced, r"leaf 1.*2\.0.*then.*3\.0.*now", x, 3.0)
+
+
+def test_a_model_that_changed_is_refused() -> None:
+    model, inputs = stack(block=lambda: AttentionBlock(dropout=0.5)), stack_inputs()
+    traced = fastac.graph.trace(step_of(model), model, **inputs)
+    model.eval()
+    refuses(traced, "train or eval mode", **inputs)
+    model.train()
+    model.blocks[0].q.weight.requires_grad_(False)
+    refuses(traced, r"blocks\.0\.q\.weight", **inputs)
+    model.blocks[0].q.weight.requires_grad_(True)
+    model.double()
+    refuses(traced, "parameters and buffers", **inputs)
+
+
+def test_autocast_is_that_of_the_trace() -> None:
+    """What a graph casts, it casts by nodes: autocast around the call must neither be missed nor cast again."""
+    model, inputs = stack(), stack_inputs()
+    step = step_of(model)
+
+    def under_autocast(**inputs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(**inputs)
+
+    inside = fastac.graph.trace(under_autocast, model, **inputs)
+    assert_same(run(inside, inputs), run(under_autocast, inputs))
+    outside = fastac.graph.trace(step, model, **inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        refuses(outside, "autocast", **inputs)
+        around = fastac.graph.trace(step, model, **inputs)
+        assert_same(run(around, inputs), run(step, inputs))
+        with torch.autocast("cpu", torch.float16):
+            refuses(around, "autocast", **inputs)
+    refuses(around, "autocast", **inputs)
+
+
+def test_what_the_step_kept_from_autocast_is_kept_from_it() -> None:
+    """A model under autocast that computes its modulation in fp32, as Wan's does."""
+    model = torch.nn.Linear(8, 8)
+
+    def step(x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            precise = model(x)
+        return torch.autograd.grad(model(precise).square().sum(), [*model.parameters()])
+
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        traced = fastac.graph.trace(step, model, x)
+        assert all(map(torch.equal, traced(x), step(x)))
+
+
+# Steps that a graph can not repeat
+
+
+def refused(step: Any, model: torch.nn.Module, what: str, *args: Any) -> None:
+    with pytest.raises(FastacError, match=what):
+        fastac.graph.trace(step, model, *args)
+
+
+def test_stored_gradients_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    refused(lambda x: model(x).sum().backward(), model, r"stores gradients in \.grad \(weight\)", torch.ones(1, 2))
+    assert model.weight.grad is None
+    x = torch.ones(1, 2, requires_grad=True)
+    refused(lambda x: x.square().sum().backward(), model, "stores gradients", x)
+    model.weight.grad = torch.ones(2, 2)  # of an earlier step: not this one's
+
+    def step(x: torch.Tensor) -> Any:
+        return torch.autograd.grad(model(x).sum(), [*model.parameters()])
+
+    assert all(map(torch.equal, fastac.graph.trace(step, model, x)(x), step(x)))
+
+
+def test_tensors_from_elsewhere_that_are_trained_are_refused() -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+
+    def through(x: torch.Tensor) -> Any:
+        return torch.autograd.grad(other(model(x)).sum(), [*model.parameters()])
+
+    def by(x: torch.Tensor) -> Any:
+        return torch.autograd.grad(model(x).sum(), [other.weight], allow_unused=True)
+
+    refused(through, model, "neither a parameter of the model nor an argument", x)
+    refused(by, model, "differentiates by a tensor", x)
+    other.requires_grad_(False)  # a frozen teacher
+    traced = fastac.graph.trace(through, model, x)
+    other.weight.add_(1)  # its present state counts as well
+    assert all(map(torch.equal, traced(x), through(x)))
+
+
+def test_random_numbers_that_no_operator_draws_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def seeds(x: torch.Tensor) -> Any:
+        torch.manual_seed(0)
+        return model(x)
+
+    def draws(x: torch.Tensor) -> Any:
+        return model(x) * random.random()
+
+    state = torch.get_rng_state()
+    for step in (seeds, draws):
+        refused(step, model, "seeds a generator or draws random numbers", torch.ones(1, 2))
+    torch.set_rng_state(state)
+
+
+def test_a_generator_is_an_argument() -> None:
+    model = torch.nn.Linear(2, 2)
+
+    def step(x: torch.Tensor, generator: torch.Generator | None = None) -> Any:
+        generator = generator or torch.Generator().manual_seed(3)
+        loss = (model(x) * torch.randn(1, 2, generator=generator)).sum()
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    x = torch.ones(1, 2)
+    refused(step, model, "draws from a generator that is no argument", x)
+    generator = torch.Generator().manual_seed(3)
+    traced = fastac.graph.trace(step, model, x, generator)
+    found = [traced(x, generator) for _ in range(2)]
+    generator.manual_seed(3)
+    expected = [step(x, generator) for _ in range(2)]
+    assert not torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(f, e) for i in range(2) for f, e in zip(found[i], expected[i], strict=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_dropout_in_torchs_checkpoint_is_refused(use_reentrant: bool) -> None:
+    """Its recompute would be more operators of the graph, which draw other numbers: wrong gradients, no error."""
+    model = torch.nn.Linear(4, 4)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(model(x).sin(), 0.5).sin()
+
+    def step(x: torch.Tensor) -> Any:
+        loss = torch_checkpoint(region, x, use_reentrant=use_reentrant).sum()
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    x = torch.ones(2, 4, requires_grad=True)
+    if use_reentrant:
+        with pytest.raises(RuntimeError):  # torch's own: it does not work with autograd.grad at all
+            fastac.graph.trace(step, model, x)
+    else:
+        refused(step, model, "draws random numbers in the backward", x)
+
+
+def test_torchs_checkpoint_without_dropout_is_traced_as_it_is() -> None:
+    model, inputs = stack(policy="torch"), stack_inputs()
+    traced = fastac.graph.trace(step_of(model), model, **inputs)
+    assert targets(traced.graph_module)["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 8
+    assert_same(run(traced, inputs), run(step_of(stack()), inputs))
+
+
+def test_a_step_that_looks_at_data_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    refused(lambda x: model(x) if x.sum() > 0 else x, model, r"looks at the values of a tensor", x)
+    refused(lambda x: model(x)[x > 0], model, r"looks at the values of a tensor \(aten.nonzero", x)
+    assert not isinstance(model.weight, FakeTensor)
+
+
+def test_a_step_that_puts_another_tensor_into_the_model_is_refused() -> None:
+    class Rebinding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return x + self.calls
+
+    model = Rebinding()
+    refused(model, model, r"into the place of 'calls'.*self\.calls\.copy_", torch.ones(1))
+    assert model.calls == 0
+
+
+def test_a_module_that_is_there_twice_is_as_it_was_after_a_trace() -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2)] * 2)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    traced = fastac.graph.trace(model, model, x := torch.ones(1, 2))
+    with pytest.raises(ZeroDivisionError):
+        fastac.graph.trace(lambda x: model(x) / (1 // 0), model, x)
+    assert all(mine is before[name] for name, mine in model.named_parameters(remove_duplicate=False))
+    assert torch.equal(traced(x), model(x))
+
+
+def test_a_class_in_the_place_of_the_model_is_refused() -> None:
+    with pytest.raises(FastacError, match="expected a model after the step"):
+        fastac.graph.trace(lambda x: x, torch.ones(1))  # type: ignore[arg-type]
+
+
+# Buffers
+
+
+class Statistics(AttentionStack):
+    """Counts its calls, and keeps running statistics in ways of its own, beside BatchNorm's."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        output = super().forward(video, text)
+        self.mean.lerp_(output.detach().mean((0, 1)), 0.1)
+        return output + self.mean
+
+
+def test_buffers_that_the_step_changes_are_changed() -> None:
+    found, expected = (torch.manual_seed(0) and Statistics() for _ in range(2))
+    inputs = stack_inputs()
+    traced = fastac.graph.trace(step_of(found), found, **inputs)
+    assert found.calls == 0  # the trace itself leaves them
+    for _ in range(2):
+        assert_same(run(traced, inputs), run(step_of(expected), inputs))
+    assert found.calls == 2
+    assert_same(dict(found.named_buffers()), dict(expected.named_buffers()))
