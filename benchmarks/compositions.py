@@ -34,6 +34,7 @@ from rich.table import Table
 from torch._dynamo.utils import counters
 
 import fastac
+import fastac.graph
 from common import RESULTS, allocated_bytes, build_model, write_result
 from fastac import interception, scopes
 from held_bytes import (
@@ -170,6 +171,31 @@ def by_fastac(model: Any, policy: str, backend: str) -> Forward:
     return model
 
 
+def step_of(model: Any, policy: str) -> Callable[..., Any]:
+    """A training step as `fastac.graph` takes it."""
+    enable(model, policy)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def step(**inputs: Any) -> Any:
+        (output,) = model(**inputs)
+        return torch.autograd.grad(output.square().mean(), trained, allow_unused=True)
+
+    return step
+
+
+def traced(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
+    step = fastac.graph.trace(step_of(model, policy), model, **inputs)
+    return step if policy == "none" else fastac.graph.apply(step)
+
+
+def traced_and_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
+    return fastac.graph.compile(traced(model, inputs, policy))
+
+
+def step_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
+    return fastac.graph.compile_step(step_of(model, policy))
+
+
 def wrapped_regions() -> AbstractContextManager[Any]:
     return torch._inductor.config.patch(wrap_inductor_compiled_regions=True)
 
@@ -178,7 +204,8 @@ def wrapped_regions() -> AbstractContextManager[Any]:
 class Composition:
     """code: what the user writes. setting: what is on while it is compiled and run. backends: that it is for.
 
-    given_up: torch runs a checkpoint inside compiled code eagerly when it meets a graph break.
+    given_up: torch runs a checkpoint inside compiled code eagerly when it meets a graph break. make_step: instead of
+    `make`, for a training step that is one graph, with its gradients as outputs and no forward of its own.
     """
 
     name: str
@@ -189,6 +216,7 @@ class Composition:
     given_up: bool = False
     setting: Callable[[], AbstractContextManager[Any]] = nullcontext
     backends: tuple[str, ...] = ("aot_eager", "inductor")
+    make_step: Callable[[Any, dict[str, Any], str], Callable[..., Any]] | None = None
 
 
 EAGER = ("eager",)
@@ -231,6 +259,27 @@ COMPOSITIONS = (
         breaks=True,
         given_up=True,
     ),
+    Composition(
+        "traced step",
+        "fastac.graph.apply(fastac.graph.trace(step, model, **inputs))",
+        eager,
+        backends=EAGER,
+        make_step=traced,
+    ),
+    Composition(
+        "traced step, compiled",
+        "fastac.graph.compile(fastac.graph.apply(fastac.graph.trace(step, model, **inputs)))",
+        eager,
+        backends=("inductor",),
+        make_step=traced_and_compiled,
+    ),
+    Composition(
+        "step compiled with its gradients",
+        "fastac.graph.compile_step(step)",
+        eager,
+        backends=("inductor",),
+        make_step=step_compiled,
+    ),
 )
 
 
@@ -239,7 +288,8 @@ class Row:
     """One composition of one model. attention: calls of a step without checkpointing. again: how many more ran.
 
     graphs, graph_breaks: what dynamo made; plain_graphs, plain_graph_breaks: of the same without checkpointing. held:
-    bytes after the forward; peak: in the step. error: norm of the difference of all gradients over their norm.
+    bytes after the forward, None where it is no part of its own; peak: in the step. error: norm of the difference of
+    all gradients over their norm.
     """
 
     model: str
@@ -254,7 +304,7 @@ class Row:
     graph_breaks: int
     plain_graphs: int
     plain_graph_breaks: int
-    held: int
+    held: int | None
     peak: int
     error: float
 
@@ -286,7 +336,7 @@ class Measured(NamedTuple):
     attention: int
     graphs: int
     graph_breaks: int
-    held: int
+    held: int | None
     peak: int
     gradients: list[torch.Tensor]
 
@@ -305,6 +355,8 @@ def measure_one(name: str, composition: Composition, policy: str, backend: str) 
     inputs = inputs_of(torch.float32) | {"return_dict": False}
     if composition.breaks:
         break_graphs(model)
+    if composition.make_step is not None:
+        return measure_step(composition.make_step(model, inputs, policy), inputs)
     with composition.setting():
         run = composition.make(model, policy, backend)
 
@@ -328,6 +380,17 @@ def measure_one(name: str, composition: Composition, policy: str, backend: str) 
         peak = allocated_bytes(step).peak
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     return Measured(calls.total(), graphs, breaks, held, peak, gradients)
+
+
+def measure_step(step: Callable[..., Any], inputs: dict[str, Any]) -> Measured:
+    for _ in range(WARM_UP):
+        step(**inputs)
+    with counted() as calls:
+        gradients = step(**inputs)
+    gc.collect()
+    peak = allocated_bytes(lambda: step(**inputs)).peak
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    return Measured(calls.total(), graphs, breaks, None, peak, [one for one in gradients if one is not None])
 
 
 def measure(name: str, composition: Composition, backend: str) -> Row:
@@ -371,7 +434,7 @@ def tabulate(rows: list[Row]) -> Table:
             f"{row.attention} + {row.again}",
             f"{row.graphs} ({row.plain_graphs})",
             f"{row.graph_breaks} ({row.plain_graph_breaks})",
-            f"{row.held / 2**20:.1f}",
+            "" if row.held is None else f"{row.held / 2**20:.1f}",
             f"{row.peak / 2**20:.1f}",
             f"{row.error:.0e}",
         )

@@ -1,7 +1,7 @@
 """Writes docs/backends.md, docs/models.md, and the tables of README.md and docs/compile.md.
 
-`tests/test_docs.py` fails when one is stale. The models are tried for it, as `fastac check --all` does; what was measured comes
-from benchmarks/results.
+`tests/test_docs.py` fails when one is stale. The models are tried for it, as `fastac check --all` does; what was measured
+comes from benchmarks/results.
 
 python docs/generate.py
 """
@@ -211,7 +211,7 @@ def compositions() -> str:
             f"{row['attention']} + {row['again']}",
             f"{row['graphs']} ({row['plain_graphs']})",
             f"{row['graph_breaks']} ({row['plain_graph_breaks']})",
-            f"{row['held'] / 2**20:.1f}",
+            f"{row['held'] / 2**20:.1f}" if row["held"] is not None else "",
             f"{row['peak'] / 2**20:.1f}",
             f"{row['error']:.0e}" if row["error"] else "0",
         )
