@@ -1,7 +1,7 @@
 """Writes docs/backends.md, docs/models.md, and the tables of README.md and docs/compile.md.
 
-`tests/test_docs.py` fails when one is stale. The models are tried for it, as `fastac check --all` does; what was measured
-comes from benchmarks/results.
+`tests/test_docs.py` fails when one is stale. The models are tried for it, as `fastac check --all` does; what was
+measured comes from benchmarks/results.
 
 python docs/generate.py
 """
