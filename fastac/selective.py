@@ -16,19 +16,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fastac import compiled_graphs, opaque, torch_internals
 from fastac.census import Call, Census
 from fastac.choices import Choices, Reader
+from fastac.decisions import Decisions
 from fastac.entries import CountedOps
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.observation import Observer
 from fastac.policy import Policy
 from fastac.preservation import autocast_as_called, is_of_torch
-from fastac.recognition import (
-    Decomposed,
-    SoftmaxAttention,
-    UnknownOp,
-    looks_like_attention_forward,
-    without_coarse,
-)
-from fastac.registry import ResolvedOp, classify, qualified_name
+from fastac.recognition import Decomposed
+from fastac.registry import ResolvedOp, classify
 from fastac.rows import DecompositionOp, SelectionOp
 from fastac.selection import Selection
 
@@ -77,61 +72,24 @@ def traced_contexts(policy: Policy) -> Contexts:
     Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
     """
     traced = compiled_graphs.region(policy)
-    softmax_attention = SoftmaxAttention()
-    small: list[Decomposed] = []
-    written_out: list[Decomposed] = []
-    coarse: list[int] = []
-    unknown: list[UnknownOp] = []
+    decisions = Decisions(policy)
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = decisions.of(op, args, kwargs, context.op_output)
         resolved = classify(op)
-        if resolved is None:
-            found = None
-            if isinstance(op, torch._ops.OpOverload):
-                found = softmax_attention.follow(op, args, context.op_output)
-            if found is not None and policy.saves(found.keys):
-                written_out.append(found)
-            elif looks_like_attention_forward(name := qualified_name(op), args):
-                unknown.append(UnknownOp(*name.split("::")))
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if isinstance(resolved.row, DecompositionOp):
-            missed = Decomposed.from_call(resolved, args, kwargs)
-            if policy.saves(missed.keys):
-                small.append(missed)
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        if isinstance(resolved.row, SelectionOp):
-            floating = args[0].is_floating_point()
-            return CheckpointPolicy.MUST_SAVE if floating else CheckpointPolicy.PREFER_RECOMPUTE
-        coarse.append(resolved.coarse_keys(args, kwargs))
-        verdict = _verdict(resolved, policy, args, kwargs)
-        saved = verdict is CheckpointPolicy.MUST_SAVE
-        traced.add(policy, resolved, resolved.keys(args, kwargs), saved, context.op_output)
-        return verdict
+        if resolved is not None and resolved.is_attention:
+            traced.add(policy, resolved, resolved.keys(args, kwargs), bool(saved), context.op_output)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def leave() -> None:
-        missed = [found.attention for found in (*small, *without_coarse(written_out, coarse))]
-        if missed or unknown:
-            raise CompiledPolicyNotAppliedError(traced_failure(policy, missed, unknown))
+        failure = decisions.failure()
+        if failure is not None:
+            raise CompiledPolicyNotAppliedError(failure)
         traced.refuse_budget(policy)
 
     forward, recompute = create_selective_checkpoint_contexts(decide)
     forward.__class__, forward.leave = _Checked, leave
     return forward, recompute
-
-
-def traced_failure(policy: Policy, small: Sequence[str], unknown: Sequence[UnknownOp]) -> str:
-    """The message for a region in a compiled graph: attention that ran as small ops, and ops without a row."""
-    if small:
-        what = (
-            f"{small[0]} ran as small ops, which leave no attention output to save (a mask that requires grad, "
-            f"dropout, unequal head dims, a query that is not 4-D, the math kernel forced, or attention written out)"
-        )
-    else:
-        what = f"{'::'.join(unknown[0])} looks like an attention forward and has no row (fastac.register)"
-    return (
-        f"{policy}: not every attention call of a checkpointed region in a compiled graph can be saved. {what}. "
-        f'Mend the cause, or use policy="full" for this block.'
-    )
 
 
 def _verdict(resolved: ResolvedOp, policy: Policy, args: Any, kwargs: Any) -> CheckpointPolicy:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from fastac import compiled_graphs, interception, partitioner, torch_internals
+from fastac.decisions import traced_failure
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.observation import Observer
 from fastac.policy import Policy
 from fastac.scopes import Tape
-from fastac.selective import Contexts, traced_contexts, traced_failure
+from fastac.selective import Contexts, traced_contexts
 from fastac.tape import Record, Replay
 
 

@@ -24,6 +24,7 @@ ORDER = (
     "partitioner",
     "policy",
     "recognition",
+    "decisions",
     "selection",
     "entries",
     "choices",

@@ -12,15 +12,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fastac.decisions import Decisions
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import internals
 from fastac.graph.gathers import drop_dead_collectives, parameters_of, recompute_parameter_gathers
 from fastac.graph.marks import depends_on_tangents, mark_saved, outputs_of, saved_nodes
 from fastac.policy import Policy, resolve
-from fastac.recognition import Decomposed, UnknownOp, looks_like_attention_forward
-from fastac.registry import classify, qualified_name
-from fastac.rows import AttentionOp, DecompositionOp
-from fastac.selective import traced_failure
+from fastac.registry import classify
+from fastac.rows import AttentionOp
 
 Graphs = tuple[GraphModule, GraphModule]
 Partition = Callable[..., Graphs]
@@ -42,7 +41,8 @@ class _PolicyPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
         **options: Any,
     ) -> Graphs:
         dependent = depends_on_tangents(joint.graph)
-        saved = _tag_attention(joint.graph, self.policy, dependent)
+        parameters = parameters_of(joint.graph, static_lifetime_input_indices)
+        saved = _tag_attention(joint.graph, self.policy, dependent, set(parameters))
         chain = tag_gathers(joint.graph, static_lifetime_input_indices) if self.gathers else []
         kept_out = {node.name for node in chain}
         attention = {node.name for node in saved}
@@ -146,34 +146,31 @@ def tag_gathers(graph: Graph, static_indices: Iterable[int] | None) -> list[Node
     return recompute_parameter_gathers(graph, parameters_of(graph, static_indices))
 
 
-def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node]) -> list[Node]:
+def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node], parameters: set[Node]) -> list[Node]:
     """Tag the attention calls of a joint graph's forward, and return those to be saved."""
-    saved, small, unknown = [], [], []
+    saved = []
+    decisions = Decisions(policy)
+
+    def value(node: Node) -> Any:
+        found = node.meta.get("val")
+        if node in parameters and isinstance(found, torch.Tensor) and found.is_floating_point():
+            return torch.nn.Parameter(found)  # a product with a weight is no attention
+        return found
+
     for node in graph.nodes:
-        if node.op != "call_function" or node in dependent:
+        if node.op != "call_function" or node in dependent or node.target is operator.getitem:
             continue
-        args, kwargs = map_arg(node.args, _value), map_arg(node.kwargs, _value)
-        resolved = classify(node.target)
-        if resolved is None:
-            if isinstance(node.target, torch._ops.OpOverload):
-                name = qualified_name(node.target)
-                if looks_like_attention_forward(name, args) and not policy.saves_nothing:
-                    unknown.append(UnknownOp(*name.split("::")))
-        elif isinstance(resolved.row, DecompositionOp):
-            found = Decomposed.from_call(resolved, args, kwargs)
-            if policy.saves(found.keys):
-                small.append(found.attention)
-        elif isinstance(resolved.row, AttentionOp):
-            resolved.check_trains()
-            if policy.saves(resolved.keys(args, kwargs)):
-                resolved.check_writes(args, kwargs)
-                saved.append(node)
-                _tag(node, CheckpointPolicy.MUST_SAVE)
-            else:
-                _check_draws(node)
-                _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
-    if small or unknown:
-        raise CompiledPolicyNotAppliedError(traced_failure(policy, small, unknown))
+        args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
+        decision = decisions.of(node.target, args, kwargs, _value(node))
+        if decision:
+            saved.append(node)
+            _tag(node, CheckpointPolicy.MUST_SAVE)
+        elif decision is not None:
+            _check_draws(node)
+            _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+    failure = decisions.failure()
+    if failure is not None:
+        raise CompiledPolicyNotAppliedError(failure)
     return saved
 
 

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac import annotation
+from fastac.decisions import Decisions
 from fastac.errors import PolicyNotAppliedError
 from fastac.graph.internals import is_functional
 from fastac.graph.nodes import (
@@ -26,10 +27,8 @@ from fastac.graph.nodes import (
     values,
 )
 from fastac.policy import Policy
-from fastac.recognition import Decomposed, SoftmaxAttention, UnknownOp, looks_like_attention_forward, without_coarse
-from fastac.registry import classify, qualified_name
-from fastac.rows import AttentionOp, DecompositionOp, SelectionOp
-from fastac.selective import traced_failure
+from fastac.registry import classify
+from fastac.rows import AttentionOp, SelectionOp
 
 Policies = Mapping[int, Policy]
 """Region -> policy."""
@@ -138,34 +137,10 @@ def refuse_unsavable(graph_module: GraphModule, nodes: list[Node], policy: Polic
     """Raise for what the policy can not be kept for in a region: see `tag`."""
     if policy.saves_nothing:
         return
-    softmax_attention = SoftmaxAttention()
-    small: list[Decomposed] = []
-    written_out: list[Decomposed] = []
-    coarse: list[int] = []
-    unknown: list[UnknownOp] = []
+    decisions = Decisions(policy)
     for node in nodes:
-        if is_getitem(node):
-            continue
-        args, kwargs = call(graph_module, node)
-        resolved = classify(node.target)
-        if resolved is None:
-            found = None
-            if _name(node):
-                found = softmax_attention.follow(node.target, args, node.meta.get("val"))  # type: ignore[arg-type]
-            if found is not None and policy.saves(found.keys):
-                written_out.append(found)
-            elif _name(node) and looks_like_attention_forward(name := qualified_name(node.target), args):  # type: ignore[arg-type]
-                unknown.append(UnknownOp(*name.split("::")))
-        elif isinstance(resolved.row, DecompositionOp):
-            decomposed = Decomposed.from_call(resolved, args, kwargs)
-            if policy.saves(decomposed.keys):
-                small.append(decomposed)
-        elif isinstance(resolved.row, AttentionOp):
-            coarse.append(resolved.coarse_keys(args, kwargs))
-            resolved.check_trains()
-            if policy.saves(resolved.keys(args, kwargs)):
-                resolved.check_writes(args, kwargs)
-    missed = [found.attention for found in (*small, *without_coarse(written_out, coarse))]
-    if missed or unknown:
-        block = annotation.where(marks(_marked(nodes)))
-        raise PolicyNotAppliedError(f"{block}: {traced_failure(policy, missed, unknown)}")
+        if not is_getitem(node):
+            decisions.of(node.target, *call(graph_module, node), node.meta.get("val"))
+    failure = decisions.failure()
+    if failure is not None:
+        raise PolicyNotAppliedError(f"{annotation.where(marks(_marked(nodes)))}: {failure}")

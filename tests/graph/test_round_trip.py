@@ -432,6 +432,27 @@ def test_attention_in_small_ops_is_refused() -> None:
     Partitioned(Decomposed(), args, graph.partitioner("full"))
 
 
+def test_attention_written_out_is_refused_and_a_router_is_none() -> None:
+    """Both are a softmax between two products. In a router one of them is with a weight."""
+
+    class Written(torch.nn.Module):
+        def __init__(self, router: bool) -> None:
+            super().__init__()
+            self.router = torch.nn.Parameter(torch.randn(2, 8, 4))
+            self.experts = torch.nn.Parameter(torch.randn(2, 4, 8))
+            self.is_router = router
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.is_router:
+                return (x @ self.router).softmax(-1) @ self.experts
+            return (x @ x.transpose(-1, -2)).softmax(-1) @ x * self.experts.sum()
+
+    args = (torch.randn(2, 16, 8),)
+    with pytest.raises(PolicyNotAppliedError, match="softmax attention written out"):
+        Partitioned(Written(router=False), args, graph.partitioner("attn_only"))
+    Partitioned(Written(router=True), args, graph.partitioner("attn_only"))
+
+
 def test_recomputed_attention_that_draws_unknown_to_torch_is_refused(rows_as_before: None) -> None:
     library = torch.library.Library("round_trip_test", "FRAGMENT")
     library.define("drawing(Tensor query, Tensor key, Tensor value, float dropout_p) -> Tensor")
