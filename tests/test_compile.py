@@ -202,6 +202,7 @@ class TestCompiledBlocks:
             calls=1,
             looks=2,
             steps=2,
+            same_graphs=True,
         )
 
     @EACH_BACKEND
@@ -364,6 +365,7 @@ class TestCompiledModels:
             small_inputs(tokens=40),
             calls=1,
             steps=2,
+            same_graphs=True,
         )
 
     @EACH_BACKEND

@@ -7,11 +7,13 @@ fails when its guard in fastac/compiled_graphs.py is taken out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
@@ -215,6 +217,25 @@ class TestRecompilation:
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 assert torch.equal(mine.grad, theirs.grad)
         assert count == 8
+
+
+@pytest.mark.slow
+def test_a_warm_cache_spares_no_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks are made, and told of in the report, while a graph is traced: with checkpointed regions in it always."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counts = []
+    caches = (
+        torch._inductor.config.patch(fx_graph_cache=True),
+        torch._functorch.config.patch(enable_autograd_cache=True),
+    )
+    with caches[0], caches[1]:
+        for _ in range(2):
+            reset()
+            model = compile_whole(stack(policy="attn_only"), "inductor")
+            train_step(model, stack_inputs())
+            counts.append(sum(len(traced.calls) for traced in compiled_graphs._traced.values()))
+            assert executions(model, stack_inputs()) == 4
+    assert counts == [4, 4]
 
 
 def test_nothing_is_looked_at_before_something_was_compiled() -> None:
