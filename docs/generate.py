@@ -202,7 +202,8 @@ def compositions() -> str:
         f"{measured['layers']} blocks, {measured['tokens']} video tokens, {measured['text_tokens']} of text, batch "
         f"{measured['batch']}, {measured['dtype']}, torch {measured['machine']['torch']} on a CPU."
     )
-    headings = ("model", "compiled by", "composition", "attention", "graphs", "breaks", "held MiB", "peak MiB", "error")
+    headings = ("model", "compiled by", "composition", "attention", "graphs", "breaks", "held MiB", "peak MiB")
+    headings += ("error", "plain error")
     rows = (
         (
             row["model"],
@@ -213,7 +214,7 @@ def compositions() -> str:
             f"{row['graph_breaks']} ({row['plain_graph_breaks']})",
             f"{row['held'] / 2**20:.1f}" if row["held"] is not None else "",
             f"{row['peak'] / 2**20:.1f}",
-            f"{row['error']:.0e}" if row["error"] else "0",
+            *(f"{row[name]:.0e}" if row[name] else "0" for name in ("error", "plain_error")),
         )
         for row in measured["results"]
     )

@@ -40,6 +40,13 @@ class Call:
     extra_bytes: int = 0
 
 
+@dataclasses.dataclass
+class Looked:
+    """When the autograd graph of a region was last looked through for compiled code, as `compiled_graphs` counts."""
+
+    time: int = -1
+
+
 @dataclasses.dataclass(frozen=True)
 class Census:
     """The attention calls of one region, in order. ops: what a later region of this kind must record.
@@ -52,6 +59,7 @@ class Census:
     calls: tuple[Call, ...]
     selection_bytes: int = 0
     compiled: bool = False
+    looked: Looked = dataclasses.field(default_factory=Looked)
     others: list[list[ResolvedOp]] = dataclasses.field(default_factory=list)
     """What a function that is no block was found to record as well: one function may run several unlike layers."""
 
@@ -78,6 +86,7 @@ class BlockRecord:
     name: str = ""
     latest: Census | None = None
     latest_key: object = None
+    looked: Looked = dataclasses.field(default_factory=Looked)
     censuses: dict[Any, Census] = dataclasses.field(default_factory=dict)
 
 

@@ -81,7 +81,6 @@ def checkpoint(
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
         if policy.saves_nothing:
-            traced_regions.note_full_region()
             return full()
         traced_regions.prepare()
         return full(context_fn=functools.partial(traced_regions.contexts_while_tracing, policy))
@@ -196,7 +195,9 @@ class Region:
         ):
             self._settle(record, outputs)
         else:
-            if known.compiled and not compiled_graphs.is_watched(outputs):
+            looked = self.block.looked if self.block is not None else known.looked
+            if looked.time != (now := compiled_graphs.time()):
+                looked.time = now
                 compiled_graphs.watch(autograd_graph.nodes_between(outputs, (self.args, self.kwargs)), self.policy)
             self._remember(known if known.keys == record.keys else _census_of(record, known.compiled))
 
@@ -222,6 +223,8 @@ class Region:
         )
         mine = dataclasses.replace(mine, compiled=compiled)
         compiled_graphs.watch(nodes, self.policy)
+        if self.block is not None:
+            self.block.looked.time = compiled_graphs.time()
         if seen is not None:
             explanation.warn_of_cut_off(autograd_graph.parameters_cut_off(self.function, nodes), where)
         if compiled or hidden or (seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops))):

@@ -20,11 +20,20 @@ from fastac.torch_internals import tree_leaves, tree_map
 
 @dataclasses.dataclass
 class Step:
-    """One forward and backward: every output and gradient by name, and what ran."""
+    """One forward and backward: every output and gradient by name, and what ran.
+
+    in_graph: calls are those that were decided on while the model's graph was traced, in which no region is seen.
+    """
 
     tensors: dict[str, torch.Tensor | None]
     executions: tuple[int, int]
     calls: list[Call]
+    in_graph: bool = False
+
+    def rounding(self, name: str) -> float:
+        """What two orders of adding up may make of a tensor: a few units in the last place of its largest number."""
+        tensor = self.tensors[name]
+        return 0.0 if tensor is None else 16 * torch.finfo(tensor.dtype).eps * tensor.abs().max().item()
 
 
 def fresh(inputs: Any) -> Any:

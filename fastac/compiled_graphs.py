@@ -12,16 +12,19 @@ import dataclasses
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac import compiler_internals, interception, torch_internals
 from fastac.census import Call
 from fastac.errors import CompiledPolicyNotAppliedError, PolicyNotAppliedError
 from fastac.policy import Policy
-from fastac.registry import ResolvedOp
+from fastac.registry import ResolvedOp, classify
+
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +38,20 @@ class TracedCall:
 
 @dataclasses.dataclass
 class Traced:
-    """The regions of one graph. has_full: some are checkpointed fully, and nothing is known of their calls."""
+    """The regions of one compilation. time: of it, as `Compilations` counts.
 
+    graphs: joint graphs of AOT's, until they are complete; saved: names of their nodes that AOT was told to save.
+    may_run: attention calls that backward may run: those that AOT was told to recompute, in regions of others as well,
+    and those that are of the backward themselves.
+    """
+
+    time: int = 0
     policies: set[Policy] = dataclasses.field(default_factory=set)
     calls: list[TracedCall] = dataclasses.field(default_factory=list)
-    has_full: bool = False
     budget: compiler_internals.Budget | None = None
+    graphs: list[torch.fx.Graph] = dataclasses.field(default_factory=list)
+    saved: set[str] = dataclasses.field(default_factory=set)
+    may_run: int = 0
 
     def add(self, policy: Policy, resolved: ResolvedOp, keys: Any, saved: bool, outputs: Any) -> None:
         """Note what was decided for a call that is being traced."""
@@ -58,14 +69,42 @@ class Traced:
                 f"fastac.enable out and call fastac.inform_partitioner(), with which attention counts as what it is."
             )
 
-    @property
-    def recomputed(self) -> int:
-        """How many calls AOT was told to recompute."""
-        return sum(not traced.call.saved for traced in self.calls)
+    def leave(self) -> None:
+        """A region was traced: its nodes have their tags, which a partitioner may change later on."""
+        for graph in self.graphs:
+            self.saved.update(
+                n.name for n in _attention(graph) if n.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+            )
+
+    def complete(self) -> None:
+        """Count what the backward may run, now that the graphs are there, and let go of them."""
+        while self.graphs:
+            for node in _attention(self.graphs.pop()):
+                again = node.meta.get("recompute") in _RECOMPUTED or compiler_internals.is_of_backward(node)
+                self.may_run += again and node.name not in self.saved
+
+
+def _attention(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    for node in graph.nodes:
+        resolved = classify(node.target) if node.op == "call_function" else None
+        if resolved is not None and resolved.is_attention:
+            yield node
 
 
 _traced: dict[str, Traced] = {}  # by the id of the compilation
 _watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()  # graphs called inside regions
+_resets = 0
+
+
+def _complete() -> None:
+    for traced in _traced.values():
+        traced.complete()
+
+
+_compilations = compiler_internals.Compilations(_complete)
+
+time = _compilations.look
+"""A number that changes with every compilation: what a region calls may be other code since."""
 
 
 class _Backward(threading.local):
@@ -81,22 +120,27 @@ _backward = _Backward()
 def region(policy: Policy) -> Traced:
     """A region is about to be traced by AOT, in this thread."""
     traced = _of_this_compilation()
-    if not policy.saves_nothing:
-        traced.policies.add(policy)
-        _look_at_backward()
+    graph = compiler_internals.graph_being_traced()
+    if graph is not None and not any(graph is one for one in traced.graphs):
+        traced.graphs.append(graph)
+    traced.policies.add(policy)
+    _look_at_backward()
     return traced
 
 
-def has_full_region() -> None:
-    """dynamo met a region that is checkpointed fully: attention of the graph it is in may well run again."""
-    _of_this_compilation().has_full = True
-
-
 def _of_this_compilation() -> Traced:
-    if compiler_internals.was_reset():
-        _traced.clear()
+    now = time()
+    _forget_after_reset()
     name = compiler_internals.compile_id()
-    return Traced() if name is None else _traced.setdefault(name, Traced())
+    return Traced() if name is None else _traced.setdefault(name, Traced(now))
+
+
+def _forget_after_reset() -> None:
+    global _resets
+    time()
+    if _resets != _compilations.resets:
+        _resets = _compilations.resets
+        _traced.clear()
 
 
 def watch(nodes: Iterable[Any], policy: Policy) -> None:
@@ -107,15 +151,6 @@ def watch(nodes: Iterable[Any], policy: Policy) -> None:
             if function is not None:
                 _watched.setdefault(function, set()).add(policy)
                 _look_at_backward()
-
-
-def is_watched(outputs: Any) -> bool:
-    """Whether the graph that made a region's outputs is watched, or no graph did. It may have been compiled anew."""
-    output = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-    node = output.grad_fn if isinstance(output, torch.Tensor) else None
-    if node is None or node.name() != torch_internals.COMPILED_NODE:
-        return True
-    return torch_internals.function_of(node) in _watched
 
 
 def _look_at_backward() -> None:
@@ -152,32 +187,40 @@ def _ran_again(resolved: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def _told(function: type) -> tuple[Iterable[Policy], int]:
-    """The policies of the regions in or around a graph, and how many calls they save may run again, all the same."""
+    """The policies of the regions in or around a graph, and how many attention calls its backward may run."""
     watched = _watched.get(function)
     if watched is not None:
         return watched, 0
-    if compiler_internals.was_reset():
-        _traced.clear()
+    _forget_after_reset()
     traced = _traced.get(compiler_internals.compile_id_of(function) or "")
-    if traced is None or traced.has_full:
+    if traced is None:
         return (), 0
-    return traced.policies, traced.recomputed
+    traced.complete()
+    return traced.policies, traced.may_run
 
 
-def decided(block_class: str, policies: Mapping[str, Policy | None]) -> dict[str, list[Call]]:
+def decided(blocks: Mapping[str, tuple[str, Policy | None, int]]) -> dict[str, list[Call]]:
     """For each block, by name, what was decided for its calls when it was traced last; nothing where it was not.
 
-    policies: of the blocks. A block's class, name and policy tell it from others: a graph knows no more of it, so that
-    two models of one class are not told apart.
+    blocks: class, policy, and since when what is known of the block otherwise; a trace before that does not count. A
+    block's class, name and policy tell it from others: a graph knows no more of it, so that two models of one class are
+    not told apart.
     """
+    _forget_after_reset()
     found: dict[str, list[Call]] = {}
     for traced in _traced.values():
         mine: dict[str, list[Call]] = collections.defaultdict(list)
         for call in traced.calls:
-            paths = [f".{name}" for name, class_name in call.modules if class_name == block_class]
-            for name, policy in policies.items():
-                if policy == call.policy and any(path.endswith(f".{name}") for path in paths):
-                    mine[name].append(call.call)
+            paths = {(f".{name}", class_name) for name, class_name in call.modules}
+            names = [
+                name
+                for name, (block_class, policy, since) in blocks.items()
+                if policy == call.policy
+                and traced.time > since
+                and any(kind == block_class and path.endswith(f".{name}") for path, kind in paths)
+            ]
+            if names:
+                mine[max(names, key=len)].append(call.call)
         found.update(mine)
     return found
 

@@ -20,7 +20,10 @@ from fastac.torch_internals import COMPILED_NODE, SEEN_IN, function_of, sequence
 
 _REQUIRED = (
     "torch._C:_autograd._top_saved_tensors_default_hooks",
+    "torch._C:_TorchDispatchModeKey.PROXY",
     "torch._C:_current_autograd_node",
+    "torch._C:_get_dispatch_mode",
+    "torch._dynamo.callback:callback_handler.end_callbacks",
     "torch._dynamo.callback:callback_handler.start_callbacks",
     "torch._functorch.config:activation_memory_budget",
     "torch._functorch.partitioners:get_default_op_list",
@@ -120,26 +123,54 @@ def compile_id_of(function: type) -> str | None:
     return getattr(getattr(function, "metadata", None), "compile_id_str", None)
 
 
-def was_reset() -> bool:
-    """Whether dynamo was reset since the last call, or this is the first: then it counts compilations from 0/0 again.
+class Compilations:
+    """Counts what dynamo compiles. ended: called whenever a compilation is done."""
 
-    A reset takes every callback away, so one that does nothing tells.
-    """
-    callbacks = _of("torch._dynamo.callback:callback_handler.start_callbacks")
-    if _do_nothing in callbacks:
-        return False
-    callbacks.append(_do_nothing)
-    return True
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self.count = 0
+        self.resets = 0
+        self._ended = ended
+        self._callbacks: list[Any] | None = None
+
+    def look(self) -> int:
+        """How many compilations, or resets of dynamo, there were so far. Cheap: asked in every region.
+
+        A reset takes every callback away, and lets dynamo number compilations from 0/0 again.
+        """
+        callbacks = self._callbacks
+        if callbacks is None:
+            if "torch._dynamo.callback" not in sys.modules:
+                return 0
+            callbacks = self._callbacks = _of("torch._dynamo.callback:callback_handler.start_callbacks")
+        if self._begin not in callbacks:
+            callbacks.append(self._begin)
+            _of("torch._dynamo.callback:callback_handler.end_callbacks").append(self._end)
+            self.count += 1
+            self.resets += 1
+        return self.count
+
+    def _begin(self, _: Any) -> None:
+        self.count += 1
+
+    def _end(self, _: Any) -> None:
+        self._ended()
 
 
-def _do_nothing(_: Any) -> None:
-    pass
+def graph_being_traced() -> torch.fx.Graph | None:
+    """The graph that operators of this thread are being recorded in; None where none is."""
+    mode = _of("torch._C:_get_dispatch_mode")(_of("torch._C:_TorchDispatchModeKey.PROXY"))
+    return getattr(getattr(mode, "tracer", None), "graph", None)
 
 
-def running_node() -> tuple[type, int]:
-    """What tells the autograd node whose backward is running in this thread from others."""
+def is_of_backward(node: torch.fx.Node) -> bool:
+    """Whether a node of AOT's joint graph was recorded while autograd ran, rather than in the forward."""
+    return node.meta.get("partitioner_tag") != "is_forward"
+
+
+def running_node() -> tuple[type, int, int]:
+    """What tells the autograd node whose backward is running in this thread, and that backward, from others."""
     node = _of("torch._C:_current_autograd_node")()
-    return type(node), sequence_number(node)
+    return type(node), sequence_number(node), torch._C._current_graph_task_id()
 
 
 def module_stack() -> list[tuple[str, Any]]:

@@ -32,8 +32,9 @@ _OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if
 class Compilation:
     """What `fastac.compile` did with a model.
 
-    blocks: how many of each class run compiled. before: names of those among them that somebody else had compiled.
-    eager: names of those that were left as they are, as their kernel can be seen in eager mode alone.
+    blocks: how many of each class were compiled. before: names of others, that somebody else had compiled, with
+    options of their own. eager: names of those that were left as they are, as their kernel can be seen in eager mode
+    alone.
     """
 
     model: str
@@ -44,15 +45,20 @@ class Compilation:
     eager: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        counted = ", ".join(f"{name} x {count}" for name, count in self.blocks.items()) or "no block"
+        counted = ", ".join(f"{name} x {count}" for name, count in self.blocks.items())
         lines = [
             f"{self.model}: {counted} compiled by {self.backend}, each inside its own checkpoint (policy "
             f"{self.policy}), so that a graph break costs no saved attention."
+            if counted
+            else f"{self.model}: no block was compiled here. Each is inside its own checkpoint (policy {self.policy})."
         ]
-        if self.backend == compiled_flex.INDUCTOR:
+        if self.blocks and self.backend == compiled_flex.INDUCTOR:
             lines.append("flex_attention is compiled apart from what is around it, so that it can be saved.")
         if self.before:
-            lines.append(f"{_few(self.before)} had been compiled before and stayed so.")
+            lines.append(
+                f"{_few(self.before)} had been compiled before and stayed so, with the options they had: take out "
+                f"compile_repeated_blocks() or block.compile() to have them compiled here."
+            )
         if self.eager:
             lines.append(f"{_few(self.eager)} stayed eager: in compiled code their attention kernel could not be seen.")
         return " ".join(lines)
@@ -77,6 +83,8 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     hook.check_module(model, "compile")
     ready = _ready("compile", options)
     outer, inner = model, models.unwrapped(model)
+    if blocks is None:
+        hook.check_switch(inner, "compile")
     chosen = block_selection.select(inner, blocks, outer) if blocks is not None else hook.containers_of(inner)
     _refuse_compiled(outer, {block for container in chosen for block in container.blocks.values()}, blocks is not None)
     hook.enable(model, policy, blocks=blocks)
@@ -97,7 +105,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
         type(inner).__name__,
         str(setting.policy) if setting is not None else str(policy),
         _name_of(ready["backend"]),
-        types.MappingProxyType(_count(block for name, block in found.items() if name not in eager)),
+        types.MappingProxyType(_count(block for name, block in found.items() if name not in (*eager, *before))),
         tuple(before),
         tuple(eager),
     )
@@ -123,6 +131,8 @@ def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[
 
 def _ready(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options as torch.compile gets them. Raises FastacError for what it would not take."""
+    if "engine" in options:
+        raise FastacError(f"{call}(engine=...): torch's selective checkpointing can not stand around compiled code.")
     if unknown := [name for name in options if name not in _OPTIONS]:
         raise FastacError(f"{call}({unknown[0]}=...): torch.compile has no such option. It has {', '.join(_OPTIONS)}.")
     ready = dict(options)
@@ -159,9 +169,9 @@ def _refuse_compiled(model: torch.nn.Module, blocks: set[torch.nn.Module], named
         compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
         if compiled and not blocks.isdisjoint(module.modules()):
             raise FastacError(
-                f"compile: {type(module).__name__} is compiled as a whole, so that checkpoints are inside. Use "
-                f"fastac.enable for it (with fullgraph=True, or a graph break takes them out unseen), or let "
-                f"fastac.compile compile its blocks instead."
+                f"compile: {type(models.unwrapped(module)).__name__} is compiled as a whole already. Take out "
+                f"model.compile() or torch.compile(model) before fastac.compile(model), which compiles its blocks; or "
+                f"keep it, and call fastac.enable(model)."
             )
 
 

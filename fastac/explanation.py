@@ -107,8 +107,8 @@ def warn_of_compiler(function: Any) -> None:
         _given_up.add(kind)
         logger.warning(
             "%s: runs eagerly, though torch.compile was applied to what calls it: a graph break inside a checkpoint "
-            "makes the compiler leave out all of it. Attention is saved. fastac.compile(model) keeps blocks compiled "
-            "that break.",
+            "makes the compiler leave out all of it. Attention is saved. fastac.compile(model), without torch.compile "
+            "of the whole model, keeps blocks compiled that break.",
             kind.__name__,
         )
 

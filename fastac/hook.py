@@ -99,7 +99,7 @@ def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> 
                 f"checkpointed twice. Switch it off first, or enable(model) without blocks."
             )
         return block_selection.select(model, blocks, outer)
-    _check_model(model)
+    check_switch(model, "enable")
     containers = models.containers(model, models.row_of(model))
     if not containers:
         raise FastacError(
@@ -232,16 +232,17 @@ def check_module(model: object, call: str) -> None:
         )
 
 
-def _check_model(model: torch.nn.Module) -> None:
+def check_switch(model: torch.nn.Module, call: str) -> None:
+    """Raise FastacError for a model that can not switch gradient checkpointing on itself."""
     name = type(model).__name__
     if not hasattr(model, "enable_gradient_checkpointing"):
         raise FastacError(
-            f"enable: {name} has no enable_gradient_checkpointing, so it is no diffusers model. Name its blocks: "
-            f'enable(model, blocks="transformer.layers"), or call fastac.checkpoint(block, *args) where it calls them.'
+            f"{call}: {name} has no enable_gradient_checkpointing, so it is no diffusers model. Name its blocks: "
+            f'{call}(model, blocks="transformer.layers"), or call fastac.checkpoint(block, *args) where it calls them.'
         )
     if not getattr(model, "_supports_gradient_checkpointing", False):
         raise FastacError(
-            f'enable: {name} has no gradient checkpointing of its own. Name its blocks: enable(model, blocks="...").'
+            f'{call}: {name} has no gradient checkpointing of its own. Name its blocks: {call}(model, blocks="...").'
         )
 
 

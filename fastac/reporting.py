@@ -94,12 +94,19 @@ def report(model: torch.nn.Module) -> Report:
     setting = hook.setting_of(model)
     policies = setting.policy if setting is not None and isinstance(setting.policy, BlockPolicies) else BlockPolicies()
     containers = hook.containers_of(model)
+    in_graphs = compiled_graphs.decided(
+        {
+            name: (container.block_class, setting.policy_of(block), _since(block))
+            for container in containers
+            for name, block in container.blocks.items()
+        }
+        if setting is not None
+        else {}
+    )
     for container in containers:
-        records = {name: census.block_record(block) for name, block in container.blocks.items()}
+        compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
+        records = {name: census.block_record(block) for name, block in container.blocks.items() if name not in compiled}
         seen = {name: record.latest for name, record in records.items() if record is not None and record.latest}
-        unseen = {name: block for name, block in container.blocks.items() if name not in seen}
-        told = {name: setting.policy_of(block) for name, block in unseen.items()} if setting is not None else {}
-        compiled = compiled_graphs.decided(container.block_class, told)
         calls = [call for latest in seen.values() for call in latest.calls]
         calls += [call for decided in compiled.values() for call in decided]
         saved = sum(call.saved for call in calls)
@@ -132,6 +139,12 @@ def report(model: torch.nn.Module) -> Report:
         rows=tuple(rows),
         remarks=remarks(model, containers),
     )
+
+
+def _since(block: torch.nn.Module) -> int:
+    """When a block's region was last seen, as compilations count; -1 for never under this policy."""
+    record = census.block_record(block)
+    return -1 if record is None or record.latest is None else record.looked.time
 
 
 def _problem(model: torch.nn.Module, setting: Any, rows: list[ContainerReport]) -> str:

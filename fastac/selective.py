@@ -86,6 +86,7 @@ def traced_contexts(policy: Policy) -> Contexts:
         if failure is not None:
             raise CompiledPolicyNotAppliedError(failure)
         traced.refuse_budget(policy)
+        traced.leave()
 
     forward, recompute = create_selective_checkpoint_contexts(decide)
     forward.__class__, forward.leave = _Checked, leave

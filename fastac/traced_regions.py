@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastac import compiled_graphs, interception, partitioner, torch_internals
+from fastac import interception, partitioner, torch_internals
 from fastac.decisions import traced_failure
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.observation import Observer
@@ -19,12 +19,6 @@ def prepare() -> None:
     """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
     interception.install()
     partitioner.inform_if_loaded()
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
-def note_full_region() -> None:
-    """Take note of a region that saves nothing, for others that do may be in the same graph."""
-    compiled_graphs.has_full_region()
 
 
 def contexts_while_tracing(policy: Policy) -> Contexts:

@@ -6,6 +6,7 @@ fails when its guard in fastac/compiled_graphs.py is taken out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fastac
 from fastac import PolicyNotAppliedError, compiled_graphs, interception
@@ -51,6 +53,45 @@ def run_as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]
 
 
 with_forgetful = aot_autograd(fw_compiler=run_as_it_is, partition_fn=forgetful)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention, and something beside it for a compiler."""
+    return F.scaled_dot_product_attention(query, key, value) * 1.0
+
+
+class TwoOutputs(support.AttentionStack):
+    """Its blocks return numbers before what they compute."""
+
+    class Block(support.AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> Any:
+            return torch.zeros(2), super().forward(video, text)
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList([self.Block()])
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            _, video = fastac.checkpoint(block, video, text)
+        return video
+
+
+class RunsAgain(torch.autograd.Function):
+    """An attention that runs its forward again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value = (tensor.neg().neg() for tensor in ctx.saved_tensors)  # not merged with the forward's
+        output, statistics = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, query, key, value, output, statistics, 0.0, False)
 
 
 def executions(model: torch.nn.Module, inputs: Any) -> int:
@@ -116,6 +157,27 @@ class TestMemoryBudget:
         with budget(0.0), pytest.raises(PolicyNotAppliedError, match="ran again"):
             train_step(model, stack_inputs())
 
+    @pytest.mark.parametrize("part", ["blocks", "inside"])
+    def test_in_code_that_was_compiled_after_eager_steps(self, part: str) -> None:
+        """The block's attention is known by then, from regions without compiled code."""
+        model = stack(policy="attn_only")
+        train_step(model, stack_inputs())
+        if part == "blocks":
+            compile_blocks(model, "aot_eager")
+        else:
+            for block in model.blocks:
+                block.attend = torch.compile(lambda *args: attend(*args), backend="aot_eager")
+        with budget(0.0), pytest.raises(PolicyNotAppliedError, match="ran again"):
+            train_step(model, stack_inputs())
+
+    def test_in_a_block_whose_first_output_has_no_gradient(self) -> None:
+        model = TwoOutputs()
+        train_step(model, stack_inputs())
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        with budget(0.0), pytest.raises(PolicyNotAppliedError, match="ran again"):
+            train_step(model, stack_inputs())
+
     def test_of_somebody_elses_model(self) -> None:
         """Only graphs with checkpointed regions in them, or around them, are fastac's business."""
         mine = compile_blocks(stack(policy="attn_only"), "aot_eager")
@@ -139,6 +201,13 @@ class TestPartitioner:
         model = stack(policy="attn_only")
         model.compile(backend=with_forgetful, dynamic=False)
         with pytest.raises(PolicyNotAppliedError, match=r"ran again .* a partitioner of your own"):
+            train_step(model, stack_inputs())
+
+    def test_that_does_so_beside_a_block_that_saves_nothing(self) -> None:
+        model = stack(policy="none")
+        fastac.enable(model, {"blocks.0": "full", "*": "attn_only"}, blocks="blocks")
+        model.compile(backend=with_forgetful, dynamic=False)
+        with pytest.raises(PolicyNotAppliedError, match="ran again"):
             train_step(model, stack_inputs())
 
     def test_that_recomputes_only_what_is_not_saved(self) -> None:
@@ -172,6 +241,46 @@ class TestPartitioner:
         train_step(model, inputs)
         assert executions(model, inputs) == 6 + 2 + 1
         assert_same(train_step(model, inputs), train_step(stack(layers=3, policy="none"), inputs))
+
+
+class TestNothingIsWrong:
+    """Attention that runs again in the backward of a graph, and may."""
+
+    @pytest.mark.parametrize("selective", [False, True], ids=["checkpoint", "selective checkpoint"])
+    def test_in_a_checkpoint_of_the_users_own(self, selective: bool) -> None:
+        mine, other = stack(policy="attn_only"), stack(policy="none", layers=1)
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts = functools.partial(create_selective_checkpoint_contexts, products)
+        options = {"context_fn": contexts} if selective else {}
+
+        def both(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return checkpoint(other, mine(video, text), text, use_reentrant=False, **options)
+
+        both.parameters = mine.parameters  # type: ignore[attr-defined]
+        support.count_cpu_attention()
+        torch.compile(both, backend="aot_eager")(**stack_inputs()).square().sum().backward()
+        support.executions.clear()
+        torch.compile(both, backend="aot_eager")(**stack_inputs()).square().sum().backward()
+        assert support.executions.total() == 4 + 2 + 2
+
+    def test_in_the_backward_of_an_attention(self) -> None:
+        """As diffusers' context parallel has it."""
+        model, plain = stack(policy="attn_only", layers=1), stack(policy="none", layers=1)
+        model.blocks[0].attend = plain.blocks[0].attend = RunsAgain.apply
+        expected = train_step(plain, stack_inputs())
+        compile_whole(model, "aot_eager")
+        assert_same(train_step(model, stack_inputs()), expected)
+        assert executions(model, stack_inputs()) == 4
+
+    def test_in_a_second_backward(self) -> None:
+        """What one block recomputes in both counts for each."""
+        model = stack(policy="none")
+        fastac.enable(model, {"blocks.0": "attn_only", "*": LONG_ONLY}, blocks="blocks")
+        compile_whole(model, "aot_eager")
+        with torch._functorch.config.patch(donated_buffer=False):
+            output = model(**stack_inputs()).square().sum()
+            output.backward(retain_graph=True)
+            output.backward()
 
 
 class TestRecompilation:

@@ -49,10 +49,17 @@ def test_outside_any_compilation() -> None:
     assert not compiler_internals.in_recompute()
 
 
-def test_a_reset_is_noticed_once() -> None:
+def test_compilations_and_resets_are_counted() -> None:
+    done = []
+    compilations = compiler_internals.Compilations(lambda: done.append(True))
     torch._dynamo.reset()
-    assert compiler_internals.was_reset()
+    before = compilations.look()
+    assert compilations.look() == before
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    assert not compiler_internals.was_reset()
+    assert compilations.look() == before + 1
+    assert done == [True]
+    assert compilations.resets == 1
     torch._dynamo.reset()
-    assert compiler_internals.was_reset()
+    assert compilations.look() > before + 1
+    assert compilations.resets == 2
+    torch._dynamo.reset()

@@ -58,7 +58,7 @@ def test_no_composition_is_silently_full() -> None:
     for row in rows:
         assert row["attention"] > 0, row
         assert row["again"] == 0, row
-        assert row["error"] < 1e-5, row
+        assert row["error"] < 1e-6 + 4 * row["plain_error"], row
 
 
 @pytest.mark.slow

@@ -298,6 +298,40 @@ class TestCompiledModel:
         (row,) = fastac.report(model).rows
         assert (row.saved, row.blocks_seen) == (4, 2)
 
+    def test_of_a_model_that_was_trained_eagerly_before(self) -> None:
+        """What the compiled model does is the newer, for the sizes it was traced with; and the other way round."""
+        model, inputs = support.build(WAN)
+        fastac.enable(model)
+        support.train_step(model, inputs)
+        video = inputs["hidden_states"]
+        model.compile(backend="aot_eager")
+        support.train_step(model, inputs | {"hidden_states": torch.cat([video, video], dim=2)})
+        (row,) = fastac.report(model).rows
+        assert (row.saved_bytes, row.blocks_compiled) == (4 * bytes_of(batch=1, heads=2, queries=256, dim=12), 2)
+        model._compiled_call_impl = None
+        support.train_step(model, inputs)
+        (row,) = fastac.report(model).rows
+        assert (row.saved_bytes, row.blocks_compiled) == (4 * bytes_of(batch=1, heads=2, queries=128, dim=12), 0)
+
+    def test_blocks_whose_names_end_alike(self) -> None:
+        class Two(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.encoder = support.stack(layers=1)
+                self.blocks = torch.nn.ModuleList([support.AttentionBlock()])
+
+            def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+                return self.blocks[0](self.encoder(video, text), text)
+
+        model = Two()
+        fastac.enable(model, blocks=["encoder.blocks", "blocks"])
+        model.compile(backend="aot_eager")
+        support.train_step(model, support.stack_inputs())
+        assert {row.container: row.attention_calls for row in fastac.report(model).rows} == {
+            "encoder.blocks": 2,
+            "blocks": 2,
+        }
+
     def test_after_a_compilation_that_failed(self) -> None:
         """What was traced in vain does not count."""
         model, inputs = self.compiled()
