@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastac import interception, partitioner, torch_internals
+from fastac import census, interception, partitioner, torch_internals
 from fastac.decisions import traced_failure
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.observation import Observer
@@ -43,3 +43,6 @@ class _RecordInGraph(Record):
             small = [missed.attention for missed in [*self.missed, *(missed for _, missed in observer.missed)]]
             if small or observer.unknown:
                 raise CompiledPolicyNotAppliedError(traced_failure(self.policy, small, observer.unknown))
+            if self.calls:  # of a backend without AOT: the graph really runs
+                for listener in census.listeners:
+                    listener(census.Census.of_tape(self))
