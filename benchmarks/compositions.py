@@ -20,7 +20,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ import fastac
 import fastac.graph
 from common import RESULTS, allocated_bytes, build_model, write_result
 from fastac import interception, scopes
+from fastac.graph.compilation import AS_IT_IS
+from fastac.graph.internals import tracing_autograd_calls
 from held_bytes import (
     BATCH,
     FRAMES,
@@ -189,12 +191,29 @@ def traced(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any
     return step if policy == "none" else fastac.graph.apply(step)
 
 
+def as_fastac_compiles(function: Any) -> Any:
+    """For the reference without a policy, which `fastac.graph.compile` refuses."""
+    return torch.compile(function, fullgraph=True, dynamic=False, options=AS_IT_IS)
+
+
 def traced_and_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
-    return fastac.graph.compile(traced(model, inputs, policy))
+    step = traced(model, inputs, policy)
+    if policy != "none":
+        return fastac.graph.compile(step)
+    return replace(step, graph_module=as_fastac_compiles(step.graph_module))
 
 
 def step_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
-    return fastac.graph.compile_step(step_of(model, policy))
+    step = step_of(model, policy)
+    if policy != "none":
+        return fastac.graph.compile_step(step)
+    compiled = as_fastac_compiles(step)
+
+    def call(**inputs: Any) -> Any:
+        with tracing_autograd_calls():
+            return compiled(**inputs)
+
+    return call
 
 
 def wrapped_regions() -> AbstractContextManager[Any]:

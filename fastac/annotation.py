@@ -6,11 +6,13 @@ reads the marks and does the recomputation in the graph.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ REGION = "fastac_region"
 _POLICY, _MIN_KV, _WHERE = "fastac_policy", "fastac_min_kv", "fastac_block"  # texts and numbers: they can be stored
 
 _numbers = itertools.count(1)
+_expected: contextvars.ContextVar[bool] = contextvars.ContextVar("expected", default=False)
 _blocks: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
 
 
@@ -34,7 +37,8 @@ def run_annotated(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
     """Call a function whose operators the trace is to know as one region; as it is where gradients are off."""
-    _tell()
+    if not _expected.get():
+        _tell()
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     number = next(_numbers)
@@ -44,6 +48,16 @@ def run_annotated(
     marks = {REGION: number, _POLICY: policy.name, _MIN_KV: policy.min_kv, _WHERE: census.describe(function)}
     with annotate(marks):
         return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def expected() -> Iterator[None]:
+    """In which a trace is one that is meant for `fastac.graph.apply`, and needs no warning."""
+    token = _expected.set(True)
+    try:
+        yield
+    finally:
+        _expected.reset(token)
 
 
 @functools.cache

@@ -62,6 +62,10 @@ ORDER = (
 GRAPH = (
     "internals",
     "nodes",
+    "summary",
+    "description",
+    "leftovers",
+    "refusals",
     "tracing",
     "functionalization",
     "tagging",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from fastac import annotation
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph.functionalization import functionalize, refuse_writes
-from fastac.graph.nodes import RECOMPUTED, is_attention, is_backward, marks, regions
+from fastac.graph.nodes import RECOMPUTED, is_backward, marks, regions
 from fastac.graph.rematerialization import rematerialize
+from fastac.graph.summary import attention_calls, is_recomputing, summary
 from fastac.graph.tagging import Policies, own_policies, refuse_unsavable, saves, tag
 from fastac.graph.tracing import Traced
 from fastac.policy import Policy, resolve, resolve_blocks
@@ -37,19 +37,25 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
     UnsupportedBackendError for a kernel that does not train, FastacError for what else can not be exact.
     """
     if isinstance(traced, Traced):
-        graph_module = apply_to_graph(traced.graph_module, policy, traced.model)
-        return dataclasses.replace(traced, graph_module=graph_module)
-    return apply_to_graph(traced, policy, None)
+        if not isinstance(traced.graph_module, GraphModule):
+            raise FastacError(
+                "apply: this step is compiled. Apply the policy to what fastac.graph.trace returned, and compile that."
+            )
+        policies = policies_of(traced.graph_module, policy, traced.model)
+        graph_module = apply_to_graph(traced.graph_module, policies)
+        return dataclasses.replace(traced, graph_module=graph_module, policies=policies)
+    if not isinstance(traced, GraphModule):
+        raise FastacError(
+            f"apply: expected what fastac.graph.trace returned, or a GraphModule, got {type(traced).__name__}: "
+            f"fastac.graph.apply(fastac.graph.trace(step, model, ...), policy)"
+        )
+    return apply_to_graph(traced, policies_of(traced, policy))
 
 
-def apply_to_graph(graph_module: GraphModule, policy: AnyPolicy | None, model: torch.nn.Module | None) -> GraphModule:
-    """The same for a graph.
-
-    model: the one whose blocks a mapping names; without it, blocks have the names that fastac.enable gave them.
-    """
-    if any(RECOMPUTED in marks(node) for node in graph_module.graph.nodes):
+def apply_to_graph(graph_module: GraphModule, policies: Policies) -> GraphModule:
+    """The same for a graph, with the policy of each region."""
+    if is_recomputing(graph_module):
         raise FastacError("apply: this graph was given a policy already. Apply the other one to what was traced.")
-    policies = policies_of(graph_module, policy, model)
     if not any(map(is_backward, graph_module.graph.nodes)):
         raise PolicyNotAppliedError(
             "apply: the graph has no backward in which anything could be recomputed. Compute the gradients in the "
@@ -60,14 +66,17 @@ def apply_to_graph(graph_module: GraphModule, policy: AnyPolicy | None, model: t
     functional = tag(functionalize(graph_module), policies)
     after = rematerialize(functional)
     check(after, graph_module, policies)
-    _tell(after, policies)
+    logger.info("graph: %s", summary(after, policies))
     return after
 
 
 def policies_of(
     graph_module: GraphModule, policy: AnyPolicy | None, model: torch.nn.Module | None = None
 ) -> dict[int, Policy]:
-    """The policy of each region. Raises FastacError for a mapping that does not fit the blocks."""
+    """The policy of each region. Raises FastacError for a mapping that does not fit the blocks.
+
+    model: the one whose blocks a mapping names; without it, blocks have the names that fastac.enable gave them.
+    """
     own = own_policies(graph_module)
     if policy is None:
         return {number: resolve(one) for number, one in own.items()}
@@ -123,25 +132,3 @@ def check(after: GraphModule, before: GraphModule, policies: Policies) -> GraphM
             f"torch.utils.checkpoint around the block was traced along. Take it off."
         )
     return after
-
-
-def attention_calls(graph_module: GraphModule) -> dict[int | None, list[Node]]:
-    """Every node that runs an attention forward, also those in the backward, by region; None for outside of any."""
-    found: dict[int | None, list[Node]] = {}
-    for node in graph_module.graph.nodes:
-        if is_attention(node):
-            found.setdefault(marks(node).get(annotation.REGION), []).append(node)
-    return found
-
-
-def _tell(after: GraphModule, policies: Policies) -> None:
-    calls = [node for nodes in attention_calls(after).values() for node in nodes]
-    again = sum(RECOMPUTED in marks(node) for node in calls)
-    logger.info(
-        "graph: %d regions (%s), %d attention calls, %d of them run again; %d nodes are recomputed",
-        len(policies),
-        ", ".join(f"{count} {policy}" for policy, count in Counter(map(str, policies.values())).items()),
-        len(calls) - again,
-        again,
-        sum(RECOMPUTED in marks(node) for node in after.graph.nodes),
-    )

@@ -11,9 +11,10 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fastac.errors import FastacError, PolicyNotAppliedError
-from fastac.graph.internals import tracing_autograd_calls
+from fastac.graph import internals
 from fastac.graph.liveness import peak_bytes
-from fastac.graph.nodes import is_attention
+from fastac.graph.nodes import REGION_TAG, is_attention
+from fastac.graph.summary import is_recomputing
 from fastac.graph.tracing import Traced
 
 AS_IT_IS = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
@@ -30,11 +31,23 @@ def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
     Raises PolicyNotAppliedError at that call when a pass of inductor, or one among the options, changed how often
     attention runs or undid the recomputation.
     """
-    if not isinstance(traced.graph_module, GraphModule):
-        raise FastacError("compile: this step is compiled already")
-    look = _Look(_attention(traced.graph_module.graph))
-    compiled = torch.compile(traced.graph_module, fullgraph=True, dynamic=False, options=look.options(options))
-    return dataclasses.replace(traced, graph_module=_Compiled(compiled, look))
+    if not isinstance(traced, Traced):
+        raise FastacError(
+            f"compile: expected a step that fastac.graph.apply returned, got {type(traced).__name__}. A step "
+            f"that is no graph so far is compiled by fastac.graph.compile_step(step)."
+        )
+    graph_module = traced.graph_module
+    if not isinstance(graph_module, GraphModule):
+        raise FastacError("compile: this step is compiled already. Pass the one that fastac.graph.apply returned.")
+    if traced.policies is None and not is_recomputing(graph_module):
+        raise PolicyNotAppliedError(
+            "compile: this step has no policy, so nothing would be recomputed: "
+            "fastac.graph.compile(fastac.graph.apply(traced, ...))"
+        )
+    look = _Look(_attention(graph_module.graph))
+    return dataclasses.replace(
+        traced, graph_module=_Compiled(_through_inductor("compile", graph_module, look, options), look, graph_module)
+    )
 
 
 def compile_step(step: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -42,17 +55,47 @@ def compile_step(step: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
     step: as for `trace`; its model's blocks are checkpointed by fastac. dynamo takes the place of the tracer, and torch
     has the pass that recomputes: one backward, no dropout in the regions, no policy but that of the regions.
-    options: of inductor. Raises PolicyNotAppliedError as `compile` does, and for attention that can not be saved.
+    options: of inductor. Calls raise PolicyNotAppliedError as `compile` does, for a step without regions, and for
+    attention that can not be saved; FastacError for what dynamo can not take into one graph.
     """
+    if isinstance(step, Traced) or not callable(step):
+        raise FastacError(
+            f"compile_step: expected a training step, a function, got {type(step).__name__}. What fastac.graph.apply "
+            f"returned is compiled by fastac.graph.compile."
+        )
     look = _Look(None)
-    compiled = _Compiled(torch.compile(step, fullgraph=True, dynamic=False, options=look.options(options)), look)
+    compiled = _Compiled(_through_inductor("compile_step", step, look, options), look)
 
     @functools.wraps(step)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with tracing_autograd_calls():
-            return compiled(*args, **kwargs)
+        try:
+            with internals.tracing_autograd_calls():
+                return compiled(*args, **kwargs)
+        except internals.Unsupported as error:
+            raise _not_one_graph(error) from error
 
     return call
+
+
+def _through_inductor(name: str, function: Any, look: _Look, options: dict[str, Any]) -> Any:
+    try:
+        return torch.compile(function, fullgraph=True, dynamic=False, options=look.options(options))
+    except RuntimeError as error:
+        raise FastacError(
+            f"{name} takes inductor's options only, by their names in torch._inductor.config, e.g. max_autotune=True. "
+            f"torch says: {str(error).partition(', known options')[0]}"
+        ) from error
+
+
+def _not_one_graph(error: Exception) -> FastacError:
+    if internals.CONSUMED in str(error):
+        return FastacError(
+            "compile_step: the step returns a tensor whose graph torch.autograd.grad has used up, such as the loss, "
+            "and a compiled step can not return it with its graph. Return it detached: return loss.detach(), gradients."
+        )
+    return FastacError(
+        f"compile_step: the step must be one graph, and dynamo can not take this into it: {str(error)[:400]}"
+    )
 
 
 def _one_after_the_other(passes: Sequence[Callable[[Graph], None] | None], graph: Graph) -> None:
@@ -83,6 +126,12 @@ class _Look:
         self.bytes = peak_bytes(graph)
         if not self.counted_before:
             self.attention = _attention(graph)
+            if not any(REGION_TAG in node.meta for node in graph.nodes):
+                self.failure = PolicyNotAppliedError(
+                    "compile_step: no checkpointed region is in the step, so nothing would be recomputed. Call "
+                    "fastac.enable(model) first."
+                )
+                raise self.failure
         self._check(graph)
 
     def after(self, graph: Graph) -> None:
@@ -108,11 +157,12 @@ def _attention(graph: Graph) -> int:
 
 
 class _Compiled:
-    """What inductor made, once it was looked at."""
+    """What inductor made, once it was looked at. graph_module: of what, where it was traced before."""
 
-    def __init__(self, function: Any, look: _Look) -> None:
+    def __init__(self, function: Any, look: _Look, graph_module: GraphModule | None = None) -> None:
         self.function = function
         self.look = look
+        self.graph_module = graph_module
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         try:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.errors import FastacError
 from fastac.graph import internals
-from fastac.graph.nodes import mark, marks
+from fastac.graph.nodes import constants, mark, marks, writer_of
 from fastac.preservation import is_of_torch
 
 
@@ -31,6 +30,13 @@ def functionalize(graph_module: GraphModule) -> GraphModule:
     for node in graph_module.graph.nodes:
         if not internals.is_functional(node) and not is_of_torch(node.target):
             raise _written(node)
+    for node, constant in constants(graph_module, torch.Tensor):
+        writer = writer_of(node)
+        if writer is not None:
+            raise FastacError(
+                f"functionalize: {writer.target} changes a tensor of shape {tuple(constant.shape)} in place that is "
+                f"neither the model's nor an argument of the step. Pass it as an argument, or make it a buffer."
+            )
     before = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     inputs = [_detached(node.meta.get("val")) for node in before]
     # Marks of a node are those that are current while it runs.
@@ -76,6 +82,6 @@ def _written(node: Node) -> FastacError:
     )
 
 
-def _memory(node: Node) -> int | None:
+def _memory(node: Node) -> object:
     value = node.meta.get("val")
-    return StorageWeakRef(value.untyped_storage()).cdata if isinstance(value, torch.Tensor) else None
+    return internals.memory(value) if isinstance(value, torch.Tensor) else None

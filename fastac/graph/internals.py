@@ -6,11 +6,12 @@ Seen in torch 2.13. Each is looked up at import; one that went away is an Import
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch._dynamo.config
+import torch._dynamo.exc
 import torch._functorch.partitioners
 import torch._inductor.config
 import torch._inductor.custom_graph_pass
@@ -19,6 +20,8 @@ import torch.autograd.graph
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.traceback import annotate, preserve_node_meta
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
@@ -30,6 +33,7 @@ _REQUIRED = (
     "_C.Generator._cdata",
     "_dynamo.config.error_on_nested_fx_trace",
     "_dynamo.config.trace_autograd_ops",
+    "_dynamo.exc.Unsupported",
     "_functorch.partitioners.min_cut_rematerialization_partition",
     "_inductor.config.joint_custom_pre_pass",
     "_inductor.config.post_grad_custom_post_pass",
@@ -62,12 +66,10 @@ LOOKED_AT_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def fake_of(value: Any, mode: FakeTensorMode) -> Any:
-    """A stand-in for a tensor, of constant sizes and without a gradient so far; another value as it is."""
+    """A stand-in for a tensor, of constant sizes, with one for its gradient; another value as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    fake = mode.from_tensor(value, static_shapes=True)
-    fake.grad = None
-    return fake
+    return mode.from_tensor(value, static_shapes=True)
 
 
 def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode | None:
@@ -188,3 +190,28 @@ def says_parameter(node: torch.fx.Node) -> bool | None:
 def schema_of(node: torch.fx.Node) -> torch.FunctionSchema | None:
     """The schema of the op that a node calls; None for anything that is not an op of the dispatcher."""
     return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:
+    """For every leaf of nested containers, the keys (`key` or `idx`) that lead to it."""
+    return [path for path, _ in tree_flatten_with_path(tree)[0]]
+
+
+def path_text(path: Iterable[Any]) -> str:
+    """Keys as they are written in Python: ['x'][0]."""
+    return keystr(tuple(path))
+
+
+def memory(tensor: torch.Tensor) -> object:
+    """What tells the memory of a tensor from others'; views share it. Of a tensor without one, itself."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage()).cdata
+    except NotImplementedError:  # sparse tensors
+        return id(tensor), "tensor"
+
+
+Unsupported = torch._dynamo.exc.Unsupported
+"""What dynamo raises for code that it can not take into one graph."""
+
+CONSUMED = "autograd.grad consumed"
+"""In dynamo's message where a step returns a loss whose graph `torch.autograd.grad` has freed."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.annotation import REGION
-from fastac.graph.internals import BACKWARD, is_drawing
+from fastac.graph.internals import BACKWARD, is_drawing, schema_of
 from fastac.registry import classify
 from fastac.rows import AttentionOp
+
+Constant = TypeVar("Constant")
 
 STATE = "fastac_state"
 """Mark of an input that is the model's: its name."""
@@ -109,3 +112,30 @@ def draws(graph_module: GraphModule, node: Node) -> bool:
     if resolved is not None and isinstance(resolved.row, AttentionOp):
         return resolved.draws(*call(graph_module, node))
     return is_drawing(node)
+
+
+def constants(graph_module: GraphModule, kind: type[Constant]) -> Iterator[tuple[Node, Constant]]:
+    """The nodes of a graph that hold a value of a kind that was there before the trace, and the value."""
+    for node in graph_module.graph.nodes:
+        constant = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(constant, kind):
+            yield node, constant
+
+
+def writer_of(node: Node) -> Node | None:
+    """A node that writes the memory of another, itself or through a view of it, as operators' schemas say."""
+    for user in node.users:
+        schema = schema_of(user)
+        if schema is None:
+            continue
+        given = {argument.name: value for argument, value in zip(schema.arguments, user.args, strict=False)}
+        given.update(user.kwargs)
+        for argument in schema.arguments:
+            value = given.get(argument.name)
+            takes = value is node or (isinstance(value, (list, tuple)) and node in value)
+            if not takes or argument.alias_info is None:
+                continue
+            writer = user if argument.alias_info.is_write else writer_of(user)
+            if writer is not None:
+                return writer
+    return None

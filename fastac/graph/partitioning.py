@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +129,11 @@ def partitioner(
     What the policy says nothing about is its decision. The result serves as AOT's `partition_fn` and as inductor's
     `custom_partitioner_fn`. Calling it raises PolicyNotAppliedError when attention can not be saved.
     """
+    if isinstance(policy, Mapping):
+        raise FastacError(
+            "partitioner: a mapping of block names was given, and a joint graph has no blocks. Give a name or a "
+            "fastac.Policy, which counts for all attention of the graph."
+        )
     made: Partition = _PolicyPartitioner(resolve(policy), recompute_gathers, then)
     return made
 

@@ -1,6 +1,6 @@
 """trace: a training step as one graph, with the model's parameters and buffers among its inputs.
 
-It knows nothing of checkpointing. Regions are in the graph because `fastac.checkpoint` marks them in any trace.
+It does nothing about checkpointing. Regions are in the graph because `fastac.checkpoint` marks them in any trace.
 """
 
 from __future__ import annotations
@@ -15,36 +15,48 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastac import interception, preservation
+from fastac import annotation, interception
 from fastac.errors import FastacError
 from fastac.graph import internals
-from fastac.graph.nodes import STATE, draws, is_backward, mark
-from fastac.torch_internals import tree_leaves
+from fastac.graph.description import Description, argument_names, describe, difference, state_of
+from fastac.graph.leftovers import nothing_left, stores_gradients
+from fastac.graph.nodes import STATE, mark
+from fastac.graph.refusals import refuse_constants, refuse_generators, refuse_redrawn, running_module
+from fastac.graph.summary import summary
+from fastac.policy import Policy
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Traced:
     """A training step as a graph. Called as the step was, it runs the graph on what the model's state is now.
 
     graph_module: its inputs are the model's state, then the tensors and numbers of the arguments; its outputs are the
     leaves of what the step returned. described: what of the model and the arguments the trace took for granted.
+    policies: by region, what `fastac.graph.apply` applied; None before.
     """
 
     graph_module: Any
     model: torch.nn.Module
-    described: dict[str, Any]
+    described: Description
     returned: Any
+    policies: Mapping[int, Policy] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the step returns, detached. Raises FastacError where the step would have to be traced anew."""
         state = state_of(self.model)
         now = describe(self.model, state, args, kwargs)
         if now != self.described:
-            raise FastacError(_difference(self.described, now))
+            raise FastacError(f"{self!r}: {difference(self.described, now, args, kwargs)}")
         leaves, _ = internals.tree_flatten((args, kwargs))
         with internals.as_traced():
             outputs = self.graph_module(*state.values(), *leaves)
         return internals.tree_unflatten(outputs, self.returned)
+
+    def __repr__(self) -> str:
+        graph_module, kind = self.graph_module, "traced"
+        if not isinstance(graph_module, GraphModule):
+            graph_module, kind = graph_module.graph_module, "compiled"
+        return f"{kind} step of {type(self.model).__name__}: {summary(graph_module, self.policies)}"
 
 
 def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Traced:
@@ -54,7 +66,8 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     at: shapes, strides, dtypes, numbers among the arguments, train or eval mode and autocast are those of this call.
     Tensors that the step holds on to otherwise are constants of the graph: the same tensors, not copies.
     Raises FastacError for a step that stores gradients (`backward()`), draws random numbers that no operator draws,
-    trains tensors that are neither the model's nor arguments, or has a torch.utils.checkpoint with dropout in it.
+    trains tensors that are neither the model's nor arguments, updates parameters, stores tensors in the model, or has a
+    torch.utils.checkpoint with dropout in it.
     """
     if not isinstance(model, torch.nn.Module):
         raise FastacError(
@@ -64,7 +77,9 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     state = state_of(model)
     described = describe(model, state, args, kwargs)
     leaves, structure = internals.tree_flatten((args, kwargs))
-    returned = []
+    names = [*state, *argument_names(args, kwargs)]
+    tensors = [each for each in zip(names, (*state.values(), *leaves), strict=True) if _is_tensor(each[1])]
+    returned: list[Any] = []
 
     stand_ins: dict[int, torch.Tensor] = {}
     cached = torch.is_autocast_cache_enabled()
@@ -76,21 +91,23 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
             torch.set_autocast_cache_enabled(cached)
             positional, named = internals.tree_unflatten(_arguments(leaves, inputs[len(state) :]), structure)
             outputs = step(*positional, **named)
-        _refuse_stored(dict(zip(state, inputs, strict=False)), inputs[len(state) :])
+        _refuse_stored(names, inputs, gradients)
         flat_outputs, tree = internals.tree_flatten(outputs)
         returned.append(tree)
         return flat_outputs
 
     mode = internals.fake_mode()
     inputs = [internals.fake_of(value, mode) for value in (*state.values(), *leaves)]
+    gradients = [_gradient_of(value) for value in inputs]
     drawn = torch.get_rng_state(), random.getstate()
     try:
-        with internals.tracing(mode, stand_ins):
+        with nothing_left(model, dict(tensors)), annotation.expected(), internals.tracing(mode, stand_ins):
             graph_module = make_fx(flat)(*inputs)
     except internals.LOOKED_AT_DATA as error:
+        where = running_module(model, error.__traceback__)
         raise FastacError(
-            f"trace: the step looks at the values of a tensor ({error.func}), by .item(), a branch or a boolean mask, "
-            f"and a graph can not do one thing or another. Keep to sizes, or use fastac.enable without a trace."
+            f"trace: the step looks at the values of a tensor ({error.func}){where}, by .item(), a branch or a boolean "
+            f"mask, and a graph can not do one thing or another. Keep to sizes, or use fastac.enable without a trace."
         ) from error
     if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
         raise FastacError(
@@ -100,9 +117,9 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     for node, name in zip(placeholders, state, strict=False):
         mark(node, **{STATE: name})
-    _refuse_strangers(graph_module)
-    _refuse_redrawn(graph_module)
-    _refuse_generators(graph_module, leaves)
+    refuse_constants(graph_module, [*tensors, *(e for e in zip(names, inputs, strict=True) if _is_tensor(e[1]))])
+    refuse_redrawn(graph_module)
+    refuse_generators(graph_module, leaves)
     return Traced(graph_module, model, described, returned[-1])
 
 
@@ -137,91 +154,16 @@ def _arguments(leaves: Sequence[Any], fakes: Sequence[Any]) -> list[Any]:
     return [fake if isinstance(leaf, torch.Tensor) else leaf for leaf, fake in zip(leaves, fakes, strict=True)]
 
 
-def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A model's parameters and buffers by name; a tied one once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
-def describe(
-    model: torch.nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """All that a trace takes for granted, by what it is called in messages."""
-    leaves, structure = internals.tree_flatten((args, dict(kwargs)))
-    devices = preservation.devices_of([*state.values(), *leaves])
-    return {
-        "the model's parameters and buffers": {name: _kind(tensor) for name, tensor in state.items()},
-        "the structure of the arguments": structure,
-        "an argument": {f"leaf {place}": _kind(leaf) for place, leaf in enumerate(leaves)},
-        "train or eval mode": [module.training for module in model.modules()],
-        "autocast": {
-            device.type: torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-            for device in devices
-            if torch.amp.is_autocast_available(device.type)
-        },
-    }
+def _gradient_of(value: Any) -> torch.Tensor | None:
+    return value.grad if isinstance(value, torch.Tensor) and value.is_leaf else None
 
 
-def _kind(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
-    return type(value), value
-
-
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    what = next(key for key in before if before[key] != now[key])
-    seen, found = before[what], now[what]
-    if isinstance(seen, dict) and isinstance(found, dict):
-        key = next(key for key in {**seen, **found} if seen.get(key) != found.get(key))
-        what, seen, found = f"{what} ({key})", seen.get(key), found.get(key)
-    return (
-        f"the graph was traced with another value of {what}: {str(seen)[:200]} then, {str(found)[:200]} now. "
-        f"Trace the step again for this one: fastac.graph.trace(step, model, ...)."
-    )
-
-
-def _refuse_stored(state: Mapping[str, Any], others: Any) -> None:
-    """Raise FastacError when the step put gradients into `.grad`, which the graph would not do."""
-    stored = [name for name, tensor in state.items() if tensor.grad is not None]
-    stored += [
-        "an argument" for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor) and leaf.grad is not None
-    ]
-    if stored:
-        raise FastacError(
-            f"trace: the step stores gradients in .grad ({stored[0]}), as backward() does, and a graph returns what it "
-            f"computes. Return torch.autograd.grad(loss, parameters) from the step."
-        )
-
-
-def _refuse_strangers(graph_module: GraphModule) -> None:
-    """Raise FastacError when a tensor that wants a gradient is a constant of the graph."""
-    for node in graph_module.graph.nodes:
-        constant = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(constant, torch.Tensor) and constant.requires_grad:
-            raise FastacError(
-                f"trace: the step uses a tensor of shape {tuple(constant.shape)} that requires grad and is neither a "
-                f"parameter of the model nor an argument. Pass it as an argument, or pass a module that holds all that "
-                f"is trained as the model."
-            )
-
-
-def _refuse_redrawn(graph_module: GraphModule) -> None:
-    """Raise FastacError when the backward draws random numbers: a recompute that was traced along draws others."""
-    for node in graph_module.graph.nodes:
-        if is_backward(node) and draws(graph_module, node) and "backward" not in str(node.target):
-            raise FastacError(
-                f"trace: {node.target} draws random numbers in the backward. A torch.utils.checkpoint with dropout "
-                f"inside does so in a graph, with other numbers than the forward's and wrong gradients. Use "
-                f"fastac.checkpoint or fastac.enable in its place."
-            )
-
-
-def _refuse_generators(graph_module: GraphModule, leaves: Sequence[Any]) -> None:
-    """Raise FastacError for a generator that the graph would go on drawing from, where the step may make a new one."""
-    given = {internals.identity(leaf) for leaf in leaves if isinstance(leaf, torch.Generator)}
-    for node in graph_module.graph.nodes:
-        constant = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(constant, torch.Generator) and internals.identity(constant) not in given:
-            raise FastacError(
-                "trace: the step draws from a generator that is no argument of it. One that the step makes would be "
-                "made once, not in every call. Pass the generator, or what was drawn, as an argument."
-            )
+def _refuse_stored(names: Sequence[str], inputs: Sequence[Any], before: Sequence[torch.Tensor | None]) -> None:
+    """Raise FastacError when the step put gradients into the `.grad` of stand-ins, which the graph would not do."""
+    for name, value, gradient in zip(names, inputs, before, strict=True):
+        if _gradient_of(value) is not gradient:
+            raise stores_gradients(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -117,12 +118,57 @@ def test_the_policy_is_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None
     annotation._tell.cache_clear()
     model, inputs = stack(policy="full"), stack_inputs()
     with caplog.at_level(logging.INFO, "fastac"):
+        traced_step(model, inputs)
+        assert "2 regions (attn_only), 4 attention calls, 0 run again" in caplog.text
+        assert not [record for record in caplog.records if record.levelno == logging.WARNING], "this trace is meant"
         for _ in range(2):
-            traced_step(model, inputs)
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 1
-    assert "nothing is recomputed until fastac.graph.apply" in told[0]
-    assert "2 regions (2 attn_only), 4 attention calls, 0 of them run again" in caplog.text
+            with torch.compiler._non_strict_tracing_context():
+                make_fx(lambda x: model(x, inputs["text"]), tracing_mode="fake", _allow_non_fake_inputs=True)(
+                    inputs["video"]
+                )
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "nothing is recomputed until fastac.graph.apply" in told
+
+
+def test_a_step_says_in_a_line_what_it_is() -> None:
+    model, inputs = stack(policy="full"), stack_inputs()
+    traced = fastac.graph.trace(step_of(model), model, **inputs)
+    assert str(traced) == "traced step of AttentionStack: 2 regions, 4 attention calls, no policy"
+    saved, full = (fastac.graph.apply(traced, policy) for policy in ("attn_only", "full"))
+    assert re.fullmatch(
+        r"traced step of AttentionStack: 2 regions \(attn_only\), 4 attention calls, 0 run again, \d+ nodes recomputed",
+        repr(saved),
+    )
+    assert "2 regions (full), 4 attention calls, 4 run again" in repr(full)
+    mixed = fastac.graph.apply(traced, {"blocks.0": "full", "*": "attn_only"})
+    assert "2 regions (1 full, 1 attn_only), 4 attention calls, 2 run again" in repr(mixed)
+    compiled = repr(fastac.graph.compile(saved))
+    assert compiled == repr(saved).replace("traced", "compiled")
+
+
+def test_what_is_no_traced_step_is_refused() -> None:
+    model, inputs = stack(policy="full"), stack_inputs()
+    with pytest.raises(FastacError, match=r"got function: fastac\.graph\.apply\(fastac\.graph\.trace"):
+        fastac.graph.apply(step_of(model), "attn_only")  # type: ignore[type-var]
+    with pytest.raises(FastacError, match="apply: this step is compiled"):
+        fastac.graph.apply(fastac.graph.compile(traced_step(model, inputs)), "full")
+
+
+def test_a_tensor_from_elsewhere_that_the_step_changes_is_refused() -> None:
+    """A trace runs it, for it is the same tensor; a graph in which some operators run twice can not."""
+    model, inputs = stack(policy="full"), stack_inputs()
+    mean = torch.zeros(())
+
+    def step(**inputs: Any) -> Any:
+        loss = model(**inputs).square().mean()
+        mean.view(1).mul_(0.9).add_(loss.detach())
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    traced = fastac.graph.trace(step, model, **inputs)
+    traced(**inputs)
+    assert mean > 0
+    with pytest.raises(FastacError, match=r"aten\.mul_\.Tensor changes a tensor of shape \(\) in place"):
+        fastac.graph.apply(traced)
 
 
 # Several backwards, none

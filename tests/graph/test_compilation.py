@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,8 +110,41 @@ def test_a_compile_without_a_look_is_noticed() -> None:
 
 
 def test_a_compiled_step_is_not_compiled_again() -> None:
-    with pytest.raises(FastacError, match="compiled already"):
+    with pytest.raises(FastacError, match=r"compiled already\. Pass the one that fastac\.graph\.apply returned"):
         fastac.graph.compile(fastac.graph.compile(step_with("attn_only", layers=1)))
+
+
+def test_a_step_without_a_policy_is_not_compiled() -> None:
+    """One that went through the passes one by one has one."""
+    model = stack(policy="full", layers=1)
+
+    def step(**inputs: Any) -> Any:
+        return torch.autograd.grad(model(**inputs).square().mean(), [*model.parameters()])
+
+    traced = fastac.graph.trace(step, model, **inputs())
+    with pytest.raises(PolicyNotAppliedError, match=r"no policy.*compile\(fastac\.graph\.apply\(traced, \.\.\.\)\)"):
+        fastac.graph.compile(traced)
+    tagged = fastac.graph.tag(fastac.graph.functionalize(traced.graph_module))
+    fastac.graph.compile(dataclasses.replace(traced, graph_module=fastac.graph.rematerialize(tagged)))
+
+
+def test_what_is_compiled_elsewhere_is_refused() -> None:
+    step = step_with("attn_only", layers=1)
+    with pytest.raises(FastacError, match=r"got function\..*fastac\.graph\.compile_step\(step\)"):
+        fastac.graph.compile(plain_step("attn_only"))  # type: ignore[arg-type]
+    with pytest.raises(FastacError, match=r"got Traced\..*compiled by fastac\.graph\.compile\."):
+        fastac.graph.compile_step(step)
+
+
+@pytest.mark.parametrize("options", [{"mode": "max-autotune"}, {"max_autotun": True}, {"max_autotune": 3}])
+def test_what_is_no_option_of_inductor_is_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    for compile_it in (
+        lambda: fastac.graph.compile(step_with("attn_only", layers=1), **options),
+        lambda: fastac.graph.compile_step(plain_step("attn_only"), **options),
+    ):
+        with pytest.raises(FastacError, match=rf"takes inductor's options only, .* e\.g\. max_autotune=True.*{name}"):
+            compile_it()
 
 
 def test_the_estimate_is_what_is_measured() -> None:
@@ -125,6 +159,27 @@ def test_the_estimate_is_what_is_measured() -> None:
 
 
 # A step that torch.compile traces itself
+
+
+def test_a_step_without_regions_or_that_is_not_one_graph_is_refused() -> None:
+    with pytest.raises(PolicyNotAppliedError, match=r"no checkpointed region .* Call fastac\.enable\(model\) first"):
+        fastac.graph.compile_step(plain_step("none"))(**inputs())
+    torch._dynamo.reset()
+    model = stack(policy="attn_only", layers=1)
+
+    def step(detached: bool, breaks: bool, **inputs: Any) -> Any:
+        loss = model(**inputs).square().mean()
+        if breaks:
+            torch._dynamo.graph_break()
+        return loss.detach() if detached else loss, torch.autograd.grad(loss, [*model.parameters()])
+
+    compiled = fastac.graph.compile_step(step)
+    with pytest.raises(FastacError, match=r"Return it detached: return loss\.detach\(\)") as refused:
+        compiled(False, False, **inputs())
+    assert isinstance(refused.value.__cause__, internals.Unsupported)
+    with pytest.raises(FastacError, match=r"must be one graph.*graph_break") as refused:
+        compiled(True, True, **inputs())
+    assert isinstance(refused.value.__cause__, internals.Unsupported)
 
 
 def plain_step(policy: str, dropout: float = 0.0) -> Callable[..., Any]:

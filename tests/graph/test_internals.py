@@ -38,7 +38,7 @@ def test_every_private_name_in_use_is_required() -> None:
     }
     known = {full.rsplit(".", count)[0] for full in internals._REQUIRED for count in range(full.count(".") + 1)}
     elsewhere = {"_ops.OpOverload", "_dynamo.config.patch"}  # as the engine uses it; a function of every config module
-    pytree = {"utils._pytree.tree_flatten", "utils._pytree.tree_unflatten"}
+    pytree = {f"utils._pytree.{n}" for n in ("keystr", "tree_flatten", "tree_flatten_with_path", "tree_unflatten")}
     assert private - known - elsewhere - pytree - {"_ops"} == set()
     assert torch_internals.missing(pytree | {"_dynamo.config.patch"}) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,13 +104,18 @@ def test_another_call_than_the_traced_one_is_refused() -> None:
     model, inputs = stack(), stack_inputs()
     traced = fastac.graph.trace(step_of(model), model, **inputs)
     longer = torch.randn(1, 25, 16, requires_grad=True)
-    refuses(traced, r"an argument \(leaf 0\).*Trace the step again", **inputs | {"video": longer})
-    refuses(traced, "an argument", **inputs | {"video": inputs["video"].detach()})
-    refuses(traced, "an argument", **inputs | {"text": inputs["text"].double()})
-    refuses(traced, "structure of the arguments", *inputs.values())
-    refuses(traced, "structure", **inputs, more=1)
+    refuses(
+        traced,
+        r"argument video: shape \(1, 25, 16\) now, traced with \(1, 24, 16\)\. Trace the step again",
+        **inputs | {"video": longer},
+    )
+    refuses(traced, "argument video: requires_grad False now, .* True", **inputs | {"video": inputs["video"].detach()})
+    refuses(traced, "argument text: dtype torch.float64 now", **inputs | {"text": inputs["text"].double()})
+    refuses(traced, r"called with \(_, _\), traced with \(video=_, text=_\)", *inputs.values())
+    refuses(traced, r"called with \(video=_, text=_, more=_\), traced", **inputs, more=1)
+    refuses(traced, "argument text: 3 now, traced with a tensor", **inputs | {"text": 3})
     transposed = inputs["video"].detach().mT.contiguous().mT.requires_grad_()
-    refuses(traced, "an argument", **inputs | {"video": transposed})
+    refuses(traced, r"argument video: strides \(384, 1, 24\) now", **inputs | {"video": transposed})
     run(traced, inputs)
 
 
@@ -121,15 +127,30 @@ def test_a_number_that_changed_is_refused() -> None:
 
     x = torch.ones(1, 2)
     traced = fastac.graph.trace(step, model, x, 2.0)
-    refuses(traced, r"leaf 1.*2\.0.*then.*3\.0.*now", x, 3.0)
+    refuses(traced, r"argument 1: 3\.0 now, traced with 2\.0.*pass it as a tensor", x, 3.0)
+
+
+def test_an_argument_inside_another_is_named() -> None:
+    model = torch.nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    traced = fastac.graph.trace(lambda batch, options: model(batch["x"][0]), model, {"x": [x]}, options=[1, {"y": 2}])
+    refuses(traced, r"argument 0\['x'\]\[0\]: shape", {"x": [torch.ones(2, 2)]}, options=[1, {"y": 2}])
+    refuses(traced, r"argument options\[1\]\['y'\]: 3 now", {"x": [x]}, options=[1, {"y": 3}])
+    refuses(traced, r"called with \(\{'x': _\}, options=", {"x": x}, options=[1, {"y": 2}])
 
 
 def test_a_model_that_changed_is_refused() -> None:
     model, inputs = stack(block=lambda: AttentionBlock(dropout=0.5)), stack_inputs()
     traced = fastac.graph.trace(step_of(model), model, **inputs)
     model.eval()
-    refuses(traced, "train or eval mode", **inputs)
+    refuses(traced, r"the model was traced in train mode, and is in eval mode now: call model\.train\(\)", **inputs)
     model.train()
+    model.blocks[0].eval()
+    refuses(traced, r"module blocks\.0 .*: call model\.get_submodule\('blocks\.0'\)\.train\(\)", **inputs)
+    model.train()
+    model.add_module("more", torch.nn.Identity())
+    refuses(traced, r"other modules than the traced one \(more\)", **inputs)
+    del model.more
     model.blocks[0].q.weight.requires_grad_(False)
     refuses(traced, r"blocks\.0\.q\.weight", **inputs)
     model.blocks[0].q.weight.requires_grad_(True)
@@ -150,7 +171,7 @@ def test_autocast_is_that_of_the_trace() -> None:
     assert_same(run(inside, inputs), run(under_autocast, inputs))
     outside = fastac.graph.trace(step, model, **inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        refuses(outside, "autocast", **inputs)
+        refuses(outside, "autocast: torch.bfloat16 on cpu now, traced with none", **inputs)
         around = fastac.graph.trace(step, model, **inputs)
         assert_same(run(around, inputs), run(step, inputs))
         with torch.autocast("cpu", torch.float16):
@@ -195,6 +216,120 @@ def test_stored_gradients_are_refused() -> None:
     assert all(map(torch.equal, fastac.graph.trace(step, model, x)(x), step(x)))
 
 
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+def test_gradients_that_the_step_assigns_are_refused(listed: bool, accumulates: bool) -> None:
+    """By way of the model, where they would go to stand-ins, and of a list, where they would be stand-ins."""
+    model = torch.nn.Linear(2, 2)
+    held = list(model.parameters())
+    before = [torch.ones_like(parameter) if accumulates else None for parameter in held]
+    for parameter, gradient in zip(held, before, strict=True):
+        parameter.grad = gradient
+
+    def step(x: torch.Tensor) -> None:
+        parameters = held if listed else list(model.parameters())
+        gradients = torch.autograd.grad(model(x).sum(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if accumulates:
+                parameter.grad.add_(gradient)  # type: ignore[union-attr]
+            else:
+                parameter.grad = gradient
+
+    refused(step, model, r"stores gradients in \.grad \(weight\)", torch.ones(1, 2))
+    assert all(parameter.grad is gradient for parameter, gradient in zip(held, before, strict=True))
+    assert before[0] is None or torch.equal(before[0], torch.ones(2, 2))
+
+
+def test_gradients_are_as_before_when_the_trace_fails() -> None:
+    model = torch.nn.Linear(2, 2)
+    held, x = list(model.parameters()), torch.ones(1, 2, requires_grad=True)
+
+    def step(x_: torch.Tensor) -> None:
+        for tensor in (*held, x):
+            tensor.grad = torch.zeros_like(tensor)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fastac.graph.trace(step, model, x)
+    assert [tensor.grad for tensor in (*held, x)] == [None] * 3
+
+
+def test_a_step_of_an_optimizer_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> None:
+        for parameter, gradient in zip(
+            model.parameters(), torch.autograd.grad(model(x).sum(), [*model.parameters()]), strict=True
+        ):
+            parameter.grad = gradient
+        optimizer.step()
+
+    refused(step, model, r"calls AdamW\.step\(\).*let the optimizer step outside", torch.ones(1, 2))
+    assert not optimizer.state
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # no hook was left
+
+
+def test_parameters_from_a_list_that_are_updated_or_computed_with_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    held, x = list(model.parameters()), torch.ones(1, 2)
+
+    @torch.no_grad()
+    def updates(x: torch.Tensor, parameters: Any = held) -> Any:
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(model(x).sum(), held)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.detach().view(-1).sub_(gradient.reshape(-1))
+        return gradients
+
+    def at_once(x: torch.Tensor) -> Any:
+        gradients = torch.autograd.grad(model(x).sum(), held)
+        with torch.no_grad():
+            torch._foreach_sub_(held, gradients)
+
+    def decays(x: torch.Tensor) -> Any:
+        return torch.autograd.grad(model(x).sum() + held[0].square().sum(), held)
+
+    refused(updates, model, r"updates parameter weight in place \(aten\.sub_\.Tensor\).*optimizer step outside", x)
+    refused(at_once, model, r"updates parameter weight in place \(aten\._foreach_sub_", x)
+    refused(decays, model, r"computes with weight from a place of its own.*model\.get_parameter", x)
+    traced = fastac.graph.trace(lambda x: updates(x, list(model.parameters())), model, x)  # a graph can do that
+    expected = [(p - g).detach() for p, g in zip(held, torch.autograd.grad(model(x).sum(), held), strict=True)]
+    traced(x)
+    assert all(map(torch.equal, held, expected))
+
+
+def test_tensors_that_the_step_stores_in_the_model_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    layer, x = model[0], torch.ones(1, 2)
+    layer.last, layer.all, layer.nested = None, [x], {"a": {"b": x}}
+
+    def step_that(stores: Callable[[torch.Tensor], object]) -> Any:
+        return lambda x: (stores(model(x).sum().detach()), model(x))[1]
+
+    for where, stores in {
+        r"0\.last": lambda loss: setattr(layer, "last", loss),
+        r"0\.new": lambda loss: setattr(layer, "new", {"loss": [loss]}),
+        r"0\.all\.1": lambda loss: layer.all.append(loss),
+        r"0\.nested\.a\.c": lambda loss: layer.nested["a"].update(c=loss),
+        r"0\.buffer": lambda loss: layer.register_buffer("buffer", loss),
+        r"Sequential\.last": lambda loss: setattr(model, "last", loss),
+    }.items():
+        refused(step_that(stores), model, rf"stores a tensor in the model \({where}\).*Return it from the step", x)
+        with pytest.raises(ZeroDivisionError):
+            fastac.graph.trace(lambda x, stores=stores: (stores(x), 1 // 0), model, x)
+    assert layer.last is None
+    assert layer.all[0] is layer.nested["a"]["b"] is x
+    assert (len(layer.all), len(layer.nested["a"]), dict(model.named_buffers())) == (1, 1, {})
+    assert not hasattr(layer, "new")
+    assert not hasattr(model, "last")
+    layer.last = x  # what is there, and what is no tensor, is no matter
+    fastac.graph.trace(step_that(lambda loss: setattr(layer, "count", 1)), model, x)
+    assert layer.count == 1
+
+
 def test_tensors_from_elsewhere_that_are_trained_are_refused() -> None:
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     x = torch.ones(1, 2)
@@ -205,7 +340,7 @@ def test_tensors_from_elsewhere_that_are_trained_are_refused() -> None:
     def by(x: torch.Tensor) -> Any:
         return torch.autograd.grad(model(x).sum(), [other.weight], allow_unused=True)
 
-    refused(through, model, "neither a parameter of the model nor an argument", x)
+    refused(through, model, "neither a parameter of the model nor an argument", x)  # not the model's
     refused(by, model, "differentiates by a tensor", x)
     other.requires_grad_(False)  # a frozen teacher
     traced = fastac.graph.trace(through, model, x)
@@ -275,11 +410,18 @@ def test_torchs_checkpoint_without_dropout_is_traced_as_it_is() -> None:
     assert_same(run(traced, inputs), run(step_of(stack()), inputs))
 
 
+class Router(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+
 def test_a_step_that_looks_at_data_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     x = torch.ones(1, 2)
     refused(lambda x: model(x) if x.sum() > 0 else x, model, r"looks at the values of a tensor", x)
     refused(lambda x: model(x)[x > 0], model, r"looks at the values of a tensor \(aten.nonzero", x)
+    routed = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleDict({"router": Router()})["router"])
+    refused(routed, routed, r"\(aten\._local_scalar_dense\.default\) in 1 \(Router\), by \.item\(\)", x)
     assert not isinstance(model.weight, FakeTensor)
 
 

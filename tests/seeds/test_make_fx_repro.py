@@ -97,7 +97,7 @@ def test_what_fastac_does(policy: str, caplog: pytest.LogCaptureFixture) -> None
     step = step_with(layer, lambda x: fastac.checkpoint(layer, x, policy=policy))
     with caplog.at_level(logging.WARNING, "fastac"):
         traced = fastac.graph.trace(step, layer, x)
-    assert "nothing is recomputed until fastac.graph.apply" in caplog.text
+    assert not caplog.records, "fastac.graph.trace is the tracer for which regions are marked"
     assert products(traced.graph_module) == 5  # no recompute of its own in a trace
     done = fastac.graph.apply(traced)
     assert products(done.graph_module) == 6
