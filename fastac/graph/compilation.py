@@ -73,6 +73,11 @@ def compile_step(step: Callable[..., Any], **options: Any) -> Callable[..., Any]
                 return compiled(*args, **kwargs)
         except internals.Unsupported as error:
             raise _not_one_graph(error) from error
+        except internals.BackendFailed as error:
+            raise FastacError(
+                f"compile_step: torch's pass can not recompute in this step: {str(error)[:400]} fastac.graph.trace, "
+                f"apply and compile may: they recompute short attention, and take several backwards."
+            ) from error
 
     return call
 

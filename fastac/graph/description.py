@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import enum
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fastac import preservation
+from fastac.errors import FastacError
 from fastac.graph import internals
 
 AGAIN = "Trace the step again for this one: fastac.graph.trace(step, model, ...)."
@@ -24,13 +26,21 @@ class Kind(NamedTuple):
 
 
 class Description(NamedTuple):
-    """All that a trace takes for granted. Traces and calls are compared by equality."""
+    """All that a trace takes for granted. Traces and calls are compared by equality.
+
+    same: for each tensor of state and leaves, the place of the first that is the same one, or shares its memory: a
+    graph has one input for a tensor in two places. settings: plain attributes of modules, such as a rate of dropout,
+    but for those of `changing`, which the step itself changes.
+    """
 
     state: dict[str, Kind]
     structure: Any
     leaves: list[Any]
+    same: list[int]
     training: dict[str, bool]
+    settings: dict[str, Any]
     autocast: dict[str, Any]
+    changing: frozenset[str] = frozenset()
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -48,13 +58,76 @@ def describe(
         state={name: _kind(tensor) for name, tensor in state.items()},
         structure=structure,
         leaves=[_kind(leaf) for leaf in leaves],
+        same=_same([*state.values(), *leaves]),
         training={name: module.training for name, module in model.named_modules()},
+        settings={
+            f"{name}.{key}": value
+            for name, module in model.named_modules()
+            for key, value in vars(module).items()
+            if key != "training" and isinstance(value, (bool, int, float, str))
+        },
         autocast={
             device.type: torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
             for device in devices
             if torch.amp.is_autocast_available(device.type)
         },
     )
+
+
+def steady(before: Description, after: Description) -> Description:
+    """A description without those settings of modules that the step itself changes: counters of its own."""
+    keys = before.settings.keys() | after.settings.keys()
+    changing = frozenset(key for key in keys if before.settings.get(key, keys) != after.settings.get(key, keys))
+    return _without(before, changing)
+
+
+def is_as(now: Description, traced: Description) -> bool:
+    """Whether a call is as the traced one, in all that the trace took for granted."""
+    return _without(now, traced.changing) == traced
+
+
+def _without(described: Description, changing: frozenset[str]) -> Description:
+    settings = {key: value for key, value in described.settings.items() if key not in changing}
+    return described._replace(settings=settings, changing=changing)
+
+
+def refuse_strange(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise FastacError for an argument that may hold tensors which nobody sees: they would be constants."""
+    leaves, _ = internals.tree_flatten((args, dict(kwargs)))
+    for name, leaf in zip(argument_names(args, kwargs), leaves, strict=True):
+        if not isinstance(leaf, _KNOWN) and not callable(leaf):
+            raise FastacError(
+                f"trace: {name} is a {type(leaf).__name__}, and what is inside would be the same in every call of the "
+                f"graph. Pass tensors, numbers and texts, alone or in lists, tuples and dicts; or register the class "
+                f"by torch.utils._pytree.register_dataclass."
+            )
+
+
+_KNOWN = (
+    torch.Tensor,
+    torch.Generator,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    type(None),
+)
+
+
+def _same(values: Sequence[Any]) -> list[int]:
+    first: dict[Any, int] = {}
+    found = []
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            found.append(first.setdefault(internals.memory(value), place))
+    return found
 
 
 def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
@@ -79,12 +152,20 @@ def difference(before: Description, now: Description, args: tuple[Any, ...], kwa
         names = zip(argument_names(args, kwargs), before.leaves, now.leaves, strict=True)
         name, seen, found = next(each for each in names if each[1] != each[2])
         return f"{name}: {_kinds(seen, found)}"
+    for name in (before.settings | now.settings).keys() - before.changing:
+        if before.settings.get(name, before) != now.settings.get(name, before):
+            seen, found = (repr(one.settings[name]) if name in one.settings else "not set" for one in (before, now))
+            return f"the model's {name} is {found} now, traced with {seen}. {AGAIN}"
+    if before.same != now.same:
+        return f"other arguments are one and the same tensor, or share their memory, than when it was traced. {AGAIN}"
     return f"autocast: {_autocast(now.autocast)} now, traced with {_autocast(before.autocast)}. {AGAIN}"
 
 
 def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return Kind(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+    if isinstance(value, float) and value != value:
+        return float, "nan"  # which differs from itself
     return type(value), value
 
 

@@ -6,6 +6,7 @@ Seen in torch 2.13. Each is looked up at import; one that went away is an Import
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,7 @@ _REQUIRED = (
     "_C.Generator._cdata",
     "_dynamo.config.error_on_nested_fx_trace",
     "_dynamo.config.trace_autograd_ops",
+    "_dynamo.exc.BackendCompilerFailed",
     "_dynamo.exc.Unsupported",
     "_functorch.partitioners.min_cut_rematerialization_partition",
     "_inductor.config.joint_custom_pre_pass",
@@ -111,6 +113,7 @@ def retracing(mode: FakeTensorMode) -> Iterator[None]:
 @contextlib.contextmanager
 def _marked_backward(stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
     engine = torch.autograd.graph._engine_run_backward
+    tracing_thread = threading.get_ident()
 
     def stand_in(value: Any) -> Any:
         found = stand_ins.get(id(value), value)
@@ -123,6 +126,8 @@ def _marked_backward(stand_ins: Mapping[int, torch.Tensor]) -> Iterator[None]:
         return found
 
     def run(outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing_thread:  # the engine is one for the process
+            return engine(outputs, gradients, keep, create, inputs, *args, **kwargs)
         with annotate(BACKWARD):
             return engine(outputs, gradients, keep, create, tuple(map(stand_in, inputs)), *args, **kwargs)
 
@@ -211,6 +216,7 @@ def memory(tensor: torch.Tensor) -> object:
 
 
 Unsupported = torch._dynamo.exc.Unsupported
+BackendFailed = torch._dynamo.exc.BackendCompilerFailed
 """What dynamo raises for code that it can not take into one graph."""
 
 CONSUMED = "autograd.grad consumed"

@@ -18,7 +18,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fastac import annotation, interception
 from fastac.errors import FastacError
 from fastac.graph import internals
-from fastac.graph.description import Description, argument_names, describe, difference, state_of
+from fastac.graph.description import (
+    Description,
+    argument_names,
+    describe,
+    difference,
+    is_as,
+    refuse_strange,
+    state_of,
+    steady,
+)
 from fastac.graph.leftovers import nothing_left, stores_gradients
 from fastac.graph.nodes import STATE, mark
 from fastac.graph.refusals import refuse_constants, refuse_generators, refuse_redrawn, running_module
@@ -45,7 +54,7 @@ class Traced:
         """What the step returns, detached. Raises FastacError where the step would have to be traced anew."""
         state = state_of(self.model)
         now = describe(self.model, state, args, kwargs)
-        if now != self.described:
+        if not is_as(now, self.described):
             raise FastacError(f"{self!r}: {difference(self.described, now, args, kwargs)}")
         leaves, _ = internals.tree_flatten((args, kwargs))
         with internals.as_traced():
@@ -74,6 +83,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
             f"trace: expected a model after the step, got {type(model).__name__}: trace(step, model, ...)"
         )
     interception.install()  # libraries of attention that were loaded since: not from within the trace
+    refuse_strange(args, kwargs)
     state = state_of(model)
     described = describe(model, state, args, kwargs)
     leaves, structure = internals.tree_flatten((args, kwargs))
@@ -120,6 +130,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     refuse_constants(graph_module, [*tensors, *(e for e in zip(names, inputs, strict=True) if _is_tensor(e[1]))])
     refuse_redrawn(graph_module)
     refuse_generators(graph_module, leaves)
+    described = steady(described, describe(model, state, args, kwargs))
     return Traced(graph_module, model, described, returned[-1])
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +159,75 @@ def test_a_model_that_changed_is_refused() -> None:
     model.blocks[0].q.weight.requires_grad_(True)
     model.double()
     refuses(traced, "parameters and buffers", **inputs)
+
+
+def test_one_tensor_in_two_places_is_one_input() -> None:
+    """So a call with two is another call, and one where two were traced as well."""
+    one, other = torch.tensor(2.0), torch.tensor(3.0)
+
+    def step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * 10 + b
+
+    model = stack(policy="attn_only")
+    same, different = fastac.graph.trace(step, model, one, one), fastac.graph.trace(step, model, one, other)
+    assert same(other, other) == 33
+    assert different(other, one) == 32
+    refuses(same, "one and the same tensor", one, other)
+    refuses(different, "one and the same tensor", one, one)
+
+
+def test_objects_that_may_hold_tensors_are_refused() -> None:
+    @dataclasses.dataclass
+    class Batch:
+        video: torch.Tensor
+
+    def step(batch: Any) -> Any:
+        return batch
+
+    for strange in (Batch(torch.ones(1)), collections.UserDict(video=torch.ones(1))):
+        refused(step, stack(), f"argument 0 is a {type(strange).__name__}, and what is inside", strange)
+    assert fastac.graph.trace(step, stack(), float("nan"))(float("nan")) != 0
+
+
+def test_a_setting_of_a_module_that_changed_is_refused() -> None:
+    class Switched(AttentionStack):
+        on = True
+        calls = 0
+
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            self.calls += 1  # of no account: the step changes it itself
+            return super().forward(video, text) * (2.0 if self.on else 1.0)
+
+    model = Switched()
+    model.blocks[1].dropout.p = 0.5
+    inputs = stack_inputs()
+    traced = fastac.graph.trace(step_of(model), model, **inputs)
+    traced(**inputs)
+    model.calls = 17
+    traced(**inputs)
+    model.on = False
+    refuses(traced, "the model's .on is False now, traced with not set", **inputs)
+    del model.on
+    model.blocks[1].dropout.p = 0.25
+    refuses(traced, "the model's blocks.1.dropout.p is 0.25 now, traced with 0.5", **inputs)
+
+
+def test_a_backward_in_another_thread_goes_on_meanwhile() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    found = []
+
+    def elsewhere() -> None:
+        found.append(torch.autograd.grad((weight * 2).sum(), weight)[0].tolist())
+
+    def step(**inputs: Any) -> Any:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return step_of(model)(**inputs)
+
+    model = stack(policy="attn_only")
+    fastac.graph.trace(step, model, **stack_inputs())
+    assert found == [[2.0, 2.0, 2.0]]
 
 
 def test_autocast_is_that_of_the_trace() -> None:
