@@ -1,59 +1,44 @@
 """Everything private of torch's compiler (dynamo, AOT, inductor) that fastac uses, in one place.
 
-Seen in torch 2.13. The compiler's modules are imported when they are first needed, not with fastac; `missing()` names
-what a torch does not have, and `tests/test_compiler_internals.py` fails when one goes. What fastac uses of the
+Seen in torch 2.13. The compiler's modules are imported when they are first needed, not with fastac;
+`tests/test_compiler_internals.py` fails when one goes. What fastac uses of the
 dispatcher and of autograd stands in `torch_internals`.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import operator
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from fastac.torch_internals import COMPILED_NODE, SEEN_IN, function_of, sequence_number
+from fastac import probing
+from fastac.torch_internals import COMPILED_NODE, function_of, sequence_number
 
 _REQUIRED = (
-    "torch._C:_autograd._top_saved_tensors_default_hooks",
-    "torch._C:_TorchDispatchModeKey.PROXY",
-    "torch._C:_current_autograd_node",
-    "torch._C:_get_dispatch_mode",
-    "torch._dynamo.callback:callback_handler.end_callbacks",
-    "torch._dynamo.callback:callback_handler.start_callbacks",
-    "torch._functorch.config:activation_memory_budget",
-    "torch._functorch.partitioners:get_default_op_list",
-    "torch._guards:CompileContext.current_compile_id",
-    "torch.fx.traceback:MEMORY_BUDGET_ANNOTATION_KEY",
-    "torch.fx.traceback:current_meta",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._TorchDispatchModeKey.PROXY",
+    "_C._current_autograd_node",
+    "_C._get_dispatch_mode",
+    "_dynamo.callback.callback_handler.end_callbacks",
+    "_dynamo.callback.callback_handler.start_callbacks",
+    "_functorch.config.activation_memory_budget",
+    "_functorch.partitioners.get_default_op_list",
+    "_guards.CompileContext.current_compile_id",
+    "fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY",
+    "fx.traceback.current_meta",
 )
-
-
-def missing(names: Iterable[str] = _REQUIRED) -> list[str]:
-    """Names, as `module:attribute`, that this build of torch does not have."""
-    absent = []
-    for name in names:
-        module, _, attribute = name.partition(":")
-        try:
-            operator.attrgetter(attribute)(importlib.import_module(module))
-        except (ImportError, AttributeError):
-            absent.append(name)
-    return absent
 
 
 def _of(name: str) -> Any:
     """What a name of _REQUIRED stands for. Raises ImportError, which says what to do, where torch has it no more."""
-    if missing([name]):
-        raise ImportError(
-            f"fastac needs {name.replace(':', '.')}, which torch {torch.__version__} does not have. It was seen in "
-            f"torch {', '.join(SEEN_IN)}: install one of these, or a newer fastac."
-        )
-    module, _, attribute = name.partition(":")
-    return operator.attrgetter(attribute)(importlib.import_module(module))
+    try:
+        return probing.find(name)
+    except AttributeError:
+        probing.require([name])
+        raise
 
 
 def is_loaded() -> bool:
@@ -66,7 +51,7 @@ def extend_compute_intensive_ops(more: Callable[[], Iterable[Any]]) -> None:
 
     more: called whenever a graph is partitioned. A second call with the same function changes nothing.
     """
-    known = _of("torch._functorch.partitioners:get_default_op_list")
+    known = _of("_functorch.partitioners.get_default_op_list")
     if getattr(known, "more", None) is more:
         return
 
@@ -90,31 +75,29 @@ class Budget(NamedTuple):
 def memory_budget() -> Budget:
     """What AOT's partitioner will hold the graph to that is being traced: a region's annotation, or the setting."""
     annotation = (
-        _of("torch.fx.traceback:current_meta")
-        .get("custom", {})
-        .get(_of("torch.fx.traceback:MEMORY_BUDGET_ANNOTATION_KEY"))
+        _of("fx.traceback.current_meta").get("custom", {}).get(_of("fx.traceback.MEMORY_BUDGET_ANNOTATION_KEY"))
     )
     if annotation is not None:
         return Budget(annotation, "torch.autograd.graph.region_activation_memory_budget")
     setting = "torch._functorch.config.activation_memory_budget"
-    return Budget(_of("torch._functorch.config:activation_memory_budget"), setting)
+    return Budget(_of("_functorch.config.activation_memory_budget"), setting)
 
 
 def compile_id() -> str | None:
     """The id, such as "0/1", of what dynamo is compiling in this thread; None where nothing is."""
-    current = _of("torch._guards:CompileContext.current_compile_id")()
+    current = _of("_guards.CompileContext.current_compile_id")()
     return None if current is None else str(current)
 
 
 def compiled_function() -> type | None:
     """The autograd.Function, made for one compiled graph, whose backward is running in this thread."""
-    node = _of("torch._C:_current_autograd_node")()
+    node = _of("_C._current_autograd_node")()
     return function_of(node) if node is not None and node.name() == COMPILED_NODE else None
 
 
 def in_recompute() -> bool:
     """Whether what runs in this thread is what torch.utils.checkpoint runs again, in the middle of a backward."""
-    hooks = _of("torch._C:_autograd._top_saved_tensors_default_hooks")(True)
+    hooks = _of("_C._autograd._top_saved_tensors_default_hooks")(True)
     return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
 
 
@@ -141,10 +124,10 @@ class Compilations:
         if callbacks is None:
             if "torch._dynamo.callback" not in sys.modules:
                 return 0
-            callbacks = self._callbacks = _of("torch._dynamo.callback:callback_handler.start_callbacks")
+            callbacks = self._callbacks = _of("_dynamo.callback.callback_handler.start_callbacks")
         if self._begin not in callbacks:
             callbacks.append(self._begin)
-            _of("torch._dynamo.callback:callback_handler.end_callbacks").append(self._end)
+            _of("_dynamo.callback.callback_handler.end_callbacks").append(self._end)
             self.count += 1
             self.resets += 1
         return self.count
@@ -158,7 +141,7 @@ class Compilations:
 
 def graph_being_traced() -> torch.fx.Graph | None:
     """The graph that operators of this thread are being recorded in; None where none is."""
-    mode = _of("torch._C:_get_dispatch_mode")(_of("torch._C:_TorchDispatchModeKey.PROXY"))
+    mode = _of("_C._get_dispatch_mode")(_of("_C._TorchDispatchModeKey.PROXY"))
     return getattr(getattr(mode, "tracer", None), "graph", None)
 
 
@@ -169,10 +152,10 @@ def is_of_backward(node: torch.fx.Node) -> bool:
 
 def running_node() -> tuple[type, int, int]:
     """What tells the autograd node whose backward is running in this thread, and that backward, from others."""
-    node = _of("torch._C:_current_autograd_node")()
+    node = _of("_C._current_autograd_node")()
     return type(node), sequence_number(node), torch._C._current_graph_task_id()
 
 
 def module_stack() -> list[tuple[str, Any]]:
     """Path and class of the modules, outer first, that dynamo saw the operator called in that AOT is tracing."""
-    return list(_of("torch.fx.traceback:current_meta").get("nn_module_stack", {}).values())
+    return list(_of("fx.traceback.current_meta").get("nn_module_stack", {}).values())

@@ -143,6 +143,8 @@ def _ready(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
             mode, inductors, dynamic = ready.pop("mode", None), ready.pop("options", None), ready.get("dynamic")
             ready["backend"] = compiled_flex.inductor(mode, inductors, dynamic)
         torch.compile(_nothing, **ready)
+    except ImportError:
+        raise  # of fastac's own, about this torch
     except Exception as error:
         raise FastacError(f"{call}: torch.compile does not take these options: {error}") from error
     return ready

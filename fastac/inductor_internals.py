@@ -1,24 +1,21 @@
 """What is private in torch's compiler and fastac uses: dynamo's view of compiled calls, and inductor's entry points.
 
 Seen in torch 2.13. What is there as soon as torch is imported is looked up at import. Inductor, which takes a second to
-import, is looked up where it is first needed; `missing` names what of it is gone.
+import, is looked up where it is first needed.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import TracingContext
 
-from fastac import torch_internals
-from fastac.errors import FastacError
+from fastac import probing, torch_internals
 
 _REQUIRED = (
     "_C._dynamo.eval_frame.get_eval_frame_callback",
@@ -29,53 +26,25 @@ _REQUIRED = (
 )
 
 COMPILER = (
-    "torch._dynamo.callback.callback_handler.register_start_callback",
-    "torch._dynamo.callback.callback_handler.remove_start_callback",
-    "torch._inductor.compile_fx.compile_fx_inner",
-    "torch._inductor.config.patch",
-    "torch._inductor.config.post_grad_custom_pre_pass",
-    "torch._inductor.utils.BoxedBool",
+    "_dynamo.callback.callback_handler.register_start_callback",
+    "_dynamo.callback.callback_handler.remove_start_callback",
+    "_inductor.compile_fx.compile_fx_inner",
+    "_inductor.config.patch",
+    "_inductor.config.post_grad_custom_pre_pass",
+    "_inductor.utils.BoxedBool",
 )
 
-if _absent := torch_internals.missing(_REQUIRED):
-    raise ImportError(
-        f"fastac needs {', '.join('torch.' + name for name in _absent)}, which torch {torch.__version__} does not "
-        f"have. It was seen in torch {', '.join(torch_internals.SEEN_IN)}: install one of these, or a newer fastac."
-    )
+probing.require(_REQUIRED)
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
 Pass = Callable[[torch.fx.Graph], None]
 
 
-def missing(names: Iterable[str] = COMPILER) -> list[str]:
-    """Names that this build of torch's compiler does not have."""
-    return [name for name in names if not _is_there(name)]
-
-
-def _is_there(name: str) -> bool:
-    parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        try:
-            module = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError:
-            continue
-        try:
-            operator.attrgetter(".".join(parts[length:]))(module)
-        except AttributeError:
-            return False
-        return True
-    return False
-
-
 @functools.cache
 def require() -> None:
-    """Raise FastacError when torch's compiler lacks what fastac needs of it."""
-    if absent := missing():
-        raise FastacError(
-            f"fastac needs {', '.join(absent)} to keep flex_attention apart in compiled code, which torch "
-            f"{torch.__version__} does not have. It was seen in torch {', '.join(torch_internals.SEEN_IN)}."
-        )
+    """Raise ImportError when torch's compiler lacks what fastac needs of it to keep flex_attention apart."""
+    probing.require(COMPILER)
 
 
 class InductorWith(torch._TorchCompileInductorWrapper):

@@ -8,7 +8,6 @@ reaches into `torch._C` or torch's guards and tracing.
 from __future__ import annotations
 
 import inspect
-import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
-SEEN_IN = ("2.13",)
+from fastac import probing
 
 _REQUIRED = (
     "_C.DispatchKey.BackendSelect",
@@ -55,22 +54,7 @@ _REQUIRED = (
 )
 
 
-def missing(names: Iterable[str] = _REQUIRED) -> list[str]:
-    """Names, relative to `torch`, that this build of torch does not have."""
-    absent = []
-    for name in names:
-        try:
-            operator.attrgetter(name)(torch)
-        except AttributeError:
-            absent.append(name)
-    return absent
-
-
-if _absent := missing():
-    raise ImportError(
-        f"fastac needs {', '.join('torch.' + name for name in _absent)}, which torch {torch.__version__} does not "
-        f"have. It was seen in torch {', '.join(SEEN_IN)}: install one of these, or a newer fastac."
-    )
+probing.require(_REQUIRED)
 
 _BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
 BELOW_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(_BACKEND_SELECT)

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fastac"
 
 ORDER = (
     "errors",
+    "probing",
     "torch_internals",
     "compiler_internals",
     "inductor_internals",

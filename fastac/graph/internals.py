@@ -26,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from fastac import torch_internals
+from fastac import probing, torch_internals
 from fastac.errors import FastacError
 
 _REQUIRED = (
@@ -51,11 +51,7 @@ _REQUIRED = (
     "compiler._non_strict_tracing_context",
 )
 
-if _absent := torch_internals.missing(_REQUIRED):
-    raise ImportError(
-        f"fastac.graph needs {', '.join('torch.' + name for name in _absent)}, which torch {torch.__version__} does "
-        f"not have. It was seen in torch {', '.join(torch_internals.SEEN_IN)}: install one of these, or a newer fastac."
-    )
+probing.require(_REQUIRED, "fastac.graph")
 
 
 def fake_mode() -> FakeTensorMode:

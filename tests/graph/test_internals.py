@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastac import torch_internals
+from fastac import probing
 from fastac.graph import internals
 
 
 def test_this_torch_has_every_name() -> None:
-    assert torch_internals.missing(internals._REQUIRED) == []
+    assert probing.missing(internals._REQUIRED) == []
 
 
 @pytest.mark.parametrize("name", internals._REQUIRED)
 def test_each_name_is_looked_up(name: str) -> None:
-    assert torch_internals.missing([f"{name}_gone"]) == [f"{name}_gone"]
+    assert probing.missing([f"{name}_gone"]) == [f"{name}_gone"]
 
 
 def test_every_private_name_in_use_is_required() -> None:
@@ -40,7 +40,7 @@ def test_every_private_name_in_use_is_required() -> None:
     elsewhere = {"_ops.OpOverload", "_dynamo.config.patch"}  # as the engine uses it; a function of every config module
     pytree = {f"utils._pytree.{n}" for n in ("keystr", "tree_flatten", "tree_flatten_with_path", "tree_unflatten")}
     assert private - known - elsewhere - pytree - {"_ops"} == set()
-    assert torch_internals.missing(pytree | {"_dynamo.config.patch"}) == []
+    assert probing.missing(pytree | {"_dynamo.config.patch"}) == []
 
 
 def test_import_without_one_of_them_names_it() -> None:
