@@ -7,7 +7,6 @@ the whole chain is tagged: casts and slices before the gather, the gather, its w
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable
 
 import torch
@@ -15,6 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.graph import internals
+from fastac.graph.nodes import REGION_TAG, TAG, is_getitem
 
 _GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 _COPIES = {
@@ -41,7 +41,7 @@ def is_gather(node: Node) -> bool:
 
 
 def _is_layout(node: Node) -> bool:
-    if node.target is operator.getitem:
+    if is_getitem(node):
         return True
     schema = internals.schema_of(node)
     if schema is None or schema.is_mutable:
@@ -95,8 +95,8 @@ def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> l
     """
     chain = parameter_gathers(graph, parameters)
     for node in chain:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta.pop("ac_graph_id", None)
+        node.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta.pop(REGION_TAG, None)
     return chain
 
 

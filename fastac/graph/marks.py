@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.errors import FastacError
 from fastac.graph import internals
+from fastac.graph.nodes import is_getitem
 
 FORWARD, BACKWARD = "fastac_forward", "fastac_backward"
 """Keys of the marks. Two, because AOT copies what a forward node carries onto the backward nodes of its gradient."""
@@ -108,7 +107,7 @@ def held_bytes(forward: GraphModule, num_fwd_outputs: int) -> int:
 
 def _storage(node: Node) -> Any:
     value = node.meta.get("val")
-    return StorageWeakRef(value.untyped_storage()).cdata if isinstance(value, torch.Tensor) else node
+    return internals.memory(value) if isinstance(value, torch.Tensor) else node
 
 
 def depends_on_tangents(graph: Graph) -> set[Node]:
@@ -173,7 +172,7 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
 
 
 def _producer(node: Node) -> tuple[Node, int | None]:
-    if node.target is operator.getitem and isinstance(node.args[0], Node):
+    if is_getitem(node) and isinstance(node.args[0], Node):
         return node.args[0], node.args[1]  # type: ignore[return-value]
     return node, None
 
@@ -218,7 +217,7 @@ def find_saved(graph: Graph) -> Found:
             else:
                 found.names.setdefault(mark.graph, set()).add(value.name)
                 for user in node.users:
-                    if user.target is operator.getitem and user.args[1] == value.item:
+                    if is_getitem(user) and user.args[1] == value.item:
                         found.add(user, mark.graph, value.name)
         if len(node.all_input_nodes) == mark.inputs:
             for position, name in mark.reads:
@@ -237,7 +236,7 @@ def is_alias(node: Node) -> bool:
 def memory_of(node: Node) -> Node:
     """The node that made the memory a view looks at; the node itself for one that is no view."""
     while node.op == "call_function":
-        source = node.all_input_nodes[0] if node.target is operator.getitem else node
+        source = node.all_input_nodes[0] if is_getitem(node) else node
         schema = internals.schema_of(source)
         if schema is None or schema.is_mutable or all(returned.alias_info is None for returned in schema.returns):
             return node
@@ -268,7 +267,7 @@ def _decomposed(graph: Graph) -> Iterator[list[Node]]:
 
 def _match(run: Iterable[Node], found: Found) -> None:
     members = list(run)
-    members += [user for node in members for user in node.users if user.target is operator.getitem]
+    members += [user for node in members for user in node.users if is_getitem(user)]
     order = {node: place for place, node in enumerate(members[0].graph.nodes)}
     leaving = [node for node in members if any(user not in members for user in node.users)]
     leaving.sort(key=order.__getitem__, reverse=True)

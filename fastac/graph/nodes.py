@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.annotation import REGION
@@ -92,7 +93,7 @@ def values(graph_module: GraphModule, arguments: Any) -> Any:
             return torch.nn.Parameter(found)
         return found
 
-    return torch.fx.map_arg(arguments, value)
+    return map_arg(arguments, value)
 
 
 def call(graph_module: GraphModule, node: Node) -> tuple[Any, Any]:
@@ -106,11 +107,16 @@ def is_attention(node: Node) -> bool:
     return resolved is not None and isinstance(resolved.row, AttentionOp)
 
 
-def draws(graph_module: GraphModule, node: Node) -> bool:
+def value_of(node: Node) -> Any:
+    """What a node returned when it was traced: fake tensors, numbers."""
+    return node.meta.get("val")
+
+
+def draws(node: Node) -> bool:
     """Whether a node draws random numbers: attention, which torch says it of in any case, where its row says so."""
     resolved = classify(node.target) if node.op == "call_function" else None
     if resolved is not None and isinstance(resolved.row, AttentionOp):
-        return resolved.draws(*call(graph_module, node))
+        return resolved.draws(map_arg(node.args, value_of), map_arg(node.kwargs, value_of))
     return is_drawing(node)
 
 

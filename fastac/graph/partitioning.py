@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,9 +16,8 @@ from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import internals
 from fastac.graph.gathers import drop_dead_collectives, parameters_of, recompute_parameter_gathers
 from fastac.graph.marks import depends_on_tangents, mark_saved, outputs_of, saved_nodes
+from fastac.graph.nodes import REGION_TAG, TAG, draws, is_getitem, value_of
 from fastac.policy import Policy, resolve
-from fastac.registry import classify
-from fastac.rows import AttentionOp
 
 Graphs = tuple[GraphModule, GraphModule]
 Partition = Callable[..., Graphs]
@@ -81,7 +79,7 @@ def partition(then: Partition, joint: GraphModule, joint_inputs: Sequence[object
     trace such a wrapped op again. Attention that draws none in this call goes without.
     """
     for node in joint.graph.nodes:
-        if node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE and _is_seeded(node) and not draws(node):
+        if node.meta.get(TAG) is CheckpointPolicy.MUST_RECOMPUTE and internals.is_drawing(node) and not draws(node):
             node.target = _unseeded(node.target)
     forward, backward = then(joint, joint_inputs, **options)
     for module in (forward, backward):
@@ -108,18 +106,6 @@ def _unseeded(op: Any) -> Callable[..., Any]:
     return call
 
 
-def _is_seeded(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def draws(node: Node) -> bool:
-    """Whether the kernel that a node calls may draw random numbers. Many attention ops do only with dropout."""
-    resolved = classify(node.target)
-    if resolved is None or not isinstance(resolved.row, AttentionOp):
-        return _is_seeded(node)
-    return resolved.draws(map_arg(node.args, _value), map_arg(node.kwargs, _value))
-
-
 def partitioner(
     policy: str | Policy = "attn_only", *, recompute_gathers: bool = True, then: Partition = internals.min_cut
 ) -> Partition:
@@ -142,10 +128,6 @@ def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _value(node: Any) -> Any:
-    return node.meta.get("val") if isinstance(node, Node) else node
-
-
 def tag_gathers(graph: Graph, static_indices: Iterable[int] | None) -> list[Node]:
     """Tag the chains of gathered parameters; static_indices: `static_lifetime_input_indices` of a partitioner."""
     return recompute_parameter_gathers(graph, parameters_of(graph, static_indices))
@@ -163,10 +145,10 @@ def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node], parameter
         return found
 
     for node in graph.nodes:
-        if node.op != "call_function" or node in dependent or node.target is operator.getitem:
+        if node.op != "call_function" or node in dependent or is_getitem(node):
             continue
         args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
-        decision = decisions.of(node.target, args, kwargs, _value(node))
+        decision = decisions.of(node.target, args, kwargs, value_of(node))
         if decision:
             saved.append(node)
             _tag(node, CheckpointPolicy.MUST_SAVE)
@@ -180,7 +162,7 @@ def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node], parameter
 
 
 def _check_draws(node: Node) -> None:
-    if draws(node) and not _is_seeded(node):
+    if draws(node) and not internals.is_drawing(node):
         raise FastacError(
             f"partitioner: {node.target} draws random numbers in this call and the policy lets it run again in "
             f"backward, where it would draw others: the op lacks torch.Tag.nondeterministic_seeded, by which torch "
@@ -189,6 +171,6 @@ def _check_draws(node: Node) -> None:
 
 
 def _tag(node: Node, decision: CheckpointPolicy) -> None:
-    for one in (node, *(user for user in node.users if user.target is operator.getitem)):
-        one.meta["recompute"] = decision
-        one.meta.pop("ac_graph_id", None)
+    for one in (node, *(user for user in node.users if is_getitem(user))):
+        one.meta[TAG] = decision
+        one.meta.pop(REGION_TAG, None)

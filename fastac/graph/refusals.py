@@ -48,7 +48,7 @@ def refuse_constants(graph_module: GraphModule, tensors: Sequence[tuple[str, tor
 def refuse_redrawn(graph_module: GraphModule) -> None:
     """Raise FastacError when the backward draws random numbers: a recompute that was traced along draws others."""
     for node in graph_module.graph.nodes:
-        if is_backward(node) and draws(graph_module, node) and "backward" not in str(node.target):
+        if is_backward(node) and draws(node) and "backward" not in str(node.target):
             raise FastacError(
                 f"trace: {node.target} draws random numbers in the backward. A torch.utils.checkpoint with dropout "
                 f"inside does so in a graph, with other numbers than the forward's and wrong gradients. Use "

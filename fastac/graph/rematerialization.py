@@ -11,7 +11,7 @@ from collections import Counter
 from torch.fx import Graph, GraphModule, Node
 
 from fastac.errors import FastacError
-from fastac.graph.internals import BACKWARD, is_functional
+from fastac.graph.internals import BACKWARD, COLLECTIVES, is_functional
 from fastac.graph.nodes import RECOMPUTED, REGION_TAG, TAG, draws, is_backward, is_recomputed, mark
 
 
@@ -21,7 +21,7 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
     The graph must be functional. Raises FastacError for a node that is to run again and writes or draws random numbers.
     """
     for node in graph_module.graph.nodes:
-        if is_recomputed(node) and (draws(graph_module, node) or not is_functional(node)):
+        if is_recomputed(node) and (draws(node) or not is_functional(node)):
             what = "draws random numbers" if is_functional(node) else "writes its argument"
             raise FastacError(
                 f"rematerialize: {node.target} is tagged for recomputation and {what}, so that it would not repeat "
@@ -80,8 +80,8 @@ def _is_kept(graph_module: GraphModule, node: Node) -> bool:
         return True
     if node.op == "get_attr":
         return False
-    return draws(graph_module, node) or not is_functional(node) or (node.is_impure() and not _is_collective(node))
+    return draws(node) or not is_functional(node) or (node.is_impure() and not _is_collective(node))
 
 
 def _is_collective(node: Node) -> bool:
-    return getattr(node.target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd")
+    return getattr(node.target, "namespace", "") in (COLLECTIVES, f"{COLLECTIVES}_autograd")

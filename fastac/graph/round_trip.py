@@ -8,7 +8,6 @@ graph as plain nodes, and min-cut would decide anew: attention runs again, or ot
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,8 @@ from fastac.graph.marks import (
     outputs_of,
     saved_nodes,
 )
-from fastac.graph.partitioning import Graphs, draws, partition, tag_gathers
+from fastac.graph.nodes import REGION_TAG, TAG, draws, is_getitem
+from fastac.graph.partitioning import Graphs, partition, tag_gathers
 
 logger = logging.getLogger("fastac")
 
@@ -111,8 +111,8 @@ def _tag_replay(
     """
     for node in graph.nodes:
         if mark_of(node) is not None:
-            node.meta.pop("recompute", None)
-            node.meta.pop("ac_graph_id", None)
+            node.meta.pop(TAG, None)
+            node.meta.pop(REGION_TAG, None)
     dependent = depends_on_tangents(graph)
     saved_values = {equals[node] for node in saved - dependent}
     needed: set[Node] = set()
@@ -130,13 +130,13 @@ def _tag_replay(
         elif node.op == "call_function" and _is_recomputed(node):
             recomputed.add(node)
             pending.extend(node.all_input_nodes)
-    needed = {node for node in needed if not (node.target is operator.getitem and node.args[0] in recomputed)}
+    needed = {node for node in needed if not (is_getitem(node) and node.args[0] in recomputed)}
     # Equal nodes are tagged alike: common subexpression elimination leaves one of them, whichever it likes.
     _tag(graph, equals, recomputed, CheckpointPolicy.MUST_RECOMPUTE)
     _tag(graph, equals, needed, CheckpointPolicy.MUST_SAVE)
     memory = {memory_of(node) for node in needed}  # of a view, for which torch takes no tag
     _tag(graph, equals, memory, CheckpointPolicy.MUST_SAVE)
-    producers = {node.all_input_nodes[0] for node in memory if node.target is operator.getitem}
+    producers = {node.all_input_nodes[0] for node in memory if is_getitem(node)}
     _tag(graph, equals, producers, CheckpointPolicy.MUST_SAVE)
     return needed, recomputed
 
@@ -145,12 +145,12 @@ def _tag(graph: Graph, equals: dict[Node, Node], nodes: set[Node], decision: Che
     values = {equals[node] for node in nodes}
     for node in graph.nodes:
         if node.op == "call_function" and equals[node] in values:
-            node.meta["recompute"] = decision
+            node.meta[TAG] = decision
 
 
 def _is_recomputed(node: Node) -> bool:
     """Whether a node that is not saved comes from a marked graph, so that the backward computes it anew."""
-    if node.target is operator.getitem and mark_of(node) is None:
+    if is_getitem(node) and mark_of(node) is None:
         return _is_recomputed(node.all_input_nodes[0])
     mark = mark_of(node)
     if mark is None:

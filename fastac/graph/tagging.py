@@ -116,7 +116,7 @@ def _must_save(graph_module: GraphModule, node: Node, policy: Policy) -> bool:
     if resolved is not None and isinstance(resolved.row, SelectionOp):
         floating = values(graph_module, node.args)[0].is_floating_point()
         return bool(floating) and not policy.saves_nothing
-    return draws(graph_module, node) or not is_functional(node) or _name(node) in _WRITES_STATISTICS
+    return draws(node) or not is_functional(node) or _name(node) in _WRITES_STATISTICS
 
 
 def _name(node: Node) -> str:
