@@ -183,7 +183,8 @@ class Replay(Scope):
                 "this checkpointed region was backpropagated already and its saved outputs are freed. "
                 "Use retain_graph=True on the first backward to go through it again."
             )
-        if entry.resolved.op is not resolved.op or entry.inputs != described(args):
+        # By name: torch may hand out another object for the same op once an older definition of it is collected.
+        if entry.resolved.qualified_name != resolved.qualified_name or entry.inputs != described(args):
             raise FastacError(
                 f"attention call {self.position} of recompute is not the one of the forward: {resolved.name} on "
                 f"{readable(described(args))} where {entry.resolved.name} on {readable(entry.inputs)} was recorded. "
