@@ -85,3 +85,15 @@ def attention_executions() -> Counter[str]:
     support.count_cpu_attention()
     support.executions.clear()
     return support.executions
+
+
+@pytest.fixture
+def uninformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOT's partitioner, as long as fastac has told it nothing."""
+    import torch._functorch.partitioners
+    from torch.utils.flop_counter import flop_registry
+
+    known = torch._functorch.partitioners.get_default_op_list
+    monkeypatch.setattr(torch._functorch.partitioners, "get_default_op_list", getattr(known, "__wrapped__", known))
+    for op in [op for op, formula in flop_registry.items() if formula.__module__.startswith("fastac")]:
+        monkeypatch.delitem(flop_registry, op)

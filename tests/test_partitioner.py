@@ -20,15 +20,6 @@ from tests.test_compile import fresh_compiler as fresh_compiler
 from tests.test_compile import kernel_folder as kernel_folder
 
 
-@pytest.fixture
-def uninformed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as fastac has told it nothing."""
-    known = torch._functorch.partitioners.get_default_op_list
-    monkeypatch.setattr(torch._functorch.partitioners, "get_default_op_list", getattr(known, "__wrapped__", known))
-    for op in [op for op, formula in flop_registry.items() if formula.__module__.startswith("fastac")]:
-        monkeypatch.delitem(flop_registry, op)
-
-
 @torch.library.custom_op("fastac_tests::budget_attention", mutates_args=())
 def budget_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An attention op of a library's own, as AOT finds it in a graph."""

@@ -112,6 +112,7 @@ def splits(make: Any, second: Any, **options: Any) -> tuple[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uninformed")
 def test_the_rows_of_llama_are_what_is_measured() -> None:
     rows = table()[:8]
     with fake_process_group():
@@ -159,6 +160,7 @@ def through_inductor(second: Any) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uninformed")
 def test_the_rows_of_wan_are_what_is_measured() -> None:
     first, second = splits(wan, min_cut, budget=0.2)
     _, replayed = splits(wan, REPLAY, budget=0.2)
