@@ -129,18 +129,19 @@ def region(policy: Policy) -> Traced:
 
 
 def _of_this_compilation() -> Traced:
-    now = time()
-    _forget_after_reset()
+    now = _forget_after_reset()
     name = compiler_internals.compile_id()
     return Traced() if name is None else _traced.setdefault(name, Traced(now))
 
 
-def _forget_after_reset() -> None:
+def _forget_after_reset() -> int:
+    """Forget graphs of before a reset of dynamo; returns the time."""
     global _resets
-    time()
+    now = time()
     if _resets != _compilations.resets:
         _resets = _compilations.resets
         _traced.clear()
+    return now
 
 
 def watch(nodes: Iterable[Any], policy: Policy) -> None:
@@ -163,14 +164,18 @@ def _ran_again(resolved: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, A
     if not torch_internals.in_backward() or not resolved.is_attention or torch_internals.has_stand_ins(args):
         return
     function = compiler_internals.compiled_function()
-    if function is None or compiler_internals.in_recompute():
+    if function is None or torch_internals.in_recompute():
         return
     policies, allowed = _told(function)
     keys = resolved.keys(args, kwargs)
     policy = next((policy for policy in policies if policy.saves(keys)), None)
     if policy is None:
         return
-    node = compiler_internals.running_node()
+    node = (
+        function,
+        torch_internals.sequence_number(compiler_internals.running_node()),
+        torch_internals.running_backward(),
+    )
     if _backward.node != node:
         _backward.node, _backward.again = node, 0
     _backward.again += 1

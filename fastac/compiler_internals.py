@@ -1,8 +1,8 @@
 """Everything private of torch's compiler (dynamo, AOT, inductor) that fastac uses, in one place.
 
 Seen in torch 2.13. The compiler's modules are imported when they are first needed, not with fastac;
-`tests/test_compiler_internals.py` fails when one goes. What fastac uses of the
-dispatcher and of autograd stands in `torch_internals`.
+`tests/test_compiler_internals.py` fails when one goes. What fastac uses of the dispatcher and of autograd stands in
+`torch_internals`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac import probing
-from fastac.torch_internals import COMPILED_NODE, function_of, sequence_number
+from fastac.torch_internals import COMPILED_NODE, function_of, proxy_mode
 
 _REQUIRED = (
-    "_C._autograd._top_saved_tensors_default_hooks",
-    "_C._TorchDispatchModeKey.PROXY",
     "_C._current_autograd_node",
-    "_C._get_dispatch_mode",
     "_dynamo.callback.callback_handler.end_callbacks",
     "_dynamo.callback.callback_handler.start_callbacks",
     "_functorch.config.activation_memory_budget",
@@ -89,16 +86,15 @@ def compile_id() -> str | None:
     return None if current is None else str(current)
 
 
+def running_node() -> Any:
+    """The autograd node whose backward is running in this thread; None where none is."""
+    return _of("_C._current_autograd_node")()
+
+
 def compiled_function() -> type | None:
     """The autograd.Function, made for one compiled graph, whose backward is running in this thread."""
-    node = _of("_C._current_autograd_node")()
+    node = running_node()
     return function_of(node) if node is not None and node.name() == COMPILED_NODE else None
-
-
-def in_recompute() -> bool:
-    """Whether what runs in this thread is what torch.utils.checkpoint runs again, in the middle of a backward."""
-    hooks = _of("_C._autograd._top_saved_tensors_default_hooks")(True)
-    return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
 
 
 def compile_id_of(function: type) -> str | None:
@@ -141,19 +137,12 @@ class Compilations:
 
 def graph_being_traced() -> torch.fx.Graph | None:
     """The graph that operators of this thread are being recorded in; None where none is."""
-    mode = _of("_C._get_dispatch_mode")(_of("_C._TorchDispatchModeKey.PROXY"))
-    return getattr(getattr(mode, "tracer", None), "graph", None)
+    return getattr(getattr(proxy_mode(), "tracer", None), "graph", None)
 
 
 def is_of_backward(node: torch.fx.Node) -> bool:
     """Whether a node of AOT's joint graph was recorded while autograd ran, rather than in the forward."""
     return node.meta.get("partitioner_tag") != "is_forward"
-
-
-def running_node() -> tuple[type, int, int]:
-    """What tells the autograd node whose backward is running in this thread, and that backward, from others."""
-    node = _of("_C._current_autograd_node")()
-    return type(node), sequence_number(node), torch._C._current_graph_task_id()
 
 
 def module_stack() -> list[tuple[str, Any]]:

@@ -1,8 +1,7 @@
 """Everything private of torch that fastac uses, in one place.
 
-Seen in torch 2.13. Each name is looked up at import; one that went away is an ImportError that names it and the
-torch version, and `tests/test_torch_internals.py` fails. Nothing else in fastac
-reaches into `torch._C` or torch's guards and tracing.
+Seen in torch 2.13. Each name is looked up at import; one that went away is an ImportError that names it and the torch
+version, and `tests/test_torch_internals.py` fails. What fastac uses of the compiler stands in `compiler_internals`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ _REQUIRED = (
     "compiler._is_non_strict_tracing",
     "utils.checkpoint._checkpoint_debug_enabled",
 )
-
 
 probing.require(_REQUIRED)
 
@@ -106,18 +104,38 @@ def in_compiled_code() -> bool:
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward."""
-    return torch._C._current_graph_task_id() != -1
+    return running_backward() != -1
 
 
 def innermost_checkpoint() -> object:
     """What tells the torch.utils.checkpoint that packs here what is saved from others; None where none does."""
+    return _packs("_checkpoint_hook")
+
+
+def in_recompute() -> bool:
+    """Whether what runs in this thread is what torch.utils.checkpoint runs again, in the middle of a backward."""
+    return _packs("_recomputation_hook") is not None
+
+
+def _packs(name: str) -> object:
+    """What packs here what is saved, where it is one of torch.utils.checkpoint's hooks, by its class's name."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks[0] if hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__ else None
+    return hooks[0] if hooks is not None and name in hooks[0].__qualname__ else None
+
+
+def running_backward() -> int:
+    """What tells the backward that is running in this thread from others; -1 where none is."""
+    return torch._C._current_graph_task_id()
 
 
 def in_proxy_trace() -> bool:
     """Whether this thread is recording operations into a graph: AOT, make_fx, export."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return proxy_mode() is not None
+
+
+def proxy_mode() -> Any:
+    """The mode that records operations of this thread into a graph; None where none does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
 
 
 def in_compile_trace() -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._functorch.config
 
-from fastac import compiler_internals, probing
+from fastac import compiler_internals, probing, torch_internals
 
 
 def test_this_torch_has_every_name() -> None:
@@ -45,7 +45,9 @@ def test_outside_any_compilation() -> None:
     assert compiler_internals.compile_id() is None
     assert compiler_internals.compiled_function() is None
     assert compiler_internals.module_stack() == []
-    assert not compiler_internals.in_recompute()
+    assert not torch_internals.in_recompute()
+    assert compiler_internals.running_node() is None
+    assert compiler_internals.graph_being_traced() is None
 
 
 def test_compilations_and_resets_are_counted() -> None:
