@@ -34,6 +34,8 @@ from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, relative_e
 
 BACKENDS = ("aot_eager", "inductor")
 EACH_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+INDUCTOR_WHEN_SLOW = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+"""Kernels take seconds to make: `make test` makes those of the first step, `make test-slow` the others."""
 
 Model = Callable[..., torch.nn.Module]
 
@@ -191,7 +193,7 @@ class TestCompiledBlocks:
 
     @pytest.mark.parametrize(
         ("backend", "dynamic"),
-        [("aot_eager", True), ("inductor", True), ("aot_eager", None)],
+        [("aot_eager", True), pytest.param("inductor", True, marks=pytest.mark.slow), ("aot_eager", None)],
         ids=["aot_eager", "inductor", "dynamic when sizes change"],
     )
     def test_videos_of_two_sizes(self, backend: str, dynamic: bool | None) -> None:
@@ -205,7 +207,7 @@ class TestCompiledBlocks:
             same_graphs=True,
         )
 
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_half_precision(self, backend: str) -> None:
         assert_exact_and_saved(
             lambda policy: compile_blocks(small(policy, layers=1, dtype=torch.bfloat16), backend),
@@ -237,7 +239,7 @@ class TestCompiledBlocks:
                 lambda policy: compile_blocks(small(policy), "inductor"), small_inputs(), calls=2, looks=1
             )
 
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_a_compiled_function_inside_an_eager_block(self, backend: str) -> None:
         """Nothing about the block says that it holds compiled code; the graph of its first region does."""
 
@@ -247,7 +249,7 @@ class TestCompiledBlocks:
 
         assert_exact_and_saved(build, without_gradients(small_inputs()), calls=2, looks=1)
 
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_kernels_that_run_on_stand_ins_with_data(self, backend: str) -> None:
         """Dynamo may run the real kernel on real tensors of its own while it traces: no call of the region."""
         inputs, found = small_inputs(), []
@@ -276,7 +278,7 @@ class TestCompiledBlocks:
         assert found.compiled[-1].graphs >= 1
         assert found.compiled[-1].graph_breaks == 0
 
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_a_second_backward(self, backend: str) -> None:
         """What was kept is handed out twice, and compiled code may reuse what it is handed."""
         inputs = without_gradients(small_inputs())
@@ -350,14 +352,14 @@ class TestCompiledBlocks:
 class TestCompiledModels:
     """Checkpointed blocks inside a model that is compiled as a whole."""
 
-    @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
     def test_the_first_step_is_exact(self, backend: str) -> None:
         assert_exact_and_saved(lambda policy: compile_whole(small(policy), backend), small_inputs(), calls=2)
 
     def test_self_and_cross_attention(self) -> None:
         assert_exact_and_saved(lambda policy: compile_whole(stack(policy=policy), "aot_eager"), stack_inputs(), calls=4)
 
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_videos_of_two_sizes(self, backend: str) -> None:
         assert_exact_and_saved(
             lambda policy: compile_whole(small(policy, layers=1), backend, True),
@@ -368,14 +370,14 @@ class TestCompiledModels:
             same_graphs=True,
         )
 
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_attention_runs_once_where_full_runs_it_twice(self, backend: str) -> None:
         saved = train(compile_whole(small("attn_only"), backend), small_inputs(), steps=2)
         reset()
         full = train(compile_whole(small("full"), backend), small_inputs(), steps=2)
         assert (saved.executions, full.executions) == ([2, 2], [4, 4])
 
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_frozen_inputs(self, backend: str) -> None:
         assert_exact_and_saved(
             lambda policy: compile_whole(train_only(small(policy), "ffn"), backend),
@@ -393,7 +395,7 @@ class TestCompiledModels:
         assert found.executions == [6, 6]
 
     @pytest.mark.parametrize("stop", ["graph_break", "print"])
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_a_graph_break_in_a_block(self, backend: str, stop: str, capsys: pytest.CaptureFixture[str]) -> None:
         """The region then runs outside the graph, eagerly and on the tape."""
         attend = attend_and_break if stop == "graph_break" else attend_and_print
@@ -498,7 +500,7 @@ class TestWithDiffusers:
         for mine, theirs in zip(report.rows, fastac.report(eager).rows, strict=True):
             assert mine.saved_bytes == theirs.saved_bytes
 
-    @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+    @INDUCTOR_WHEN_SLOW
     @pytest.mark.parametrize("lora", [False, True], ids=["ffn", "ffn_lora"])
     @pytest.mark.parametrize("class_name", ["WanTransformer3DModel", "CogVideoXTransformer3DModel"])
     def test_frozen_inputs(self, class_name: str, lora: bool, backend: str) -> None:
@@ -609,7 +611,7 @@ class TestNothingSavable:
         model.policy = fastac.Policy("attn_only", min_kv=support.VIDEO_TOKENS + 1)
         train_step(WAYS[way](model, "aot_eager"), small_inputs())
 
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_a_graph_break_does_not_hide_it(self, backend: str) -> None:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             torch._dynamo.graph_break()

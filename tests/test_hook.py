@@ -552,7 +552,9 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "wrapper", ["optimized", "peft", "engine", pytest.param("optimized peft", marks=pytest.mark.slow)]
+)
 def test_a_wrapped_model_is_enabled_inside(wrapper: str, wan: Any, executions: Any) -> None:
     """Block names are those of the model inside, whatever it is wrapped in."""
     torch._dynamo.reset()

@@ -124,21 +124,21 @@ def test_every_kind_of_attention_in_every_way(kind: str) -> None:
             twins.train(way, 0, 1)
 
 
-@examples(60)
+@examples(30)
 @given(random_models.models(), st.sampled_from(HOW[:2]), ANY_POLICY, operations(fail=FAIL))
 def test_supported_attention(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """There is no error, whatever is done."""
     go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
-@examples(50)
+@examples(25)
 @given(random_models.models(callers=CALLERS, changed=ALL_CHANGES), ANY_POLICY, operations(fail=FAIL))
 def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
     """And where attention outputs are changed in place."""
     go_through(RandomTwins(spec, "checkpoint"), policy, "tape", steps)
 
 
-@examples(60)
+@examples(30)
 @given(
     random_models.models(ALL_KINDS, ALL_CHANGES, CALLERS),
     st.sampled_from(HOW),
@@ -154,7 +154,7 @@ def test_attention_that_can_not_be_saved(spec: ModelSpec, how: str, policy: Poli
     go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
-@examples(40)
+@examples(25)
 @given(
     random_models.models(changed=ALL_CHANGES), st.sampled_from(HOW), ANY_POLICY, operations(enable=ENABLE, fail=FAIL)
 )

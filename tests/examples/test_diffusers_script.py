@@ -70,6 +70,7 @@ class Ran(NamedTuple):
         return int(count)
 
 
+@pytest.mark.slow
 def test_the_script_before_and_after_the_change(tmp_path: Path) -> None:
     """Without and with checkpointing, after the first change of the guide, and after both; two at a time."""
     plain = SCRIPT.read_text(encoding="utf-8")

@@ -67,7 +67,9 @@ def measure(case: Case, policy: str | None, graph: bool = False) -> Measured:
     return Measured(results, peak, executions)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name == "LTX")) for name, case in CASES.items()]
+)
 def test_the_graph_needs_no_more_memory_than_eager_mode(case: Case) -> None:
     none = measure(case, None)
     eager, graph = (measure(case, "attn_only", graph) for graph in (False, True))

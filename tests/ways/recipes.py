@@ -40,6 +40,10 @@ FEED_FORWARD = r".*blocks\.\d+\.(ffn|ff|ff_context)\.net\.(0\.proj|2)"
 """The linear layers of the feed-forwards, as peft is told its targets."""
 
 EACH_MODEL = pytest.mark.parametrize("name", ATTENTION)
+EACH_COMPILED_MODEL = pytest.mark.parametrize(
+    "name", [WAN, *(pytest.param(name, marks=pytest.mark.slow) for name in (LTX, HUNYUAN, COGVIDEOX))]
+)
+"""For tests that compile: `make test` compiles Wan, `make test-slow` the others."""
 
 Batch = dict[str, Any]
 

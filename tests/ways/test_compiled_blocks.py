@@ -12,7 +12,7 @@ from tests.test_compile import fresh_compiler, kernel_folder, reset  # noqa: F40
 from tests.ways.recipes import (
     ATTENTION,
     COGVIDEOX,
-    EACH_MODEL,
+    EACH_COMPILED_MODEL,
     FEED_FORWARD,
     WAN,
     Run,
@@ -57,7 +57,7 @@ def assert_compiled_training_is_exact(name: str, order: str, trained: str, backe
 
 
 @pytest.mark.parametrize(("order", "trained"), [("before", "adapter"), ("after", "all")])
-@EACH_MODEL
+@EACH_COMPILED_MODEL
 def test_compile_repeated_blocks(name: str, order: str, trained: str) -> None:
     """order: of compile_repeated_blocks, against fastac.enable."""
     assert_compiled_training_is_exact(name, order, trained, "aot_eager")

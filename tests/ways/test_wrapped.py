@@ -21,10 +21,8 @@ from tests.test_compile import fresh_compiler, kernel_folder, reset  # noqa: F40
 from tests.ways.recipes import (
     ATTENTION,
     COGVIDEOX,
+    EACH_COMPILED_MODEL,
     EACH_MODEL,
-    HUNYUAN,
-    LTX,
-    WAN,
     Run,
     adamw,
     assert_exact_and_saved,
@@ -104,12 +102,13 @@ def test_adapters_in_parallel(name: str, process_group: None) -> None:
     assert_wrapped_training_is_exact(name, lambda model: in_parallel(with_adapter(model)))
 
 
-@pytest.mark.parametrize("name", [WAN, LTX, COGVIDEOX, pytest.param(HUNYUAN, marks=pytest.mark.slow)])
+@EACH_COMPILED_MODEL
 def test_a_compiled_model(name: str) -> None:
     """The compiler builds the saving into its graph: exact from the first step on, and counted at the kernel."""
     assert_wrapped_training_is_exact(name, compiled, with_full=name == COGVIDEOX)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_in_parallel(process_group: None) -> None:
     assert_wrapped_training_is_exact(COGVIDEOX, lambda model: in_parallel(compiled(model)), with_full=False)
 
