@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastac import census, compiled_graphs, hook, models
+from fastac.census import Call
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.remarks import remarks
 
@@ -94,15 +96,7 @@ def report(model: torch.nn.Module) -> Report:
     setting = hook.setting_of(model)
     policies = setting.policy if setting is not None and isinstance(setting.policy, BlockPolicies) else BlockPolicies()
     containers = hook.containers_of(model)
-    in_graphs = compiled_graphs.decided(
-        {
-            name: (container.block_class, setting.policy_of(block), _since(block))
-            for container in containers
-            for name, block in container.blocks.items()
-        }
-        if setting is not None
-        else {}
-    )
+    in_graphs = decided(model, _since)
     for container in containers:
         compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
         records = {name: census.block_record(block) for name, block in container.blocks.items() if name not in compiled}
@@ -138,6 +132,23 @@ def report(model: torch.nn.Module) -> Report:
         problem=_problem(model, setting, rows),
         rows=tuple(rows),
         remarks=remarks(model, containers),
+    )
+
+
+def decided(model: torch.nn.Module, since: Callable[[torch.nn.Module], int]) -> dict[str, list[Call]]:
+    """The calls of a model's blocks, by name, as they were decided on while a graph was traced.
+
+    since: when what is known of a block otherwise was seen, as compilations count; a trace before that does not count.
+    """
+    setting = hook.setting_of(model)
+    if setting is None:
+        return {}
+    return compiled_graphs.decided(
+        {
+            name: (container.block_class, setting.policy_of(block), since(block))
+            for container in hook.containers_of(model)
+            for name, block in container.blocks.items()
+        }
     )
 
 

@@ -12,13 +12,13 @@ import torch
 from rich.table import Table
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import block_forward, compiled_graphs, hook, interception, models
+from fastac import block_forward, hook, interception, models
 from fastac.census import Call
 from fastac.checkpointing import checkpoint
 from fastac.comparison import Step, as_found, differences, fresh, run_forward, run_step
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.reporting import readable_bytes, render
+from fastac.reporting import decided, readable_bytes, render
 
 REFERENCES = ("none", "full")
 
@@ -176,15 +176,7 @@ def _verify_model(
 
 def _decided(model: torch.nn.Module) -> list[Call]:
     """The calls of a model's blocks as they were decided on while its graph was traced."""
-    setting = hook.setting_of(model)
-    if setting is None:
-        return []
-    blocks = {
-        name: (container.block_class, setting.policy_of(block), -1)
-        for container in hook.containers_of(model)
-        for name, block in container.blocks.items()
-    }
-    return [call for calls in compiled_graphs.decided(blocks).values() for call in calls]
+    return [call for calls in decided(model, lambda block: -1).values() for call in calls]
 
 
 def _selected(model: torch.nn.Module, policy: Any, engine: str, blocks: Any = None) -> Policy | BlockPolicies:

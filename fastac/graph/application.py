@@ -16,7 +16,7 @@ from fastac.graph.functionalization import functionalize, refuse_writes
 from fastac.graph.nodes import RECOMPUTED, is_backward, marks, regions
 from fastac.graph.rematerialization import rematerialize
 from fastac.graph.summary import attention_calls, is_recomputing, summary
-from fastac.graph.tagging import Policies, own_policies, refuse_unsavable, saves, tag
+from fastac.graph.tagging import Policies, decide, own_policies, saves, tag, where
 from fastac.graph.tracing import Traced
 from fastac.policy import Policy, resolve, resolve_blocks
 
@@ -62,7 +62,7 @@ def apply_to_graph(graph_module: GraphModule, policies: Policies) -> GraphModule
             "step, by torch.autograd.grad, and trace it with fastac.graph.trace."
         )
     for number, nodes in regions(graph_module).items():
-        refuse_unsavable(graph_module, nodes, policies[number])
+        decide(graph_module, nodes, policies[number])  # refuses, before there is work to lose
     functional = tag(functionalize(graph_module), policies)
     after = rematerialize(functional)
     check(after, graph_module, policies)
@@ -88,7 +88,7 @@ def policies_of(
     of_region: dict[int, str] = {}
     for number, nodes in found.items():
         block = annotation.block_of(number)
-        recorded = annotation.where(next(marks(node) for node in nodes if annotation.REGION in marks(node)))
+        recorded = where(nodes)
         name = names.get(block, "") if block is not None else ""
         of_region[number] = name or recorded.partition(".")[2] or recorded
         blocks.setdefault(of_region[number], number)
@@ -112,13 +112,12 @@ def check(after: GraphModule, before: GraphModule, policies: Policies) -> GraphM
     for number, nodes in regions(before).items():
         policy = policies[number]
         saved = [node for node in nodes if saves(before, node, policy)]
-        where = annotation.where(next(marks(node) for node in nodes if annotation.REGION in marks(node)))
         again = [node.name for node in now.get(number, []) if is_backward(node) and saves(after, node, policy)]
         left = [node.name for node in now.get(number, []) if not is_backward(node) and saves(after, node, policy)]
         if again or len(left) != len(saved):
             raise PolicyNotAppliedError(
-                f"{where}: {policy} saves {len(saved)} attention calls of this region; the graph has {len(left)} of "
-                f"them in the forward and runs {len(again)} again in the backward ({', '.join(again) or 'none'})."
+                f"{where(nodes)}: {policy} saves {len(saved)} attention calls of this region; the graph has {len(left)}"
+                f" of them in the forward and runs {len(again)} again in the backward ({', '.join(again) or 'none'})."
             )
     traced_along = [
         node.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class _PolicyPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
         dependent = depends_on_tangents(joint.graph)
         parameters = parameters_of(joint.graph, static_lifetime_input_indices)
         saved = _tag_attention(joint.graph, self.policy, dependent, set(parameters))
-        chain = tag_gathers(joint.graph, static_lifetime_input_indices) if self.gathers else []
+        chain = recompute_parameter_gathers(joint.graph, parameters) if self.gathers else []
         kept_out = {node.name for node in chain}
         attention = {node.name for node in saved}
         forward, backward = partition(
@@ -126,11 +126,6 @@ def partitioner(
 
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def tag_gathers(graph: Graph, static_indices: Iterable[int] | None) -> list[Node]:
-    """Tag the chains of gathered parameters; static_indices: `static_lifetime_input_indices` of a partitioner."""
-    return recompute_parameter_gathers(graph, parameters_of(graph, static_indices))
 
 
 def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node], parameters: set[Node]) -> list[Node]:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.graph import internals
+from fastac.graph.gathers import parameters_of, recompute_parameter_gathers
 from fastac.graph.marks import (
     depends_on_tangents,
     find_saved,
@@ -27,7 +28,7 @@ from fastac.graph.marks import (
     saved_nodes,
 )
 from fastac.graph.nodes import REGION_TAG, TAG, draws, is_getitem
-from fastac.graph.partitioning import Graphs, partition, tag_gathers
+from fastac.graph.partitioning import Graphs, partition
 
 logger = logging.getLogger("fastac")
 
@@ -56,7 +57,7 @@ class _ReplayingPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
                 f"partitioner saved are not found in the joint graph: {', '.join(lost)}. A pass between the two "
                 f"compiles replaced their nodes without copying node.meta['custom']. Run it later, or let it copy that."
             )
-        chain = tag_gathers(joint.graph, static_lifetime_input_indices)
+        chain = recompute_parameter_gathers(joint.graph, parameters_of(joint.graph, static_lifetime_input_indices))
         gathers = {node for node in chain if mark_of(node) is None and mark_of(memory_of(node)) is None}
         equals = _equal_nodes(joint.graph)
         needed, recomputed = _tag_replay(joint.graph, num_fwd_outputs, found.saved - gathers, equals)

@@ -7,6 +7,7 @@ that torch's partitioners read them as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -24,11 +25,10 @@ from fastac.graph.nodes import (
     is_getitem,
     marks,
     regions,
-    values,
 )
 from fastac.policy import Policy
 from fastac.registry import classify
-from fastac.rows import AttentionOp, SelectionOp
+from fastac.rows import AttentionOp
 
 Policies = Mapping[int, Policy]
 """Region -> policy."""
@@ -42,7 +42,7 @@ def own_policies(graph_module: GraphModule) -> dict[int, Policy]:
 
     Raises PolicyNotAppliedError for a graph without regions.
     """
-    found = {number: annotation.policy_of(marks(_marked(nodes))) for number, nodes in regions(graph_module).items()}
+    found = {number: annotation.policy_of(_marks(nodes)) for number, nodes in regions(graph_module).items()}
     if not found:
         raise PolicyNotAppliedError(
             "the graph has no checkpointed region: nothing would be saved or recomputed. Call fastac.enable(model) or "
@@ -52,8 +52,13 @@ def own_policies(graph_module: GraphModule) -> dict[int, Policy]:
     return found
 
 
-def _marked(nodes: list[Node]) -> Node:
-    return next(node for node in nodes if annotation.REGION in marks(node))
+def where(nodes: list[Node]) -> str:
+    """The block that a region, given by its nodes, belongs to: class and name."""
+    return annotation.where(_marks(nodes))
+
+
+def _marks(nodes: list[Node]) -> dict[str, Any]:
+    return next(marks(node) for node in nodes if annotation.REGION in marks(node))
 
 
 def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphModule:
@@ -70,9 +75,9 @@ def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphMod
         for name in (TAG, REGION_TAG):
             node.meta.pop(name, None)
     for number, nodes in regions(graph_module).items():
-        refuse_unsavable(graph_module, nodes, policies[number])
+        saved = decide(graph_module, nodes, policies[number])
         for node in nodes:
-            _tag(graph_module, node, number, policies[number])
+            _tag(node, number, saved)
     _save_boundaries(graph_module)
     return graph_module
 
@@ -87,18 +92,19 @@ def saves(graph_module: GraphModule, node: Node, policy: Policy) -> bool:
     )
 
 
-def _tag(graph_module: GraphModule, node: Node, number: int, policy: Policy) -> None:
+def _tag(node: Node, number: int, saved: set[Node]) -> None:
     node.meta[REGION_TAG] = number
     parent = node.args[0] if is_getitem(node) else None
     if isinstance(parent, Node):
         node.meta[TAG] = parent.meta.get(TAG, CheckpointPolicy.MUST_SAVE)
         return
-    save = _must_save(graph_module, node, policy)
-    if saves(graph_module, node, policy):
-        save = True
+    if node in saved:
         for chosen in _selection(node):
             chosen.meta[TAG] = CheckpointPolicy.MUST_SAVE
-    node.meta[TAG] = CheckpointPolicy.MUST_SAVE if save else node.meta.get(TAG, CheckpointPolicy.PREFER_RECOMPUTE)
+    if node in saved or _would_differ(node):
+        node.meta[TAG] = CheckpointPolicy.MUST_SAVE
+    else:
+        node.meta.setdefault(TAG, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _selection(node: Node) -> list[Node]:
@@ -110,12 +116,8 @@ def _selection(node: Node) -> list[Node]:
     return [one for one in chosen if isinstance(one, Node)]
 
 
-def _must_save(graph_module: GraphModule, node: Node, policy: Policy) -> bool:
+def _would_differ(node: Node) -> bool:
     """Whether a node would do something else when it ran again, whatever the policy."""
-    resolved = classify(node.target)
-    if resolved is not None and isinstance(resolved.row, SelectionOp):
-        floating = values(graph_module, node.args)[0].is_floating_point()
-        return bool(floating) and not policy.saves_nothing
     return draws(node) or not is_functional(node) or _name(node) in _WRITES_STATISTICS
 
 
@@ -133,14 +135,17 @@ def _save_boundaries(graph_module: GraphModule) -> None:
             node.meta[TAG] = CheckpointPolicy.MUST_SAVE
 
 
-def refuse_unsavable(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> None:
-    """Raise for what the policy can not be kept for in a region: see `tag`."""
+def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[Node]:
+    """The nodes of a region that the policy saves. Raises for what it can not be kept for: see `tag`."""
     if policy.saves_nothing:
-        return
+        return set()
     decisions = Decisions(policy)
-    for node in nodes:
-        if not is_getitem(node):
-            decisions.of(node.target, *call(graph_module, node), node.meta.get("val"))
+    saved = {
+        node
+        for node in nodes
+        if not is_getitem(node) and decisions.of(node.target, *call(graph_module, node), node.meta.get("val"))
+    }
     failure = decisions.failure()
     if failure is not None:
-        raise PolicyNotAppliedError(f"{annotation.where(marks(_marked(nodes)))}: {failure}")
+        raise PolicyNotAppliedError(f"{where(nodes)}: {failure}")
+    return saved

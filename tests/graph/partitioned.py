@@ -18,6 +18,7 @@ from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, ao
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fastac.graph import internals
 from fastac.registry import classify
 from fastac.rows import AttentionOp
 
@@ -87,7 +88,7 @@ def is_gather(node: Node) -> bool:
     )
 
 
-class Watched:
+class Watched(internals.CustomPartitioner):  # type: ignore[misc]
     """A partitioner that keeps what it returned. before: a change of the joint graph that comes first."""
 
     def __init__(self, partition: Partition, before: Callable[[GraphModule], object] | None = None) -> None:
@@ -100,6 +101,9 @@ class Watched:
         forward, backward = self.partition(joint, joint_inputs, **options)
         self.splits.append(Split(forward, backward, options["num_fwd_outputs"]))
         return forward, backward
+
+    def uuid(self) -> None:
+        """None: inductor must not take from its cache what another partitioner made."""
 
     @property
     def split(self) -> Split:
@@ -162,12 +166,15 @@ def gradients_of(module: torch.nn.Module, function: Callable[..., Any], args: Se
 
 @contextlib.contextmanager
 def fake_process_group() -> Iterator[None]:
-    """A process group of 8 ranks that does nothing, in one process."""
+    """A process group of 8 ranks that does nothing, in one process, which compiles everything anew."""
+    torch._dynamo.reset()
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     try:
-        yield
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            yield
     finally:
         dist.destroy_process_group()
+        torch._dynamo.reset()
 
 
 class _Gather(torch.autograd.Function):

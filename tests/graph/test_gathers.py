@@ -32,10 +32,8 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def eight_ranks() -> Iterator[None]:
-    torch._dynamo.reset()
-    with fake_process_group(), torch._functorch.config.patch(enable_autograd_cache=False):
+    with fake_process_group():
         yield
-    torch._dynamo.reset()
 
 
 def partitioned(partition: Any, layers: int = 4, columns: bool = False) -> Split:

@@ -374,7 +374,7 @@ def test_inductor_decomposes_and_saves_no_more(tmp_path: Any, monkeypatch: pytes
         once, again = Watched(graph.partitioner("attn_only")), Watched(second or min_cut)
         with torch._functorch.config.patch(activation_memory_budget=SMALL):
             partitioned = Partitioned(model, args, once)
-        options = {"custom_partitioner_fn": _ForInductor(again), "compile_threads": 1, "fx_graph_cache": False}
+        options = {"custom_partitioner_fn": again, "compile_threads": 1, "fx_graph_cache": False}
         with torch._inductor.config.patch(options):
             gradients = gradients_of(model, torch.compile(partitioned, backend="inductor"), args)
         figures[second] = again.split.attention, again.split.held_bytes
@@ -382,17 +382,6 @@ def test_inductor_decomposes_and_saves_no_more(tmp_path: Any, monkeypatch: pytes
         assert all((a - b).abs().max() < 1e-4 * scale for a, b in zip(gradients, reference, strict=True))
         assert again.split.attention == once.split.attention
     assert figures[graph.replaying_partitioner][1] <= once.split.held_bytes < figures[None][1]
-
-
-class _ForInductor(internals.CustomPartitioner):  # type: ignore[misc]
-    def __init__(self, watched: Watched) -> None:
-        self.watched = watched
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.watched(*args, **options)
-
-    def uuid(self) -> None:
-        return None
 
 
 def test_inductor_takes_both_partitioners() -> None:

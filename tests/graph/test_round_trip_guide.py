@@ -15,7 +15,6 @@ import torch._functorch.config
 import torch._inductor.config
 
 from fastac import FastacError, Policy, graph
-from fastac.graph import internals
 from tests.graph.partitioned import (
     Partitioned,
     Split,
@@ -134,19 +133,6 @@ def test_the_rows_of_llama_are_what_is_measured() -> None:
     ]
 
 
-class ForInductor(internals.CustomPartitioner):  # type: ignore[misc]
-    """A partitioner that is watched, as inductor takes one."""
-
-    def __init__(self, watched: Watched) -> None:
-        self.watched = watched
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.watched(*args, **options)
-
-    def uuid(self) -> None:
-        return None
-
-
 def through_inductor(second: Any) -> str:
     """The row of inductor's partition, after a first one under a budget of 0.2."""
     torch._dynamo.reset()
@@ -154,7 +140,7 @@ def through_inductor(second: Any) -> str:
     with torch._functorch.config.patch(activation_memory_budget=0.2):
         once = Partitioned(model, args, graph.partitioner("attn_only"))
     again = Watched(second)
-    with torch._inductor.config.patch(custom_partitioner_fn=ForInductor(again)):
+    with torch._inductor.config.patch(custom_partitioner_fn=again):
         gradients_of(model, torch.compile(once, backend="inductor"), args)
     return as_row(again.split)
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
-import torch._dynamo
-import torch._functorch.config
 
 from fastac import graph
 from tests.graph.partitioned import Split, fake_process_group, llama, min_cut, round_trip
@@ -15,10 +12,8 @@ from tests.graph.partitioned import Split, fake_process_group, llama, min_cut, r
 
 @pytest.fixture(autouse=True)
 def eight_ranks() -> Iterator[None]:
-    torch._dynamo.reset()
-    with fake_process_group(), torch._functorch.config.patch(enable_autograd_cache=False):
+    with fake_process_group():
         yield
-    torch._dynamo.reset()
 
 
 def compiled_twice(guarded: bool, budget: float, cse: bool) -> tuple[Split, Split]:
