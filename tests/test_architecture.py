@@ -73,6 +73,7 @@ GRAPH = (
     "rematerialization",
     "liveness",
     "application",
+    "fusion",
     "compilation",
     "gathers",
     "marks",

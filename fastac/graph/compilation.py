@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,17 +12,20 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from fastac.errors import FastacError, PolicyNotAppliedError
-from fastac.graph import internals
+from fastac.graph import fusion, internals
 from fastac.graph.liveness import peak_bytes
-from fastac.graph.nodes import REGION_TAG, is_attention
+from fastac.graph.nodes import is_attention, is_of_region
 from fastac.graph.summary import is_recomputing
 from fastac.graph.tracing import Traced
 
-AS_IT_IS = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
-"""What inductor must be told: both move recomputed operators to where the forward has others of their inputs."""
+logger = logging.getLogger("fastac")
+
+AS_IT_IS = {"reorder_for_locality": False, "reorder_for_peak_memory": False, "combo_kernels": False}
+"""What inductor must be told: two move recomputed operators to where the forward has others of their inputs, one makes
+kernels of operators far from each other."""
 
 HIGHER = 1.1
-"""How much more memory a graph may need after inductor's passes than before."""
+"""How much more memory the regions of a graph may need after inductor's passes than before."""
 
 
 def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
@@ -114,7 +118,7 @@ class _Look:
     def __init__(self, attention: int | None) -> None:
         self.counted_before = attention is not None
         self.attention = attention
-        self.bytes: int | None = None
+        self.bytes: tuple[int, int] | None = None
         self.ran = False
         self.failure: PolicyNotAppliedError | None = None
 
@@ -124,14 +128,15 @@ class _Look:
         first, last = options.get("joint_custom_pre_pass"), options.get("post_grad_custom_post_pass")
         options["joint_custom_pre_pass"] = functools.partial(_one_after_the_other, (self.before, first))
         options["post_grad_custom_post_pass"] = functools.partial(_one_after_the_other, (last, self.after))
+        options[internals.POST_FUSION] = functools.partial(self.fused, options.get(internals.POST_FUSION))
         return options
 
     def before(self, graph: Graph) -> None:
         """Raise PolicyNotAppliedError when attention runs more or less often than in the traced graph."""
-        self.bytes = peak_bytes(graph)
+        self.bytes = _peaks(graph)
         if not self.counted_before:
             self.attention = _attention(graph)
-            if not any(REGION_TAG in node.meta for node in graph.nodes):
+            if not any(map(is_of_region, graph.nodes)):
                 self.failure = PolicyNotAppliedError(
                     "compile_step: no checkpointed region is in the step, so nothing would be recomputed. Call "
                     "fastac.enable(model) first."
@@ -140,21 +145,48 @@ class _Look:
         self._check(graph)
 
     def after(self, graph: Graph) -> None:
-        """The same, and when the graph needs more memory than before."""
+        """The same, and when the regions need more memory than before."""
         self.ran = self.bytes is not None
-        self._check(graph)
+        total = self._check(graph)
+        if self.bytes is not None and total > HIGHER * self.bytes[1]:
+            logger.warning(
+                "compile: inductor's passes make the step need %.2f MiB in place of %.2f. It is not the checkpointed "
+                "regions that need more: a pass holds something else for longer, as it would without fastac.",
+                total / 2**20,
+                self.bytes[1] / 2**20,
+            )
+        fusion.number_parts(graph)
 
-    def _check(self, graph: Graph) -> None:
-        attention, size = _attention(graph), peak_bytes(graph)
-        before = size if self.bytes is None else self.bytes
+    def fused(self, given: Callable[[list[Any]], list[Any]] | None, scheduled: list[Any]) -> list[Any]:
+        """Raise PolicyNotAppliedError when a kernel computes what several regions recompute."""
+        scheduled = scheduled if given is None else given(scheduled)
+        mixed = fusion.mixed(scheduled)
+        if mixed:
+            self.failure = PolicyNotAppliedError(
+                f"compile: inductor fused what several regions recompute, so that their tensors are all there at one "
+                f"time, in {len(mixed)} kernels, first {mixed[0]}. It does not ask for each of these fusions (torch "
+                f"{torch.__version__}), or a pass of yours made them: max_fusion_size=1 switches all fusion off."
+            )
+            raise self.failure
+        return scheduled
+
+    def _check(self, graph: Graph) -> int:
+        attention, (size, total) = _attention(graph), _peaks(graph)
+        before = size if self.bytes is None else self.bytes[0]
         if attention != self.attention or size > HIGHER * before:
             self.failure = PolicyNotAppliedError(
                 f"compile: after inductor's passes the graph runs attention {attention} times and needs "
-                f"{size / 2**20:.2f} MiB for what it computes; it was {self.attention} times and "
+                f"{size / 2**20:.2f} MiB for what its regions compute; it was {self.attention} times and "
                 f"{before / 2**20:.2f} MiB. A pass moved or merged what is recomputed in the backward (common "
                 f"subexpressions, reorder_for_locality): switch it off, or run the step without compile."
             )
             raise self.failure
+        return total
+
+
+def _peaks(graph: Graph) -> tuple[int, int]:
+    """The most bytes alive of what the regions compute, and of everything."""
+    return peak_bytes(graph, is_of_region), peak_bytes(graph)
 
 
 def _attention(graph: Graph) -> int:
@@ -171,7 +203,8 @@ class _Compiled:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         try:
-            outputs = self.function(*inputs, **named)
+            with fusion.within_parts():
+                outputs = self.function(*inputs, **named)
         except Exception as error:
             if self.look.failure is not None:  # inductor has wrapped it
                 raise self.look.failure from error

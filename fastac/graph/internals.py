@@ -6,8 +6,9 @@ Seen in torch 2.13. Each is looked up at import; one that went away is an Import
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ _REQUIRED = (
     "_dynamo.exc.BackendCompilerFailed",
     "_dynamo.exc.Unsupported",
     "_functorch.partitioners.min_cut_rematerialization_partition",
+    "_inductor.config._post_fusion_custom_pass",
+    "_inductor.config.combo_kernels",
     "_inductor.config.joint_custom_pre_pass",
     "_inductor.config.post_grad_custom_post_pass",
     "_inductor.config.reorder_for_locality",
@@ -52,6 +55,20 @@ _REQUIRED = (
 )
 
 probing.require(_REQUIRED, "fastac.graph")
+
+SCHEDULER = (
+    "_inductor.choices.InductorChoices.can_fuse",
+    "_inductor.ir.Operation.get_origins",
+    "_inductor.scheduler.BaseSchedulerNode.get_nodes",
+    "_inductor.virtualized.V.choices",
+    "_inductor.virtualized.V.set_choices_handler",
+)
+"""What of inductor takes a second to import, and is looked up where it is first needed."""
+
+
+@functools.cache
+def _require_scheduler() -> None:
+    probing.require(SCHEDULER, "fastac.graph.compile")
 
 
 def fake_mode() -> FakeTensorMode:
@@ -166,6 +183,26 @@ def tracing_autograd_calls() -> contextlib.AbstractContextManager[None]:
     """In which dynamo takes `torch.autograd.grad` into its graph, where it would else break it."""
     return torch._dynamo.config.patch(trace_autograd_ops=True)  # type: ignore[no-any-return]
 
+
+@contextlib.contextmanager
+def inductor_choosing(wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """In which inductor asks, for all that is a matter of choice, what `wrap` makes of the object it would ask."""
+    _require_scheduler()
+    from torch._inductor.virtualized import V
+
+    with V.set_choices_handler(wrap(V.choices)):
+        yield
+
+
+def origins(scheduled: Any) -> Iterator[torch.fx.Node]:
+    """The nodes of inductor's graph that an operation of its scheduler, fused or not, was made from."""
+    for operation in scheduled.get_nodes():
+        if operation.node is not None:
+            yield from operation.node.get_origins()
+
+
+POST_FUSION = "_post_fusion_custom_pass"
+"""Name of the option of inductor for what is called with its scheduler's nodes when it has fused them."""
 
 min_cut = torch._functorch.partitioners.min_cut_rematerialization_partition
 """torch's partitioner: it decides by dependency which nodes belong to the backward, and obeys meta["recompute"]."""

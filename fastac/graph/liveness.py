@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -9,8 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastac.torch_internals import has_storage, tree_leaves
 
 
-def peak_bytes(graph: Graph) -> int:
+def peak_bytes(graph: Graph, counts: Callable[[Node], bool] = lambda node: True) -> int:
     """The most bytes of intermediate results alive at one time, by the traced values; inputs do not count.
+
+    counts: whether the results of a node do.
 
     Views hold the memory of what they are views of. Scratch memory inside an operator is not known.
     """
@@ -30,7 +34,7 @@ def peak_bytes(graph: Graph) -> int:
             if node.op in ("placeholder", "get_attr"):
                 maker = None
             elif not viewed and storage not in makers[node]:
-                spans[len(spans)] = value.untyped_storage().nbytes(), place, place
+                spans[len(spans)] = value.untyped_storage().nbytes() if counts(node) else 0, place, place
             makers[node].setdefault(storage, maker)
         for maker in makers[node].values():
             if maker is not None:

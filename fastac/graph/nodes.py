@@ -74,6 +74,18 @@ def regions(graph_module: GraphModule) -> dict[int, list[Node]]:
     return found
 
 
+def is_of_region(node: Node) -> bool:
+    """Whether a node is of a checkpointed region, in the forward or recomputed; by our marks or by torch's tags."""
+    return REGION in marks(node) or REGION_TAG in node.meta
+
+
+def recomputed_region(node: Node) -> int | None:
+    """The number of the region that a node of the backward repeats; None for others. torch's pass keeps its own."""
+    if not is_backward(node):
+        return None
+    return marks(node).get(REGION) if RECOMPUTED in marks(node) else node.meta.get(REGION_TAG)
+
+
 def is_recomputed(node: Node) -> bool:
     """Whether a node is tagged to be run again in backward."""
     return node.meta.get(TAG) in _RECOMPUTE

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 import fastac.graph
 from fastac import FastacError, PolicyNotAppliedError
@@ -145,6 +145,26 @@ def test_what_is_no_option_of_inductor_is_refused(options: dict[str, Any]) -> No
     ):
         with pytest.raises(FastacError, match=rf"takes inductor's options only, .* e\.g\. max_autotune=True.*{name}"):
             compile_it()
+
+
+def test_a_pass_that_holds_something_else_for_longer_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as inductor's own, that adds up gradients of a shared weight at the end: that undoes no recomputation."""
+    graph_module = step_with("attn_only", layers=2).graph_module
+    assert isinstance(graph_module, GraphModule)
+    graph = graph_module.graph
+    look = compilation._Look(len(attention_nodes(graph_module)))
+    look.before(graph)
+    look.after(graph)
+    assert caplog.text == ""
+    first = next(node for node in graph.nodes if node.op == "call_function")
+    (output,) = graph.find_nodes(op="output")
+    with graph.inserting_before(first):
+        held = graph.call_function(torch.ops.aten.zeros.default, ([peak_bytes(graph)],))
+    held.meta["val"] = torch.empty(peak_bytes(graph), device="meta")
+    with graph.inserting_before(output):
+        graph.call_function(torch.ops.aten.neg.default, (held,))
+    look.after(graph)
+    assert "It is not the checkpointed regions that need more" in caplog.text
 
 
 def test_the_estimate_is_what_is_measured() -> None:

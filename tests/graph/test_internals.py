@@ -36,11 +36,22 @@ def test_every_private_name_in_use_is_required() -> None:
         for name in names
         if name.startswith("torch.") and any(part[0] == "_" != part[1] for part in name.split("."))
     }
-    known = {full.rsplit(".", count)[0] for full in internals._REQUIRED for count in range(full.count(".") + 1)}
+    required = (*internals._REQUIRED, *internals.SCHEDULER)
+    known = {full.rsplit(".", count)[0] for full in required for count in range(full.count(".") + 1)}
     elsewhere = {"_ops.OpOverload", "_dynamo.config.patch"}  # as the engine uses it; a function of every config module
     pytree = {f"utils._pytree.{n}" for n in ("keystr", "tree_flatten", "tree_flatten_with_path", "tree_unflatten")}
     assert private - known - elsewhere - pytree - {"_ops"} == set()
     assert probing.missing(pytree | {"_dynamo.config.patch"}) == []
+
+
+def test_the_scheduler_is_looked_up_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probing.missing(internals.SCHEDULER) == []
+    for name in internals.SCHEDULER:
+        assert probing.missing([f"{name}_gone"]) == [f"{name}_gone"]
+    monkeypatch.setattr(internals, "SCHEDULER", ("_inductor.gone",))
+    internals._require_scheduler.cache_clear()
+    with pytest.raises(ImportError, match=r"fastac\.graph\.compile needs torch\._inductor\.gone"):
+        internals._require_scheduler()
 
 
 def test_import_without_one_of_them_names_it() -> None:
