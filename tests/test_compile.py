@@ -219,7 +219,10 @@ class TestCompiledBlocks:
 
     @pytest.mark.parametrize(
         ("backend", "wrapped"),
-        [("aot_eager", False), ("inductor", False), ("inductor", True)],
+        [
+            ("aot_eager", False),
+            *(pytest.param("inductor", wrapped, marks=pytest.mark.slow) for wrapped in (False, True)),
+        ],
         ids=["aot_eager", "inductor", "wrapped into an operator"],
     )
     def test_buffers_that_compiled_code_reuses(self, backend: str, wrapped: bool) -> None:
@@ -439,10 +442,10 @@ class TestWithDiffusers:
         ("class_name", "way"),
         [
             ("WanTransformer3DModel", "compile_repeated_blocks"),
-            ("WanTransformer3DModel", "compile_repeated_blocks before"),
+            pytest.param("WanTransformer3DModel", "compile_repeated_blocks before", marks=pytest.mark.slow),
             ("WanTransformer3DModel", "compile"),
             ("WanTransformer3DModel", "inside"),
-            ("LTXVideoTransformer3DModel", "compile_repeated_blocks"),
+            pytest.param("LTXVideoTransformer3DModel", "compile_repeated_blocks", marks=pytest.mark.slow),
             pytest.param("LTXVideoTransformer3DModel", "compile", marks=pytest.mark.slow),
             pytest.param("HunyuanVideoTransformer3DModel", "compile_repeated_blocks before", marks=pytest.mark.slow),
             pytest.param("HunyuanVideoTransformer3DModel", "compile", marks=pytest.mark.slow),
@@ -502,7 +505,9 @@ class TestWithDiffusers:
 
     @INDUCTOR_WHEN_SLOW
     @pytest.mark.parametrize("lora", [False, True], ids=["ffn", "ffn_lora"])
-    @pytest.mark.parametrize("class_name", ["WanTransformer3DModel", "CogVideoXTransformer3DModel"])
+    @pytest.mark.parametrize(
+        "class_name", ["WanTransformer3DModel", pytest.param("CogVideoXTransformer3DModel", marks=pytest.mark.slow)]
+    )
     def test_frozen_inputs(self, class_name: str, lora: bool, backend: str) -> None:
         """Fine-tuning of the feed-forward alone: what enters the first block needs no gradient."""
 
@@ -561,7 +566,11 @@ class TestNothingSavable:
     @EACH_WAY
     @pytest.mark.parametrize(
         ("cause", "backend"),
-        [*[(cause, "aot_eager") for cause in CAUSES], *[(c, b) for c in CAUSES[:2] for b in ("eager", "inductor")]],
+        [
+            *[(cause, "aot_eager") for cause in CAUSES],
+            *[(cause, "eager") for cause in CAUSES[:2]],
+            *[pytest.param(cause, "inductor", marks=pytest.mark.slow) for cause in CAUSES[:2]],
+        ],
     )
     def test_it_is_an_error_on_every_call(self, cause: str, way: str, backend: str) -> None:
         model = WAYS[way](self.blocks(cause), backend)
@@ -622,6 +631,7 @@ class TestNothingSavable:
             with pytest.raises(PolicyNotAppliedError, match="attention"):
                 model(**small_inputs())
 
+    @pytest.mark.slow
     def test_a_kernel_called_past_the_dispatcher(self) -> None:
         """Inductor's C++ wrapper calls the attention kernel directly: no operator is called, nothing can be kept."""
         with torch._inductor.config.patch(cpp_wrapper=True):
@@ -634,7 +644,7 @@ class TestNothingSavable:
 class TestSwitching:
     """enable, disable, another policy or engine on a model that is compiled, in any order."""
 
-    @EACH_WAY
+    @pytest.mark.parametrize("way", ["blocks", pytest.param("whole", marks=pytest.mark.slow)])
     def test_policies_on_a_compiled_model(self, way: str) -> None:
         """A policy is read while the model is traced: with another one, what was compiled before must not serve."""
         model, inputs = wan(layers=1)

@@ -553,7 +553,8 @@ WRAPPERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "wrapper", ["optimized", "peft", "engine", pytest.param("optimized peft", marks=pytest.mark.slow)]
+    "wrapper",
+    ["peft", "engine", *(pytest.param(name, marks=pytest.mark.slow) for name in ("optimized", "optimized peft"))],
 )
 def test_a_wrapped_model_is_enabled_inside(wrapper: str, wan: Any, executions: Any) -> None:
     """Block names are those of the model inside, whatever it is wrapped in."""

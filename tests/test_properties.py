@@ -124,21 +124,21 @@ def test_every_kind_of_attention_in_every_way(kind: str) -> None:
             twins.train(way, 0, 1)
 
 
-@examples(30)
+@examples(20)
 @given(random_models.models(), st.sampled_from(HOW[:2]), ANY_POLICY, operations(fail=FAIL))
 def test_supported_attention(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
     """There is no error, whatever is done."""
     go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
-@examples(25)
+@examples(20)
 @given(random_models.models(callers=CALLERS, changed=ALL_CHANGES), ANY_POLICY, operations(fail=FAIL))
 def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
     """And where attention outputs are changed in place."""
     go_through(RandomTwins(spec, "checkpoint"), policy, "tape", steps)
 
 
-@examples(30)
+@examples(20)
 @given(
     random_models.models(ALL_KINDS, ALL_CHANGES, CALLERS),
     st.sampled_from(HOW),
@@ -154,7 +154,7 @@ def test_attention_that_can_not_be_saved(spec: ModelSpec, how: str, policy: Poli
     go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
-@examples(25)
+@examples(20)
 @given(
     random_models.models(changed=ALL_CHANGES), st.sampled_from(HOW), ANY_POLICY, operations(enable=ENABLE, fail=FAIL)
 )
@@ -163,6 +163,7 @@ def test_engine_sac(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -
     go_through(RandomTwins(spec, how), policy, "sac", steps)
 
 
+@pytest.mark.slow
 @examples(5)
 @given(
     random_models.models(("sdpa", "causal", "mask", "grouped", "chunked", "statistics"), callers=("block",)),
@@ -179,7 +180,7 @@ def test_compiled_blocks(spec: ModelSpec, how: str, policy: Policies, place: int
     go_through(twins, policy, "tape", steps)
 
 
-@examples(30)
+@examples(20)
 @given(
     st.sampled_from(MODELS),
     st.sampled_from(SWITCHES),

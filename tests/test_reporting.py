@@ -271,6 +271,7 @@ class TestCompiledModel:
         (row,) = fastac.report(model).rows
         assert (row.blocks_full, row.blocks_compiled, row.saved, row.recomputed) == (1, 1, 2, 0)
 
+    @pytest.mark.slow
     def test_another_policy_since(self) -> None:
         model, inputs = self.compiled()
         support.train_step(model, inputs)
@@ -291,6 +292,7 @@ class TestCompiledModel:
         (row,) = fastac.report(model).rows
         assert (row.saved, row.blocks_compiled) == (4, 2)
 
+    @pytest.mark.slow
     def test_a_graph_break_around_the_blocks(self) -> None:
         model, inputs = self.compiled()
         model.norm_out.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
@@ -332,6 +334,7 @@ class TestCompiledModel:
             "blocks": 2,
         }
 
+    @pytest.mark.slow
     def test_after_a_compilation_that_failed(self) -> None:
         """What was traced in vain does not count."""
         model, inputs = self.compiled()

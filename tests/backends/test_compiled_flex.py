@@ -177,7 +177,7 @@ def test_a_model_of_diffusers_whose_backend_is_flex() -> None:
 
 @trains_here
 class TestSaved:
-    @pytest.mark.parametrize("name", [slow_but_for("plain", "two shapes", name=name) for name in ATTENTIONS])
+    @pytest.mark.parametrize("name", [slow_but_for("plain", name=name) for name in ATTENTIONS])
     def test_in_compiled_blocks(self, name: str) -> None:
         attend, calls = ATTENTIONS[name]
         reference = eagerly(model(attend), inputs())
@@ -209,7 +209,9 @@ class TestSaved:
         assert_steps(built, reference, inputs(), 2)
         assert compiler.graphs() == 1
 
-    @pytest.mark.parametrize("dynamic", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in (False, True))])
+    @pytest.mark.parametrize(
+        "dynamic", [pytest.param(dynamic, marks=pytest.mark.slow) for dynamic in (None, False, True)]
+    )
     def test_videos_of_two_sizes(self, dynamic: bool | None) -> None:
         references = {tokens: eagerly(model(masked), inputs(tokens)) for tokens in (TOKENS, 128)}
         built = model(masked)
@@ -287,6 +289,7 @@ class TestSaved:
         assert max(relative_error(found[name], reference[name]) for name in reference) < 1e-5
         assert support.executions == {COMPILED_OP: 2}
 
+    @pytest.mark.slow
     def test_in_a_model_that_is_compiled_as_a_whole(self) -> None:
         reference = eagerly(model(), inputs())
         built = model(fastac.compile_attention(flex_attention))

@@ -607,7 +607,7 @@ def _wrapped(model: torch.nn.Module) -> Any:
 
 def test_attention_that_runs_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The look at the result does not rely on the tags."""
-    monkeypatch.setattr(tagging, "saves", lambda *_: False)
+    monkeypatch.setattr(tagging, "decide", lambda *_: set())
     with pytest.raises(PolicyNotAppliedError, match=r"saves 2 attention calls of this region.* runs 2 again"):
         traced_step(stack(policy="full"), stack_inputs())
 

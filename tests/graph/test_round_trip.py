@@ -255,8 +255,17 @@ def both(joint: GraphModule) -> None:
     eliminate_common_subexpressions(joint)
 
 
-@pytest.mark.parametrize("change", [as_early_as_possible, eliminate_common_subexpressions, both])
-@pytest.mark.parametrize("cse", [True, False])
+@pytest.mark.parametrize(
+    ("change", "cse"),
+    [
+        (as_early_as_possible, True),
+        (eliminate_common_subexpressions, False),
+        (both, True),
+        pytest.param(as_early_as_possible, False, marks=pytest.mark.slow),
+        pytest.param(eliminate_common_subexpressions, True, marks=pytest.mark.slow),
+        pytest.param(both, False, marks=pytest.mark.slow),
+    ],
+)
 def test_order_and_common_subexpressions_do_not_matter(change: Any, cse: bool) -> None:
     model, args = llama()
     first, second, gradients = round_trip(

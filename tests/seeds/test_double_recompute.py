@@ -23,8 +23,15 @@ def compiled_twice(guarded: bool, budget: float, cse: bool) -> tuple[Split, Spli
     return round_trip(model, args, graph.partitioner("attn_only"), second, budget=budget, cse=cse)[:2]
 
 
-@pytest.mark.parametrize("cse", [True, False])
-@pytest.mark.parametrize("budget", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("budget", "cse"),
+    [
+        (1.0, False),
+        (0.3, True),
+        pytest.param(1.0, True, marks=pytest.mark.slow),
+        pytest.param(0.3, False, marks=pytest.mark.slow),
+    ],
+)
 def test_gathers_attention_and_saved_bytes_are_those_of_the_first_compile(budget: float, cse: bool) -> None:
     first, second = compiled_twice(True, budget, cse)
     assert first.gathers == (29, 26 if budget == 1.0 else 28)

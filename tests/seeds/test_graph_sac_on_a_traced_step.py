@@ -68,7 +68,7 @@ def measure(case: Case, policy: str | None, graph: bool = False) -> Measured:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name == "LTX")) for name, case in CASES.items()]
+    "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name != "Llama")) for name, case in CASES.items()]
 )
 def test_the_graph_needs_no_more_memory_than_eager_mode(case: Case) -> None:
     none = measure(case, None)

@@ -71,7 +71,7 @@ def test_prepare(name: str, mixed_precision: str, order: str) -> None:
 @pytest.mark.parametrize(
     ("compiled", "order"),
     [
-        ("model", "before prepare"),
+        pytest.param("model", "before prepare", marks=pytest.mark.slow),
         pytest.param("model", "after prepare", marks=pytest.mark.slow),
         pytest.param("blocks", "before prepare", marks=pytest.mark.slow),
         ("blocks", "after prepare"),
