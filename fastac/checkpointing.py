@@ -32,7 +32,14 @@ from fastac.census import Census
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.observation import Observer
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.preflight import is_compiled, refuse_options, refuse_strange_block, refuse_switched, refuse_wrapped
+from fastac.preflight import (
+    is_compiled,
+    refuse_debug,
+    refuse_options,
+    refuse_strange_block,
+    refuse_switched,
+    refuse_wrapped,
+)
 from fastac.scopes import Tape, thread
 from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts
 from fastac.tape import Record, Replay
@@ -67,6 +74,10 @@ def checkpoint(
         policy = policy.of(function) or refuse_strange_block(function)
     else:
         policy = resolve(policy)
+    if use_reentrant or context_fn is not None or engine not in ENGINES:
+        refuse_options(use_reentrant, context_fn, engine, ENGINES)
+    if debug and not policy.saves_nothing:
+        refuse_debug(policy)
     full = functools.partial(
         torch_checkpoint,
         function,
@@ -81,20 +92,15 @@ def checkpoint(
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
         if policy.saves_nothing:
-            return full()
+            return full(debug=debug) if debug else full()
         traced_regions.prepare()
         return full(context_fn=functools.partial(traced_regions.contexts_while_tracing, policy))
-    if use_reentrant or context_fn is not None or engine not in ENGINES:
-        refuse_options(use_reentrant, context_fn, engine, ENGINES)
     if torch_internals.in_other_trace():
         return annotation.run_annotated(function, args, kwargs, policy)
     if policy.saves_nothing:
         return full(debug=debug)
-    if debug or torch_internals.checkpoint_debug_enabled():
-        raise FastacError(
-            f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the "
-            f'saving. Switch it off, or debug with policy="full".'
-        )
+    if torch_internals.checkpoint_debug_enabled():
+        refuse_debug(policy)
     region = Region(function, args, kwargs, policy, engine, preserve_rng_state)
     outputs = full(context_fn=region.contexts)
     region.check(outputs)

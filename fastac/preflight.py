@@ -77,6 +77,14 @@ def refuse_options(use_reentrant: bool | None, context_fn: object, engine: str, 
     raise FastacError(f"checkpoint(engine={engine!r}): there are {', '.join(engines)}")
 
 
+def refuse_debug(policy: Policy) -> NoReturn:
+    """Raise FastacError for torch's checkpoint debug mode."""
+    raise FastacError(
+        f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the "
+        f'saving. Switch it off, or debug with policy="full".'
+    )
+
+
 def unavailable(family: str, name: str = "") -> str | None:
     """Why no attention op of a backend, or not the one of that name, can run on this machine; None when one can."""
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]

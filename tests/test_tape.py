@@ -1068,13 +1068,22 @@ def test_checkpoint_debug_mode_works_with_full(capfd: pytest.CaptureFixture[str]
         ({"use_reentrant": True}, "use_reentrant=True"),
         ({"context_fn": lambda: None}, "context_fn"),
         ({"engine": "fast"}, r"engine='fast'.*tape, sac"),
+        ({"debug": True}, "debug mode"),
         ({"policy": "attention"}, r"'attention': no such policy.*attn_only"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_options_that_can_not_be_honoured(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_options_that_can_not_be_honoured(options: dict[str, Any], message: str, compiled: bool) -> None:
+    """In a graph of dynamo's as well, which would have no use for them."""
+
+    def run(video: torch.Tensor, text: torch.Tensor) -> Any:
+        return fastac.checkpoint(block, video, text, **options)
+
+    block = AttentionBlock()
+    torch._dynamo.reset()
     with pytest.raises(FastacError, match=message):
-        fastac.checkpoint(AttentionBlock(), **stack_inputs(), **options)
+        (torch.compile(run, backend="aot_eager") if compiled else run)(**stack_inputs())
 
 
 # What torch lets users do around a checkpointed region
