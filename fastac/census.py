@@ -40,13 +40,6 @@ class Call:
     extra_bytes: int = 0
 
 
-@dataclasses.dataclass
-class Looked:
-    """When the autograd graph of a region was last looked through for compiled code, as `compiled_graphs` counts."""
-
-    time: int = -1
-
-
 @dataclasses.dataclass(frozen=True)
 class Census:
     """The attention calls of one region, in order. ops: what a later region of this kind must record.
@@ -59,7 +52,6 @@ class Census:
     calls: tuple[Call, ...]
     selection_bytes: int = 0
     compiled: bool = False
-    looked: Looked = dataclasses.field(default_factory=Looked)
     others: list[list[ResolvedOp]] = dataclasses.field(default_factory=list)
     """What a function that is no block was found to record as well: one function may run several unlike layers."""
 
@@ -80,13 +72,16 @@ class Census:
 
 @dataclasses.dataclass
 class BlockRecord:
-    """What is known about one block. censuses: of its regions, by policy and input signature; latest: the last one."""
+    """What is known about one block. censuses: of its regions, by policy and input signature; latest: the last one.
+
+    looked: when the autograd graph of a region was last looked through for compiled code, as `compiled_graphs` counts.
+    """
 
     block: weakref.ref[torch.nn.Module]
     name: str = ""
     latest: Census | None = None
     latest_key: object = None
-    looked: Looked = dataclasses.field(default_factory=Looked)
+    looked: int = -1
     censuses: dict[Any, Census] = dataclasses.field(default_factory=dict)
 
 

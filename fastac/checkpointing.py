@@ -201,10 +201,12 @@ class Region:
         ):
             self._settle(record, outputs)
         else:
-            looked = self.block.looked if self.block is not None else known.looked
-            if looked.time != (now := compiled_graphs.time()):
-                looked.time = now
+            now = compiled_graphs.time()
+            # A function that is no block may call another graph each time, for another layer.
+            if now > 0 if self.block is None else now != self.block.looked:
                 compiled_graphs.watch(autograd_graph.nodes_between(outputs, (self.args, self.kwargs)), self.policy)
+            if self.block is not None:
+                self.block.looked = now
             self._remember(known if known.keys == record.keys else _census_of(record, known.compiled))
 
     def _is_odd(self, record: Record | SelectiveRecord, known: Census, outputs: Any) -> bool:
@@ -230,7 +232,7 @@ class Region:
         mine = dataclasses.replace(mine, compiled=compiled)
         compiled_graphs.watch(nodes, self.policy)
         if self.block is not None:
-            self.block.looked.time = compiled_graphs.time()
+            self.block.looked = compiled_graphs.time()
         if seen is not None:
             explanation.warn_of_cut_off(autograd_graph.parameters_cut_off(self.function, nodes), where)
         if compiled or hidden or (seen is None and (known is None or record.missed or len(mine.ops) < len(known.ops))):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastac import census, hook, scopes
+from fastac import autograd_graph, census, compiled_graphs, hook, scopes
 from fastac.census import Call, Census
 from fastac.errors import FastacError
 from fastac.preservation import buffers_preserved, generators_preserved
@@ -22,12 +22,14 @@ from fastac.torch_internals import tree_leaves, tree_map
 class Step:
     """One forward and backward: every output and gradient by name, and what ran.
 
-    in_graph: calls are those that were decided on while the model's graph was traced, in which no region is seen.
+    graphs: ids of the compilations whose graphs ran. in_graph: calls are those that were decided on while these were
+    traced, in which no region is seen.
     """
 
     tensors: dict[str, torch.Tensor | None]
     executions: tuple[int, int]
     calls: list[Call]
+    graphs: set[str]
     in_graph: bool = False
 
     def rounding(self, name: str) -> float:
@@ -66,6 +68,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
         with generators_preserved(_devices(model)), torch.enable_grad():
             outputs = [t for t in tree_leaves(_unpacked(function(*args, **kwargs))) if _is_floating(t)]
             forward = counter.total()
+            graphs = compiled_graphs.ids_among(autograd_graph.nodes_between(outputs, ()))
             generator = torch.Generator().manual_seed(0)
             weights = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
             differentiable = [(t, w) for t, w in zip(outputs, weights, strict=True) if t.requires_grad]
@@ -80,7 +83,8 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     tensors |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves)}
     model.zero_grad(set_to_none=True)
-    return Step(tensors, (forward, counter.total() - forward), [call for region in regions for call in region.calls])
+    calls = [call for region in regions for call in region.calls]
+    return Step(tensors, (forward, counter.total() - forward), calls, graphs)
 
 
 def _unpacked(outputs: Any) -> Any:

@@ -12,7 +12,7 @@ import dataclasses
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def _complete() -> None:
 _compilations = compiler_internals.Compilations(_complete)
 
 time = _compilations.look
-"""A number that changes with every compilation: what a region calls may be other code since."""
+"""A number that changes with every compilation: what a region calls may be other code since. 0 without dynamo."""
 
 
 class _Backward(threading.local):
@@ -146,12 +146,21 @@ def _forget_after_reset() -> int:
 
 def watch(nodes: Iterable[Any], policy: Policy) -> None:
     """See to it that compiled graphs among a region's autograd nodes do not run a saved attention again."""
+    for function in _functions_of(nodes):
+        _watched.setdefault(function, set()).add(policy)
+        _look_at_backward()
+
+
+def ids_among(nodes: Iterable[Any]) -> set[str]:
+    """The ids that the graphs which some of these autograd nodes stand for were compiled under."""
+    return {name for name in map(compiler_internals.compile_id_of, _functions_of(nodes)) if name is not None}
+
+
+def _functions_of(nodes: Iterable[Any]) -> Iterator[type]:
     for node in nodes:
-        if node.name() == torch_internals.COMPILED_NODE:
-            function = torch_internals.function_of(node)
-            if function is not None:
-                _watched.setdefault(function, set()).add(policy)
-                _look_at_backward()
+        function = torch_internals.function_of(node) if node.name() == torch_internals.COMPILED_NODE else None
+        if function is not None:
+            yield function
 
 
 def _look_at_backward() -> None:
@@ -204,16 +213,18 @@ def _told(function: type) -> tuple[Iterable[Policy], int]:
     return traced.policies, traced.may_run
 
 
-def decided(blocks: Mapping[str, tuple[str, Policy | None, int]]) -> dict[str, list[Call]]:
+def decided(
+    blocks: Mapping[str, tuple[str, Policy | None, int]], ids: Collection[str] | None = None
+) -> dict[str, list[Call]]:
     """For each block, by name, what was decided for its calls when it was traced last; nothing where it was not.
 
     blocks: class, policy, and since when what is known of the block otherwise; a trace before that does not count. A
     block's class, name and policy tell it from others: a graph knows no more of it, so that two models of one class are
-    not told apart.
+    not told apart, but by ids, which compilations count.
     """
     _forget_after_reset()
     found: dict[str, list[Call]] = {}
-    for traced in _traced.values():
+    for traced in [traced for name, traced in _traced.items() if ids is None or name in ids]:
         mine: dict[str, list[Call]] = collections.defaultdict(list)
         for call in traced.calls:
             paths = {(f".{name}", class_name) for name, class_name in call.modules}

@@ -48,7 +48,7 @@ class Compilation:
         counted = ", ".join(f"{name} x {count}" for name, count in self.blocks.items())
         lines = [
             f"{self.model}: {counted} compiled by {self.backend}, each inside its own checkpoint (policy "
-            f"{self.policy}), so that a graph break costs no saved attention."
+            f"{self.policy}){', so that a graph break costs no saved attention' * (self.policy != 'full')}."
             if counted
             else f"{self.model}: no block was compiled here. Each is inside its own checkpoint (policy {self.policy})."
         ]
@@ -134,7 +134,10 @@ def _ready(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if "engine" in options:
         raise FastacError(f"{call}(engine=...): torch's selective checkpointing can not stand around compiled code.")
     if unknown := [name for name in options if name not in _OPTIONS]:
-        raise FastacError(f"{call}({unknown[0]}=...): torch.compile has no such option. It has {', '.join(_OPTIONS)}.")
+        raise FastacError(
+            f"{call}({unknown[0]}=...): torch.compile has no such option. It has "
+            f"{', '.join(_OPTIONS)}; those of inductor's configuration go into options={{...}}."
+        )
     ready = dict(options)
     try:
         if ready.get("backend", compiled_flex.INDUCTOR) in (compiled_flex.INDUCTOR, None):
@@ -146,7 +149,8 @@ def _ready(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
     except ImportError:
         raise  # of fastac's own, about this torch
     except Exception as error:
-        raise FastacError(f"{call}: torch.compile does not take these options: {error}") from error
+        words = str(error).partition(", known options")[0]
+        raise FastacError(f"{call}: torch.compile does not take these options: {words}") from error
     return ready
 
 

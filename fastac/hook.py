@@ -203,6 +203,14 @@ def setting_of(model: torch.nn.Module) -> Setting | None:
     return block_forward.setting_of(model) if function is None else Setting(**function.keywords)
 
 
+def policy_as_given(model: torch.nn.Module, setting: Setting) -> Policy | dict[str, Policy]:
+    """The policy of an enabled model as `enable` takes one: by the names of the blocks where they differ."""
+    if isinstance(setting.policy, Policy):
+        return setting.policy
+    blocks = {name: block for container in containers_of(model) for name, block in container.blocks.items()}
+    return {name: policy for name, block in blocks.items() if (policy := setting.policy_of(block)) is not None}
+
+
 def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
     """The containers of the blocks that are checkpointed, or would be."""
     blocks = {name: own.module for name, own in block_forward.checkpointed(model).items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -63,12 +63,17 @@ class InductorWith(torch._TorchCompileInductorWrapper):
         """Compile a graph of dynamo's."""
         patches = dict(config_patches or {})
         if _holds_flex(model_):
-            from torch._inductor import config
-
-            own = self.config.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
-            others = list(own) if isinstance(own, (list, tuple)) else [own] if own is not None else []
+            others = passes(self.config, "post_grad_custom_pre_pass")
             patches["post_grad_custom_pre_pass"] = [*others, self.graph_pass]
         return super().__call__(model_, inputs_, config_patches=patches)  # type: ignore[no-untyped-call]
+
+
+def passes(options: Mapping[str, Any], name: str) -> list[Any]:
+    """The passes that somebody else has put in a place of inductor's: in these options, or in its configuration."""
+    from torch._inductor import config
+
+    given = options.get(name, getattr(config, name))
+    return list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
 
 
 def _holds_flex(module: torch.fx.GraphModule) -> bool:

@@ -99,26 +99,36 @@ def resolve(policy: str | Policy) -> Policy:
             )
         policy = NAMED[policy]
     elif not isinstance(policy, Policy):
-        raise FastacError(f"policy={policy!r}: expected a name, a fastac.Policy or a mapping of block names to these")
+        raise FastacError(
+            f"policy: expected a name, a fastac.Policy or a mapping of block names to these, got "
+            f"{type(policy).__name__}"
+        )
     return NAMED["full"] if DISABLED else policy
 
 
 def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any]) -> BlockPolicies:
     """Policies per block from name patterns; the first match counts: {"blocks.0": "full", "*": "attn_only"}.
 
-    blocks: name -> module. Raises FastacError when a pattern matches no block, or a block no pattern.
+    blocks: name -> module. Raises FastacError when a pattern matches no block, or those before it match all its blocks
+    (but for "*"), or a block has no pattern.
     """
     policies = BlockPolicies()
-    unused = set(mapping)
+    unused, shadowed = set(mapping), set(mapping) - {"*"}
     for name, block in blocks.items():
         matching = [pattern for pattern in mapping if fnmatch.fnmatchcase(name, pattern)]
         unused.difference_update(matching)
         if not matching:
             raise FastacError(f'policy mapping: no pattern for block {name!r}. Add one, such as "*": "attn_only".')
+        shadowed.discard(matching[0])
         policies[getattr(block, "_orig_mod", block)] = resolve(mapping[matching[0]])
     if unused:
         raise FastacError(
             f"policy mapping: {_quoted(sorted(unused))} {'matches' if len(unused) == 1 else 'match'} no block. "
             f"The blocks are {_quoted(list(blocks)[:6])}{', ...' if len(blocks) > 6 else ''}."
+        )
+    if shadowed:
+        raise FastacError(
+            f"policy mapping: {_quoted(sorted(shadowed))} {'counts' if len(shadowed) == 1 else 'count'} for no block: "
+            f'patterns before match the same ones. The first match counts: put the narrower first, "*" last.'
         )
     return policies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -135,10 +135,13 @@ def report(model: torch.nn.Module) -> Report:
     )
 
 
-def decided(model: torch.nn.Module, since: Callable[[torch.nn.Module], int]) -> dict[str, list[Call]]:
+def decided(
+    model: torch.nn.Module, since: Callable[[torch.nn.Module], int], ids: Collection[str] | None = None
+) -> dict[str, list[Call]]:
     """The calls of a model's blocks, by name, as they were decided on while a graph was traced.
 
     since: when what is known of a block otherwise was seen, as compilations count; a trace before that does not count.
+    ids: of the compilations that count; by default all.
     """
     setting = hook.setting_of(model)
     if setting is None:
@@ -148,14 +151,15 @@ def decided(model: torch.nn.Module, since: Callable[[torch.nn.Module], int]) -> 
             name: (container.block_class, setting.policy_of(block), since(block))
             for container in hook.containers_of(model)
             for name, block in container.blocks.items()
-        }
+        },
+        ids,
     )
 
 
 def _since(block: torch.nn.Module) -> int:
     """When a block's region was last seen, as compilations count; -1 for never under this policy."""
     record = census.block_record(block)
-    return -1 if record is None or record.latest is None else record.looked.time
+    return -1 if record is None or record.latest is None else record.looked
 
 
 def _problem(model: torch.nn.Module, setting: Any, rows: list[ContainerReport]) -> str:

@@ -13,7 +13,6 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import block_forward, hook, interception, models
-from fastac.census import Call
 from fastac.checkpointing import checkpoint
 from fastac.comparison import Step, as_found, differences, fresh, run_forward, run_step
 from fastac.errors import FastacError, PolicyNotAppliedError
@@ -79,8 +78,8 @@ def _allowed_again(expected: Step, step: Step, saved: int, policy: Policy | Bloc
 def verify(
     model: torch.nn.Module,
     *args: Any,
-    policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
-    engine: str = "tape",
+    policy: str | Policy | Mapping[str, str | Policy] | None = None,
+    engine: str | None = None,
     blocks: Any = None,
     reference: str = "none",
     per_block: bool = False,
@@ -88,7 +87,8 @@ def verify(
 ) -> Verification:
     """Run a model without checkpointing and with a policy; compare outputs, every gradient, and kernel executions.
 
-    args, kwargs: of one call of the model. blocks: as in `enable`; those it was given, for a model that is enabled so.
+    args, kwargs: of one call of the model. policy, engine, blocks: as in `enable`; those it was given, for a model that
+    is enabled.
     reference: "none", or "full" for a model that does not fit otherwise.
     per_block: run the model once under full checkpointing, then compare block by block on the inputs each had; needs
     the memory of one block. A module without diffusers' gradient checkpointing and blocks is taken as one block.
@@ -107,6 +107,11 @@ def verify(
     block_forward.refuse_lost(inner)
     if blocks is None:
         blocks = [own.module for own in block_forward.checkpointed(inner).values()] or None
+    setting = hook.setting_of(inner)
+    if policy is None:
+        policy = "attn_only" if setting is None else hook.policy_as_given(inner, setting)
+    if engine is None:
+        engine = "tape" if setting is None else setting.engine
     with as_found(model):
         if blocks is None and not hasattr(inner, "enable_gradient_checkpointing"):
             result = _verify_block(model, args, kwargs, policy, engine, reference)
@@ -164,7 +169,10 @@ def _verify_model(
     def policy_step() -> Step:
         hook.enable(inner, policy, engine=engine, blocks=blocks)
         found = step()
-        return found if found.calls else dataclasses.replace(found, calls=_decided(inner), in_graph=True)
+        if found.calls or not found.graphs:
+            return found
+        calls = decided(inner, lambda block: -1, found.graphs).values()
+        return dataclasses.replace(found, calls=[call for block in calls for call in block], in_graph=True)
 
     def eager_reference_step() -> Step:
         with torch.compiler.set_stance("force_eager"):
@@ -172,11 +180,6 @@ def _verify_model(
 
     selected = _selected(inner, policy, engine, blocks)
     return _compare(reference_step, policy_step, selected, reference, eager_reference_step)
-
-
-def _decided(model: torch.nn.Module) -> list[Call]:
-    """The calls of a model's blocks as they were decided on while its graph was traced."""
-    return [call for calls in decided(model, lambda block: -1).values() for call in calls]
 
 
 def _selected(model: torch.nn.Module, policy: Any, engine: str, blocks: Any = None) -> Policy | BlockPolicies:

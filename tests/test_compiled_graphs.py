@@ -178,6 +178,33 @@ class TestMemoryBudget:
         with budget(0.0), pytest.raises(PolicyNotAppliedError, match="ran again"):
             train_step(model, stack_inputs())
 
+    @pytest.mark.parametrize("place", [0, 2])
+    def test_in_one_of_the_layers_that_a_function_runs(self, place: int) -> None:
+        """A function is no block: each of its calls may be of another layer, with a graph of its own."""
+
+        class Scaled(support.AttentionBlock):
+            scale = ""
+
+            def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+                return super().forward(video, text) * len(self.scale)
+
+        def run(layer: torch.nn.Module, video: torch.Tensor, text: torch.Tensor) -> Any:
+            return layer(video, text)
+
+        layers, inputs = [Scaled() for _ in range(3)], stack_inputs()
+        for number, layer in enumerate(layers):
+            layer.scale = "x" * (number + 1)
+        video = inputs["video"].requires_grad_()
+        for number, layer in enumerate(layers):
+            layer.compile(backend="aot_eager")
+            with budget(0.0 if number == place else 1.0):
+                layer(video, inputs["text"]).sum().backward()
+        hidden = video
+        for layer in layers:
+            hidden = fastac.checkpoint(run, layer, hidden, inputs["text"])
+        with pytest.raises(PolicyNotAppliedError, match="ran again"):
+            hidden.sum().backward()
+
     def test_of_somebody_elses_model(self) -> None:
         """Only graphs with checkpointed regions in them, or around them, are fastac's business."""
         mine = compile_blocks(stack(policy="attn_only"), "aot_eager")

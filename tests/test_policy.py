@@ -130,6 +130,21 @@ def test_a_pattern_without_a_block() -> None:
         resolve_blocks({"transformer_blocks.0": "full", "*": "attn_only"}, blocks())
 
 
+def test_a_pattern_behind_a_wider_one() -> None:
+    """The first match counts. A last "*" may have nothing left."""
+    with pytest.raises(
+        fastac.FastacError, match=r'"blocks\.0" counts for no block.* put the narrower first, "\*" last'
+    ):
+        resolve_blocks({"*": "attn_only", "blocks.0": "full"}, blocks())
+    assert str(resolve_blocks({"blocks.*": "full", "*": "attn_only"}, blocks())) == "mixed (full)"
+
+
+def test_something_else_in_the_place_of_a_policy() -> None:
+    """Named by its class: a model would fill the screen."""
+    with pytest.raises(fastac.FastacError, match=r"mapping of block names to these, got Linear$"):
+        resolve(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
 def test_a_mapping_to_an_unknown_policy() -> None:
     with pytest.raises(fastac.FastacError, match="no such policy"):
         resolve_blocks({"*": "attention"}, blocks())

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fastac
+from fastac import compiled_graphs
 from fastac.comparison import Step, differences
 from fastac.verification import Verification
 from tests import support
@@ -102,6 +103,36 @@ class CheckpointsItself(torch.nn.Module):
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         return support.run_checkpointed(self.block, video, text, policy="torch")
+
+
+def test_policy_and_engine_are_those_of_a_model_that_is_enabled() -> None:
+    model, inputs = support.build("WanTransformer3DModel")
+    assert fastac.verify(model, **inputs).policy == "attn_only"
+    fastac.enable(model, "full")
+    found = fastac.verify(model, **inputs)
+    assert (found.policy, found.policy_executions, found.saved) == ("full", (4, 4), 0)
+    fastac.enable(model, {"blocks.0": "full", "*": "attn_only"}, engine="sac")
+    found = fastac.verify(model, **inputs)
+    assert (found.policy, found.policy_executions) == ("mixed (attn_only, full)", (4, 2))
+    assert fastac.report(model).engine == "sac"
+    assert fastac.verify(model, policy="attn_only", **inputs).policy_executions == (4, 0)
+
+
+def test_what_was_decided_in_the_graph_of_another_model_is_no_proof() -> None:
+    """Of a model of the same class, while this one runs without its checkpoints."""
+    bypassing, inputs = support.build("WanTransformer3DModel")
+
+    def forward(**inputs: Any) -> Any:
+        bypassing.gradient_checkpointing = False
+        return type(bypassing).forward(bypassing, **inputs)
+
+    bypassing.forward = forward
+    other, _ = support.build("WanTransformer3DModel")
+    fastac.enable(other)
+    support.train_step(torch.compile(other, backend="aot_eager"), inputs)
+    assert compiled_graphs._traced
+    with pytest.raises(fastac.PolicyNotAppliedError, match="none of them inside a checkpointed block"):
+        fastac.verify(bypassing, **inputs)
 
 
 def test_attention_that_runs_again_is_found() -> None:
@@ -226,6 +257,7 @@ def test_nan_is_equal_to_nan_and_to_nothing_else() -> None:
         block.ffn[0].bias[0] = float("nan")
     assert fastac.verify(block, **support.stack_inputs()).different == ()
     found = differences(
-        Step({"a": torch.tensor([1.0, 2.0])}, (0, 0), []), Step({"a": torch.tensor([1.0, float("nan")])}, (0, 0), [])
+        Step({"a": torch.tensor([1.0, 2.0])}, (0, 0), [], set()),
+        Step({"a": torch.tensor([1.0, float("nan")])}, (0, 0), [], set()),
     )
     assert found == {"a": float("inf")}

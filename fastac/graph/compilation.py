@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+from fastac import inductor_internals
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph import fusion, internals
 from fastac.graph.liveness import peak_bytes
@@ -23,6 +24,9 @@ logger = logging.getLogger("fastac")
 AS_IT_IS = {"reorder_for_locality": False, "reorder_for_peak_memory": False, "combo_kernels": False}
 """What inductor must be told: two move recomputed operators to where the forward has others of their inputs, one makes
 kernels of operators far from each other."""
+
+UNSEEN = ("reorder_for_peak_memory", "combo_kernels")
+"""Those of them that act after the last look."""
 
 HIGHER = 1.1
 """How much more memory the regions of a graph may need after inductor's passes than before."""
@@ -79,8 +83,10 @@ def compile_step(step: Callable[..., Any], **options: Any) -> Callable[..., Any]
             raise _not_one_graph(error) from error
         except internals.BackendFailed as error:
             raise FastacError(
-                f"compile_step: torch's pass can not recompute in this step: {str(error)[:400]} fastac.graph.trace, "
-                f"apply and compile may: they recompute short attention, and take several backwards."
+                f"compile_step: torch's pass can not recompute in this step. It takes attention kernels for operators "
+                f'that draw random numbers, so that it can not recompute one (policy "full", min_kv=..., '
+                f"FASTAC_DISABLE=1), nor dropout, nor take two backwards; fastac.graph.trace, apply and compile do. "
+                f"torch says: {_first_lines(error)}"
             ) from error
 
     return call
@@ -91,7 +97,8 @@ def _through_inductor(name: str, function: Any, look: _Look, options: dict[str, 
         return torch.compile(function, fullgraph=True, dynamic=False, options=look.options(options))
     except RuntimeError as error:
         raise FastacError(
-            f"{name} takes inductor's options only, by their names in torch._inductor.config, e.g. max_autotune=True. "
+            f"{name} takes inductor's options only, by their names in torch._inductor.config, e.g. max_autotune=True: "
+            f"no mode, backend, policy, or options={{...}}. "
             f"torch says: {str(error).partition(', known options')[0]}"
         ) from error
 
@@ -103,13 +110,14 @@ def _not_one_graph(error: Exception) -> FastacError:
             "and a compiled step can not return it with its graph. Return it detached: return loss.detach(), gradients."
         )
     return FastacError(
-        f"compile_step: the step must be one graph, and dynamo can not take this into it: {str(error)[:400]}"
+        f"compile_step: the step must be one graph, and dynamo can not take this into it. Take it out. torch says: "
+        f"{_first_lines(error)}"
     )
 
 
-def _one_after_the_other(passes: Sequence[Callable[[Graph], None] | None], graph: Graph) -> None:
-    for one in filter(None, passes):
-        one(graph)
+def _first_lines(error: Exception) -> str:
+    """What an error of torch's says before it lists what else there is to know."""
+    return str(error).partition("For even more developer context")[0].partition("Set TORCHDYNAMO_VERBOSE")[0].strip()
 
 
 class _Look:
@@ -124,16 +132,23 @@ class _Look:
 
     def options(self, given: dict[str, Any]) -> dict[str, Any]:
         """Options of inductor under which it looks; passes among the given ones run in between."""
+        for name in UNSEEN:
+            if given.get(name):
+                raise FastacError(
+                    f"{name}=True: inductor's scheduler would move what is recomputed for one region to that of "
+                    f"another, or to the forward, after fastac has looked. Leave it out."
+                )
         options = {**AS_IT_IS, **given}
-        first, last = options.get("joint_custom_pre_pass"), options.get("post_grad_custom_post_pass")
-        options["joint_custom_pre_pass"] = functools.partial(_one_after_the_other, (self.before, first))
-        options["post_grad_custom_post_pass"] = functools.partial(_one_after_the_other, (last, self.after))
-        options[internals.POST_FUSION] = functools.partial(self.fused, options.get(internals.POST_FUSION))
+        first, last = "joint_custom_pre_pass", "post_grad_custom_post_pass"
+        options[first] = [self.before, *inductor_internals.passes(options, first)]
+        options[last] = [*inductor_internals.passes(options, last), self.after]
+        others = inductor_internals.passes(options, internals.POST_FUSION)
+        options[internals.POST_FUSION] = functools.partial(self.fused, others)
         return options
 
     def before(self, graph: Graph) -> None:
         """Raise PolicyNotAppliedError when attention runs more or less often than in the traced graph."""
-        self.bytes = _peaks(graph)
+        self.ran, self.bytes = False, _peaks(graph)
         if not self.counted_before:
             self.attention = _attention(graph)
             if not any(map(is_of_region, graph.nodes)):
@@ -157,9 +172,10 @@ class _Look:
             )
         fusion.number_parts(graph)
 
-    def fused(self, given: Callable[[list[Any]], list[Any]] | None, scheduled: list[Any]) -> list[Any]:
+    def fused(self, others: Sequence[Callable[[list[Any]], list[Any]]], scheduled: list[Any]) -> list[Any]:
         """Raise PolicyNotAppliedError when a kernel computes what several regions recompute."""
-        scheduled = scheduled if given is None else given(scheduled)
+        for one in others:
+            scheduled = one(scheduled)
         mixed = fusion.mixed(scheduled)
         if mixed:
             self.failure = PolicyNotAppliedError(
@@ -176,9 +192,10 @@ class _Look:
         if attention != self.attention or size > HIGHER * before:
             self.failure = PolicyNotAppliedError(
                 f"compile: after inductor's passes the graph runs attention {attention} times and needs "
-                f"{size / 2**20:.2f} MiB for what its regions compute; it was {self.attention} times and "
-                f"{before / 2**20:.2f} MiB. A pass moved or merged what is recomputed in the backward (common "
-                f"subexpressions, reorder_for_locality): switch it off, or run the step without compile."
+                f"{size / 2**20:.4g} MiB for what its regions compute; it was {self.attention} times and "
+                f"{before / 2**20:.4g} MiB. A pass moved or merged what is recomputed in the backward: common "
+                f"subexpressions, reorder_for_locality, or, in a step that adds gradients up, inductor's patterns "
+                f"(pattern_matcher=False). Switch it off, or run the step without compile."
             )
             raise self.failure
         return total
@@ -202,6 +219,7 @@ class _Compiled:
         self.graph_module = graph_module
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
+        self.look.failure = None
         try:
             with fusion.within_parts():
                 outputs = self.function(*inputs, **named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,15 +28,17 @@ class Kind(NamedTuple):
 class Description(NamedTuple):
     """All that a trace takes for granted. Traces and calls are compared by equality.
 
-    same: for each tensor of state and leaves, the place of the first that is the same one, or shares its memory: a
-    graph has one input for a tensor in two places. settings: plain attributes of modules, such as a rate of dropout,
-    but for those of `changing`, which the step itself changes.
+    same: for each tensor of state and leaves, the place of the first that is the same one: a graph has one input for a
+    tensor in two places. shared: of the first that shares its memory; None for a step that writes to none of them.
+    settings: plain attributes of modules, such as a rate of dropout, but for those of `changing`, which the step itself
+    changes.
     """
 
     state: dict[str, Kind]
     structure: Any
     leaves: list[Any]
     same: list[int]
+    shared: list[int] | None
     training: dict[str, bool]
     settings: dict[str, Any]
     autocast: dict[str, Any]
@@ -58,13 +60,14 @@ def describe(
         state={name: _kind(tensor) for name, tensor in state.items()},
         structure=structure,
         leaves=[_kind(leaf) for leaf in leaves],
-        same=_same([*state.values(), *leaves]),
+        same=_first_places([*state.values(), *leaves], id),
+        shared=_first_places([*state.values(), *leaves], internals.memory),
         training={name: module.training for name, module in model.named_modules()},
         settings={
             f"{name}.{key}": value
             for name, module in model.named_modules()
             for key, value in vars(module).items()
-            if key != "training" and isinstance(value, (bool, int, float, str))
+            if key != "training" and value is not None and _is_plain(value)
         },
         autocast={
             device.type: torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
@@ -72,6 +75,14 @@ def describe(
             if torch.amp.is_autocast_available(device.type)
         },
     )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, slice):
+        return _is_plain((value.start, value.stop, value.step))
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*_KNOWN, range)) and not isinstance(value, (torch.Tensor, torch.Generator))
 
 
 def steady(before: Description, after: Description) -> Description:
@@ -83,7 +94,8 @@ def steady(before: Description, after: Description) -> Description:
 
 def is_as(now: Description, traced: Description) -> bool:
     """Whether a call is as the traced one, in all that the trace took for granted."""
-    return _without(now, traced.changing) == traced
+    now = _without(now, traced.changing)
+    return (now if traced.shared is not None else now._replace(shared=None)) == traced
 
 
 def _without(described: Description, changing: frozenset[str]) -> Description:
@@ -95,7 +107,7 @@ def refuse_strange(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise FastacError for an argument that may hold tensors which nobody sees: they would be constants."""
     leaves, _ = internals.tree_flatten((args, dict(kwargs)))
     for name, leaf in zip(argument_names(args, kwargs), leaves, strict=True):
-        if not isinstance(leaf, _KNOWN) and not callable(leaf):
+        if not isinstance(leaf, _KNOWN) and not _is_plain(leaf) and not callable(leaf):
             raise FastacError(
                 f"trace: {name} is a {type(leaf).__name__}, and what is inside would be the same in every call of the "
                 f"graph. Pass tensors, numbers and texts, alone or in lists, tuples and dicts; or register the class "
@@ -121,13 +133,9 @@ _KNOWN = (
 )
 
 
-def _same(values: Sequence[Any]) -> list[int]:
-    first: dict[Any, int] = {}
-    found = []
-    for place, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            found.append(first.setdefault(internals.memory(value), place))
-    return found
+def _first_places(values: Sequence[Any], of: Callable[[torch.Tensor], object]) -> list[int]:
+    first: dict[object, int] = {}
+    return [first.setdefault(of(value), place) for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
 
 
 def argument_names(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
@@ -156,7 +164,7 @@ def difference(before: Description, now: Description, args: tuple[Any, ...], kwa
         if before.settings.get(name, before) != now.settings.get(name, before):
             seen, found = (repr(one.settings[name]) if name in one.settings else "not set" for one in (before, now))
             return f"the model's {name} is {found} now, traced with {seen}. {AGAIN}"
-    if before.same != now.same:
+    if before.same != now.same or before.shared not in (None, now.shared):
         return f"other arguments are one and the same tensor, or share their memory, than when it was traced. {AGAIN}"
     return f"autocast: {_autocast(now.autocast)} now, traced with {_autocast(before.autocast)}. {AGAIN}"
 
@@ -174,6 +182,8 @@ def _kinds(seen: Any, found: Any) -> str:
         return f"{'not there when traced' if seen is None else 'not there any more'}. {AGAIN}"
     if not isinstance(seen, Kind) or not isinstance(found, Kind):
         text = f"{_value(found)} now, traced with {_value(seen)}. {AGAIN}"
+        if not isinstance(found, Kind) and isinstance(found[1], torch.nn.Module):
+            return f"another {type(found[1]).__name__} than the one that was traced. {AGAIN}"
         return text if isinstance(seen, Kind) or isinstance(found, Kind) else f"{text} Or pass it as a tensor."
     fields = [field for field in Kind._fields if getattr(seen, field) != getattr(found, field)]
     if "shape" in fields and "strides" in fields:

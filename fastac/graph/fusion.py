@@ -9,29 +9,40 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Graph
 
 from fastac.graph.internals import inductor_choosing, origins
-from fastac.graph.nodes import recomputed_region
+from fastac.graph.nodes import is_backward, recomputed_region, region_of
 
-_PART = "fastac_part"
-"""Which part of the step a node of inductor's graph belongs to (`node.meta`): each recomputed region begins one."""
+PART = "fastac_part"
+"""Where a node of inductor's graph has its `Part` (`node.meta`)."""
+
+
+class Part(NamedTuple):
+    """A stretch of a step: a forward, with what its backward does before it recomputes, or a recomputed region."""
+
+    number: int
+    recomputes: bool
 
 
 def number_parts(graph: Graph) -> None:
-    """Number the parts of a step: the forward is 0, and each recomputed region begins a new one.
+    """Tell the parts of a step apart, by the order of its nodes.
 
     Called with the graph that inductor lowers; its scheduler sees the same nodes.
     """
-    part, regions = 0, set()
+    part, last, in_backward = Part(0, recomputes=False), None, False
     for node in graph.nodes:
         region = recomputed_region(node)
-        if region is not None and region not in regions:
-            regions.add(region)
-            part += 1
-        node.meta[_PART] = part
+        if region is not None and region != last:  # also one that another backward has recomputed
+            last = region
+            part = Part(part.number + 1, recomputes=True)
+        elif in_backward and region_of(node) is not None:  # the forward of another micro-batch
+            part = Part(part.number + 1, recomputes=False)
+            in_backward = False
+        in_backward = in_backward or is_backward(node)
+        node.meta[PART] = part
 
 
 class _WithinParts:
@@ -48,24 +59,25 @@ class _WithinParts:
         return _part_of(first) == _part_of(second) and self._choices.can_fuse(scheduler, first, second, score)
 
 
-def _part_of(scheduled: Any) -> int:
+def _part_of(scheduled: Any) -> Part | None:
     """The part that an operator runs in: the last of the nodes that went into it. Each of several has the same."""
-    return max((node.meta.get(_PART, 0) for node in origins(scheduled)), default=0)
+    return max((node.meta[PART] for node in origins(scheduled) if PART in node.meta), default=None)
 
 
 def mixed(scheduled: Iterable[Any]) -> list[str]:
-    """The kernels, by name, that compute what several regions recompute, or what the forward does as well."""
+    """The kernels, by name, that compute what several regions recompute, or a forward with what a region recomputes."""
     return [one.get_name() for one in scheduled if len(_parts_recomputed_in(one)) > 1]
 
 
-def _parts_recomputed_in(kernel: Any) -> set[int]:
-    """The parts whose recomputation a kernel holds, and 0 when it holds some of the forward."""
-    parts = set()
+def _parts_recomputed_in(kernel: Any) -> set[Part]:
+    """The parts whose recomputation a kernel holds, and those whose forward."""
+    parts: dict[Part, bool] = {}
     for operation in kernel.get_nodes():
         part = _part_of(operation)
-        if part == 0 or any(recomputed_region(node) is not None for node in origins(operation)):
-            parts.add(part)
-    return parts
+        recomputes = any(recomputed_region(node) is not None for node in origins(operation))
+        if part is not None and recomputes == part.recomputes:
+            parts.setdefault(part, recomputes)
+    return set(parts) if any(parts.values()) else set()
 
 
 @contextlib.contextmanager

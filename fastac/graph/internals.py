@@ -71,6 +71,10 @@ def _require_scheduler() -> None:
     probing.require(SCHEDULER, "fastac.graph.compile")
 
 
+_TRACING = threading.RLock()
+"""One trace at a time: what make_fx and `tracing` change is the process's."""
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and no data; real ones that a function holds on to may enter it."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -105,6 +109,7 @@ def tracing(mode: FakeTensorMode, stand_ins: Mapping[int, torch.Tensor]) -> Iter
     process that a later compile would stumble over.
     """
     with (
+        _TRACING,
         mode,
         preserve_node_meta(),  # restores what is current as well, also where torch's own checkpointing left tags in it
         _marked_backward(stand_ins),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,7 +29,15 @@ def nothing_left(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
     for name, module in model.named_modules():
         _note(containers, name or type(module).__name__, vars(module))
     stored, kept = [], []
-    hook = register_optimizer_step_pre_hook(_refuse_optimizer)  # before it makes a state of stand-ins
+    tracing_thread = threading.get_ident()
+
+    def refuse_here(optimizer: Optimizer, *_: Any) -> None:
+        if threading.get_ident() == tracing_thread:  # the hook is one for the process
+            raise FastacError(
+                f"trace: the step calls {type(optimizer).__name__}.step(), which updates parameters in place. {OUTSIDE}"
+            )
+
+    hook = register_optimizer_step_pre_hook(refuse_here)  # before it makes a state of stand-ins
     try:
         yield
     finally:
@@ -53,12 +62,6 @@ def stores_gradients(name: str) -> FastacError:
     return FastacError(
         f"trace: the step stores gradients in .grad ({name}), as backward() does, and a graph returns what it "
         f"computes. {OUTSIDE}"
-    )
-
-
-def _refuse_optimizer(optimizer: Optimizer, *_: Any) -> None:
-    raise FastacError(
-        f"trace: the step calls {type(optimizer).__name__}.step(), which updates parameters in place. {OUTSIDE}"
     )
 
 

@@ -29,7 +29,7 @@ from fastac.graph.description import (
     steady,
 )
 from fastac.graph.leftovers import nothing_left, stores_gradients
-from fastac.graph.nodes import STATE, mark
+from fastac.graph.nodes import STATE, mark, writer_of
 from fastac.graph.refusals import refuse_constants, refuse_generators, refuse_redrawn, running_module
 from fastac.graph.summary import summary
 from fastac.policy import Policy
@@ -131,6 +131,8 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     refuse_redrawn(graph_module)
     refuse_generators(graph_module, leaves)
     described = steady(described, describe(model, state, args, kwargs))
+    if not any(map(writer_of, placeholders)):
+        described = described._replace(shared=None)
     return Traced(graph_module, model, described, returned[-1])
 
 

@@ -102,6 +102,50 @@ def test_the_pass_that_inductor_reorders_with_is_noticed() -> None:
         fastac.graph.compile(step_with("attn_only"), reorder_for_locality=True)(**inputs())
 
 
+@pytest.mark.parametrize("name", compilation.UNSEEN)
+def test_what_acts_after_the_last_look_is_refused(name: str) -> None:
+    with pytest.raises(FastacError, match=rf"{name}=True: inductor's scheduler would move"):
+        fastac.graph.compile(step_with("attn_only", layers=1), **{name: True})
+
+
+def test_passes_of_others_are_called_as_well() -> None:
+    """One or several, among the options or in inductor's configuration."""
+    called = []
+
+    def noted(name: str, fails: bool = False) -> Callable[[Any], Any]:
+        def one(given: Any) -> Any:
+            called.append(name)
+            if fails:
+                raise NotImplementedError("that is enough")
+            return given
+
+        return one
+
+    configured = {
+        "joint_custom_pre_pass": noted("joint"),
+        "post_grad_custom_post_pass": noted("overridden"),
+        internals.POST_FUSION: noted("after fusion", fails=True),
+    }
+    with torch._inductor.config.patch(configured):
+        compiled = fastac.graph.compile(
+            step_with("attn_only", layers=1), post_grad_custom_post_pass=[noted("one"), noted("another")]
+        )
+    with pytest.raises(Exception, match="that is enough"):
+        compiled(**inputs())
+    assert called == ["joint", "one", "another", "after fusion"]
+
+
+def test_an_error_of_the_step_is_not_taken_for_one_of_before() -> None:
+    look = compilation._Look(0)
+
+    def fails() -> None:
+        raise ValueError("of the step")
+
+    look.failure = PolicyNotAppliedError("of before")
+    with pytest.raises(ValueError, match="of the step"):
+        compilation._Compiled(fails, look)()
+
+
 @pytest.mark.slow
 def test_a_compile_without_a_look_is_noticed() -> None:
     compiled = fastac.graph.compile(step_with("attn_only", layers=1), use_joint_graph_passes=False)

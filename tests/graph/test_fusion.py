@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.fx import GraphModule, Node
 import fastac
 import fastac.graph
 from fastac import PolicyNotAppliedError
-from fastac.graph import Traced, fusion, internals
-from fastac.graph.nodes import RECOMPUTED, is_backward, marks, recomputed_region
+from fastac.graph import Traced, fusion
+from fastac.graph.nodes import RECOMPUTED, is_backward, marks, recomputed_region, region_of
 from tests.graph.test_compilation import fresh_compiler  # noqa: F401  (a fixture)
 from tests.live_bytes import allocated_peak
 from tests.support import relative_error
@@ -45,14 +46,24 @@ def inputs(tokens: int) -> dict[str, torch.Tensor]:
     return {"hidden": torch.randn(1, tokens, WIDTH), "scale": torch.randn(tokens, WIDTH)}
 
 
-def applied(layers: int = 2, tokens: int = 16) -> Traced:
+def mean_square(output: torch.Tensor, parameters: list[torch.Tensor]) -> Any:
+    return torch.autograd.grad(output.square().mean(), parameters)
+
+
+def applied(
+    layers: int = 2, tokens: int = 16, forwards: int = 1, gradients: Callable[..., Any] = mean_square
+) -> Traced:
     torch.manual_seed(0)
     model = torch.nn.ModuleList(Scaled() for _ in range(layers))
 
     def step(hidden: torch.Tensor, scale: torch.Tensor) -> Any:
-        for block in model:
-            hidden = fastac.checkpoint(block, hidden, scale, policy="attn_only")
-        return torch.autograd.grad(hidden.square().mean(), list(model.parameters()))
+        returned = []
+        for number in range(forwards):
+            output = hidden * (number + 1)
+            for block in model:
+                output = fastac.checkpoint(block, output, scale, policy="attn_only")
+            returned.append(gradients(output, list(model.parameters())))
+        return returned if forwards > 1 else returned[0]
 
     return fastac.graph.apply(fastac.graph.trace(step, model, **inputs(tokens)))
 
@@ -76,25 +87,55 @@ def kernel(*operations: Any) -> Any:
     )
 
 
-def test_each_recomputed_region_begins_a_part() -> None:
-    graph = graph_of(applied(layers=3)).graph
+def parts_of(step: Traced) -> list[tuple[fusion.Part, int | None]]:
+    """The parts of a step in their order, each with the region whose recomputation begins it."""
+    graph = graph_of(step).graph
     fusion.number_parts(graph)
-    parts = [node.meta[fusion._PART] for node in graph.nodes]
+    parts = [node.meta[fusion.PART] for node in graph.nodes]
     assert parts == sorted(parts)
-    assert set(parts) == {0, 1, 2, 3}
+    begins: dict[fusion.Part, int | None] = {}
     for node in graph.nodes:
-        if not is_backward(node) and node.op == "call_function":
-            assert node.meta[fusion._PART] == 0
-    regions = {node.meta[fusion._PART]: recomputed_region(node) for node in graph.nodes if RECOMPUTED in marks(node)}
-    first = min(regions.values(), key=lambda region: region or 0) or 0
-    assert regions == {1: first + 2, 2: first + 1, 3: first}, "the last block is recomputed first"
+        begins.setdefault(node.meta[fusion.PART], recomputed_region(node))
+    return list(begins.items())
+
+
+def numbered(*regions: int | None) -> list[tuple[fusion.Part, int | None]]:
+    return [(fusion.Part(number, region is not None), region) for number, region in enumerate(regions)]
+
+
+def test_each_recomputed_region_begins_a_part() -> None:
+    """The forward, then the blocks from the last to the first; in each backward anew."""
+    step = applied(layers=3)
+    first = min(region_of(node) or 99 for node in graph_of(step).graph.nodes if region_of(node) is not None)
+    third, second = first + 2, first + 1
+    assert parts_of(step) == numbered(None, third, second, first)
+    first = first + 3
+
+    def two_losses(output: torch.Tensor, parameters: list[torch.Tensor]) -> Any:
+        losses = output.square().mean(), output.mean()
+        return [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+
+    twice = applied(layers=2, gradients=two_losses)
+    assert parts_of(twice) == numbered(None, first + 1, first, first + 1, first)
+
+
+def test_the_forward_of_another_micro_batch_begins_a_part() -> None:
+    step = applied(layers=2, forwards=2)
+    parts = parts_of(step)
+    first = min(region for _, region in parts if region is not None)
+    assert parts == numbered(None, first + 1, first, None, first + 3, first + 2)
+    graph = graph_of(step).graph
+    forwards = {node.meta[fusion.PART].number: node for node in graph.nodes if region_of(node) is not None}
+    recomputed = {node.meta[fusion.PART].number: node for node in graph.nodes if RECOMPUTED in marks(node)}
+    assert fusion.mixed([kernel(operation(forwards[3]), operation(recomputed[2]))]) == ["op_op"]
+    assert fusion.mixed([kernel(operation(forwards[0]), operation(forwards[3]))]) == []
 
 
 def test_fusions_of_two_parts_are_not_asked_for() -> None:
     graph = graph_of(applied()).graph
     fusion.number_parts(graph)
     forward = next(node for node in graph.nodes if node.target is torch.ops.aten.mul.Tensor)
-    by_part = {node.meta[fusion._PART]: node for node in graph.nodes if RECOMPUTED in marks(node)}
+    by_part = {node.meta[fusion.PART].number: node for node in graph.nodes if RECOMPUTED in marks(node)}
     asked = []
     others = SimpleNamespace(can_fuse=lambda *given: bool(asked.append(given)) or True, another="choice")
     choices = fusion._WithinParts(others)
@@ -112,10 +153,9 @@ def test_kernels_that_mix_regions_are_found() -> None:
     graph = graph_of(applied()).graph
     fusion.number_parts(graph)
     forward = next(node for node in graph.nodes if node.target is torch.ops.aten.mul.Tensor)
-    recomputed = {node.meta[fusion._PART]: node for node in graph.nodes if RECOMPUTED in marks(node)}
-    backward = {
-        node.meta[fusion._PART]: node for node in graph.nodes if is_backward(node) and RECOMPUTED not in marks(node)
-    }
+    number = {node: node.meta[fusion.PART].number for node in graph.nodes}
+    recomputed = {number[node]: node for node in graph.nodes if RECOMPUTED in marks(node)}
+    backward = {number[node]: node for node in graph.nodes if is_backward(node) and RECOMPUTED not in marks(node)}
     fine = [
         operation(forward),
         kernel(operation(forward, recomputed[1]), operation(recomputed[1]), operation(backward[1])),
@@ -130,18 +170,6 @@ def test_without_a_word_in_it_inductor_would_mix_them_and_that_is_noticed(monkey
     monkeypatch.setattr(fusion, "within_parts", contextlib.nullcontext)
     with pytest.raises(PolicyNotAppliedError, match=r"inductor fused what several regions recompute.*in [1-9]\d* kern"):
         fastac.graph.compile(applied())(**inputs(16))
-
-
-def test_a_pass_of_ones_own_after_fusion_is_called_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def given(scheduled: list[Any]) -> list[Any]:
-        seen.append(len(scheduled))
-        raise NotImplementedError("a pass of the user's")
-
-    with pytest.raises(Exception, match="a pass of the user's"):
-        fastac.graph.compile(applied(), **{internals.POST_FUSION: given})(**inputs(16))
-    assert seen
 
 
 def test_the_choices_of_a_process_are_left_alone() -> None:

@@ -131,6 +131,10 @@ def test_a_number_that_changed_is_refused() -> None:
     x = torch.ones(1, 2)
     traced = fastac.graph.trace(step, model, x, 2.0)
     refuses(traced, r"argument 1: 3\.0 now, traced with 2\.0.*pass it as a tensor", x, 3.0)
+    with_model = fastac.graph.trace(lambda model, x, part: model(x[part]), model, model, x, slice(0, 1))
+    assert torch.equal(with_model(model, x, slice(0, 1)), model(x[:1]))
+    refuses(with_model, r"another Linear than the one that was traced", torch.nn.Linear(2, 2), x, slice(0, 1))
+    refuses(with_model, r"argument 2: slice\(0, 2, None\) now", model, x, slice(0, 2))
 
 
 def test_an_argument_inside_another_is_named() -> None:
@@ -189,6 +193,28 @@ def test_objects_that_may_hold_tensors_are_refused() -> None:
     assert fastac.graph.trace(step, stack(), float("nan"))(float("nan")) != 0
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_arguments_that_share_memory(writes: bool) -> None:
+    """Two slices of one batch are two tensors, unless the step writes to one of them."""
+    model = torch.nn.Linear(2, 2)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = (model(x) * y).sum()
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        if writes:
+            y.add_(1.0)
+        return gradients
+
+    traced = fastac.graph.trace(step, model, torch.ones(1, 2), torch.ones(1, 2))
+    batch = torch.randn(2, 2)
+    if writes:
+        refuses(traced, "one and the same tensor, or share their memory", batch[:1], batch[1:])
+    else:
+        found = traced(batch[:1], batch[1:])
+        assert all(map(torch.equal, found, step(batch[:1], batch[1:])))
+        refuses(traced, "one and the same tensor", x := batch[:1], x)
+
+
 def test_a_setting_of_a_module_that_changed_is_refused() -> None:
     class Switched(AttentionStack):
         on = True
@@ -200,9 +226,13 @@ def test_a_setting_of_a_module_that_changed_is_refused() -> None:
 
     model = Switched()
     model.blocks[1].dropout.p = 0.5
+    model.sizes = (1, (2, torch.float32))
     inputs = stack_inputs()
     traced = fastac.graph.trace(step_of(model), model, **inputs)
     traced(**inputs)
+    model.sizes = (1, (2, torch.bfloat16))
+    refuses(traced, r"the model's .sizes is \(1, \(2, torch.bfloat16\)\) now", **inputs)
+    model.sizes = (1, (2, torch.float32))
     model.calls = 17
     traced(**inputs)
     model.on = False
@@ -324,6 +354,33 @@ def test_gradients_are_as_before_when_the_trace_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         fastac.graph.trace(step, model, x)
     assert [tensor.grad for tensor in (*held, x)] == [None] * 3
+
+
+def test_another_thread_may_train_during_a_trace() -> None:
+    """What is watched in a trace is watched in its thread; a second trace waits for the first."""
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    second: list[Any] = []
+
+    def trace_as_well() -> None:
+        second.append(fastac.graph.trace(lambda x: torch.autograd.grad(other(x).sum(), other.weight), other, x))
+
+    def step(x: torch.Tensor) -> Any:
+        for function in (lambda: (other(torch.ones(1, 2)).sum().backward(), optimizer.step()), trace_as_well):
+            thread = threading.Thread(target=function)
+            thread.start()
+            thread.join(timeout=2)
+        assert not second
+        threads.append(thread)
+        return torch.autograd.grad(model(x).sum(), model.weight)
+
+    threads: list[threading.Thread] = []
+    x, before = torch.ones(1, 2), other.weight.detach().clone()
+    traced = fastac.graph.trace(step, model, x)
+    threads[0].join()
+    assert not torch.equal(other.weight, before)
+    assert torch.equal(traced(x)[0], torch.ones(2, 2))
+    assert torch.equal(second[0](x)[0], torch.ones(2, 2))
 
 
 def test_a_step_of_an_optimizer_is_refused() -> None:
