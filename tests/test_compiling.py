@@ -210,6 +210,8 @@ class TestWhatItDoes:
             "can be saved."
         )
         assert str(made) in caplog.text
+        full = fastac.compile(model(), "full", blocks="blocks", backend="aot_eager")
+        assert str(full) == "Model: Block x 2 compiled by aot_eager, each inside its own checkpoint (policy full)."
 
     def test_a_second_call_compiles_nothing_again(self) -> None:
         twice = model()
@@ -341,9 +343,10 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
         r"compile\(engine=...\): torch's selective",
     ),
     (model, {"blocks": "blocks", "disable": True}, r"compile\(disable=...\): torch.compile has no such option"),
+    (model, {"blocks": "blocks", "max_autotune": True}, r"no such option.*inductor's configuration go into options="),
     (model, {"blocks": "blocks", "backend": "nonsense"}, "torch.compile does not take these options: Invalid backend"),
     (model, {"blocks": "blocks", "mode": "nonsense"}, "torch.compile does not take these options"),
-    (model, {"blocks": "blocks", "options": {"nonsense": 1}}, "Unexpected optimization option nonsense"),
+    (model, {"blocks": "blocks", "options": {"nonsense": 1}}, r"Unexpected optimization option nonsense$"),
     (model, {"blocks": "blocks", "mode": "default", "options": {"max_autotune": True}}, "either mode or options"),
     (
         compiled_whole,
