@@ -121,6 +121,7 @@ def test_policy_and_engine_are_those_of_a_model_that_is_enabled() -> None:
 @pytest.mark.parametrize("partly_compiled", [False, True])
 def test_what_was_decided_in_the_graph_of_another_model_is_no_proof(partly_compiled: bool) -> None:
     """Of a model of the same class, while this one runs without its checkpoints."""
+    torch._dynamo.reset()
     bypassing, inputs = support.build("WanTransformer3DModel")
     if partly_compiled:
         bypassing.proj_out.compile(backend="aot_eager")
