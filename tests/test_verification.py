@@ -127,8 +127,11 @@ def test_what_was_decided_in_the_graph_of_another_model_is_no_proof(partly_compi
         bypassing.condition_embedder.compile(backend="aot_eager")
 
     def forward(**inputs: Any) -> Any:
-        bypassing.gradient_checkpointing = False
-        return type(bypassing).forward(bypassing, **inputs)
+        before, bypassing.gradient_checkpointing = bypassing.gradient_checkpointing, False
+        try:
+            return type(bypassing).forward(bypassing, **inputs)
+        finally:
+            bypassing.gradient_checkpointing = before
 
     bypassing.forward = forward
     other, _ = support.build("WanTransformer3DModel")
