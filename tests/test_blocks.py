@@ -431,7 +431,9 @@ def test_verifying_a_parent_leaves_its_parts_as_they_were(attention_executions: 
     fastac.enable(model.first, "full", blocks="blocks")
     fastac.enable(model.second, "attn_only", blocks="blocks")
     before = state_of(model)
-    assert fastac.verify(model, **inputs).saved == 8
+    assert fastac.verify(model, **inputs).saved == 4, "each part under the policy it was given"
+    assert state_of(model) == before
+    assert fastac.verify(model, policy="attn_only", **inputs).saved == 8
     assert state_of(model) == before
     attention_executions.clear()
     train_step(model, inputs)

@@ -89,7 +89,10 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 # What is saved again
 
 
-@pytest.mark.parametrize(("make", "cse"), [(stack, True), (stack, False), (llama, True), (llama, False), (wan, True)])
+@pytest.mark.parametrize(
+    ("make", "cse"),
+    [(stack, True), (stack, False), (llama, True), (llama, False), pytest.param(wan, True, marks=pytest.mark.slow)],
+)
 def test_the_second_partition_is_the_first(make: Any, cse: bool) -> None:
     model, args = make()
     reference = gradients_of(model, model, args)

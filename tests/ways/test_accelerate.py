@@ -68,15 +68,9 @@ def test_prepare(name: str, mixed_precision: str, order: str) -> None:
     assert_exact_and_saved(recipe, name)
 
 
-@pytest.mark.parametrize(
-    ("compiled", "order"),
-    [
-        pytest.param("model", "before prepare", marks=pytest.mark.slow),
-        pytest.param("model", "after prepare", marks=pytest.mark.slow),
-        pytest.param("blocks", "before prepare", marks=pytest.mark.slow),
-        ("blocks", "after prepare"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["before prepare", "after prepare"])
+@pytest.mark.parametrize("compiled", ["model", "blocks"])
 def test_prepare_that_compiles(compiled: str, order: str) -> None:
     """With a dynamo plugin `prepare` returns another module: one around the model, or a model of compiled blocks."""
 
