@@ -51,9 +51,13 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def describe(
-    model: torch.nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: torch.nn.Module,
+    state: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    writes: bool = True,
 ) -> Description:
-    """A model as it is, and a call."""
+    """A model as it is, and a call. writes: whether the step writes to some of the tensors, as far as is known."""
     leaves, structure = internals.tree_flatten((args, dict(kwargs)))
     devices = preservation.devices_of([*state.values(), *leaves])
     return Description(
@@ -61,7 +65,7 @@ def describe(
         structure=structure,
         leaves=[_kind(leaf) for leaf in leaves],
         same=_first_places([*state.values(), *leaves], id),
-        shared=_first_places([*state.values(), *leaves], internals.memory),
+        shared=_first_places([*state.values(), *leaves], internals.memory) if writes else None,
         training={name: module.training for name, module in model.named_modules()},
         settings={
             f"{name}.{key}": value
@@ -94,8 +98,7 @@ def steady(before: Description, after: Description) -> Description:
 
 def is_as(now: Description, traced: Description) -> bool:
     """Whether a call is as the traced one, in all that the trace took for granted."""
-    now = _without(now, traced.changing)
-    return (now if traced.shared is not None else now._replace(shared=None)) == traced
+    return _without(now, traced.changing) == traced
 
 
 def _without(described: Description, changing: frozenset[str]) -> Description:
@@ -164,7 +167,7 @@ def difference(before: Description, now: Description, args: tuple[Any, ...], kwa
         if before.settings.get(name, before) != now.settings.get(name, before):
             seen, found = (repr(one.settings[name]) if name in one.settings else "not set" for one in (before, now))
             return f"the model's {name} is {found} now, traced with {seen}. {AGAIN}"
-    if before.same != now.same or before.shared not in (None, now.shared):
+    if before.same != now.same or before.shared != now.shared:
         return f"other arguments are one and the same tensor, or share their memory, than when it was traced. {AGAIN}"
     return f"autocast: {_autocast(now.autocast)} now, traced with {_autocast(before.autocast)}. {AGAIN}"
 

@@ -71,13 +71,13 @@ def mixed(scheduled: Iterable[Any]) -> list[str]:
 
 def _parts_recomputed_in(kernel: Any) -> set[Part]:
     """The parts whose recomputation a kernel holds, and those whose forward."""
-    parts: dict[Part, bool] = {}
+    parts = set()
     for operation in kernel.get_nodes():
         part = _part_of(operation)
         recomputes = any(recomputed_region(node) is not None for node in origins(operation))
         if part is not None and recomputes == part.recomputes:
-            parts.setdefault(part, recomputes)
-    return set(parts) if any(parts.values()) else set()
+            parts.add(part)
+    return parts if any(part.recomputes for part in parts) else set()
 
 
 @contextlib.contextmanager

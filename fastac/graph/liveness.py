@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch.fx import Graph, Node
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastac.graph.internals import memory
 from fastac.torch_internals import has_storage, tree_leaves
 
 
@@ -22,13 +22,13 @@ def peak_bytes(graph: Graph, counts: Callable[[Node], bool] = lambda node: True)
     last = {used: place for place, node in enumerate(nodes) for used in node.all_input_nodes}
     spans: dict[int, tuple[int, int, int]] = {}  # memory -> its size, first and last place
     # By the node that made it: a node that was copied has the traced value of the one it repeats.
-    makers: dict[Node, dict[int, int | None]] = {}
+    makers: dict[Node, dict[object, int | None]] = {}
     for place, node in enumerate(nodes):
         makers[node] = {}
         for value in tree_leaves(node.meta.get("val")):
             if not isinstance(value, torch.Tensor) or not has_storage(value):
                 continue
-            storage = StorageWeakRef(value.untyped_storage()).cdata
+            storage = memory(value)
             viewed = [makers[used][storage] for used in node.all_input_nodes if storage in makers[used]]
             maker = viewed[0] if viewed else len(spans)
             if node.op in ("placeholder", "get_attr"):

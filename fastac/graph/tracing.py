@@ -53,7 +53,7 @@ class Traced:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the step returns, detached. Raises FastacError where the step would have to be traced anew."""
         state = state_of(self.model)
-        now = describe(self.model, state, args, kwargs)
+        now = describe(self.model, state, args, kwargs, writes=self.described.shared is not None)
         if not is_as(now, self.described):
             raise FastacError(f"{self!r}: {difference(self.described, now, args, kwargs)}")
         leaves, _ = internals.tree_flatten((args, kwargs))
