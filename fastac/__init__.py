@@ -13,12 +13,13 @@ from fastac.compiling import Compilation, compile, compile_attention  # noqa: A0
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.hook import disable, enable
 from fastac.opaque import make_visible
+from fastac.outcome import Verification
 from fastac.partitioner import inform_partitioner
 from fastac.policy import Policy
 from fastac.registry import register
 from fastac.reporting import Report, report
 from fastac.rows import AttentionOp, OpaqueFunction
-from fastac.verification import Verification, verify
+from fastac.verification import verify
 
 _torch_internals.run_eagerly([module for name, module in _sys.modules.items() if name.startswith("fastac.")])
 

@@ -26,7 +26,8 @@ logger = logging.getLogger("fastac")
 REGION = "fastac_region"
 """Key in a node's `meta["custom"]`: the number of its region, unique in the process and growing."""
 
-_POLICY, _MIN_KV, _WHERE = "fastac_policy", "fastac_min_kv", "fastac_block"  # texts and numbers: they can be stored
+# Texts and numbers: they can be stored.
+_POLICY, _MIN_KV, _COLLECTIVES, _WHERE = "fastac_policy", "fastac_min_kv", "fastac_collectives", "fastac_block"
 
 _numbers = itertools.count(1)
 _expected: contextvars.ContextVar[bool] = contextvars.ContextVar("expected", default=False)
@@ -45,7 +46,13 @@ def run_annotated(
     block = census.block_of(function)
     if block is not None:
         _blocks[number] = block
-    marks = {REGION: number, _POLICY: policy.name, _MIN_KV: policy.min_kv, _WHERE: census.describe(function)}
+    marks = {
+        REGION: number,
+        _POLICY: policy.name,
+        _MIN_KV: policy.min_kv,
+        _COLLECTIVES: policy.collectives,
+        _WHERE: census.describe(function),
+    }
     with annotate(marks):
         return function(*args, **kwargs)
 
@@ -70,7 +77,7 @@ def _tell() -> None:
 
 def policy_of(marks: Mapping[str, Any]) -> Policy:
     """The policy a region was checkpointed with, from the marks on one of its nodes."""
-    return Policy(marks[_POLICY], marks[_MIN_KV])
+    return Policy(marks[_POLICY], marks[_MIN_KV], marks[_COLLECTIVES])
 
 
 def where(marks: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastac.block_selection import container_of
+from fastac.checkpoint_wrappers import call_plainly, inside, plain_name, take_over
 from fastac.checkpointing import checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.models import has_switch
@@ -66,6 +67,7 @@ def put_on(model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], settin
             policy = policy[getattr(block, "_orig_mod", block)]
         own = _Block(block, vars(block).get("forward"), policy, setting.engine, watch)
         _set(block, functools.partial(_run, own))
+    watch.take_over(model)
     model.register_forward_pre_hook(watch.before)
     model.register_forward_hook(watch.after)
 
@@ -128,7 +130,7 @@ def snapshot(model: torch.nn.Module) -> Callable[[], None]:
 
 def checkpointed(model: torch.nn.Module) -> dict[str, _Block]:
     """The blocks of a model that `put_on` was called for, by qualified name."""
-    found = {name: _find(module) for name, module in model.named_modules()}
+    found = {plain_name(name): _find(module) for name, module in model.named_modules()}
     return {name: own for name, own in found.items() if own is not None}
 
 
@@ -190,13 +192,21 @@ class Watch:
         """Raise PolicyNotAppliedError for a block that is not checkpointed as it was enabled."""
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self.check(model)
+            self.take_over(model)
+
+    def take_over(self, model: torch.nn.Module) -> None:
+        """Let wrappers around the blocks, also such as came since, call them without a checkpoint of their own."""
+        for name in self.names:
+            block = list(_path(model, name))[-1]
+            if block is not inside(block):
+                take_over(block, call_plainly, f"{type(model).__name__}.{name}")
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise PolicyNotAppliedError for a block that is not checkpointed as it was enabled, or is so twice."""
         above = {model}
         for name in self.names:
             path = list(_path(model, name))
-            block = path[-1]
+            block = inside(path[-1])
             own = _find(block) if block is not None else None
             if own is None or own.watch is not self:
                 raise PolicyNotAppliedError(
@@ -219,7 +229,7 @@ class Watch:
             return
         containers: dict[str, bool] = {}
         for name in self.names:
-            block = list(_path(model, name))[-1]
+            block = inside(list(_path(model, name))[-1])
             own = _find(block) if block is not None else None
             parent = container_of(name)
             containers[parent] = containers.get(parent, False) or (own is not None and own.ran)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fastac.checkpoint_wrappers import inside, plain_name
 from fastac.errors import FastacError
 from fastac.models import LISTS, BlockContainer
 from fastac.policy import is_inside
@@ -34,8 +35,9 @@ def select(
                 f'Give the dotted name of a module list, such as "transformer.layers", or modules of the model.'
             )
         for block in module.children() if _is_container(module) else (module,):
-            found[names[block]] = block
-            _check_forward(names[block], block)
+            name = plain_name(names[block])
+            found[name] = inside(block)
+            _check_forward(name, found[name])
     if not found:
         raise FastacError(f"enable(blocks={_short(blocks)}): there is no block in it")
     for name in found:
@@ -62,6 +64,14 @@ def _check_forward(name: str, block: torch.nn.Module) -> None:
             f"enable(blocks=...): the forward of {name!r} ({type(block).__name__}) is {kind}, which can not be "
             f"replaced. Call fastac.checkpoint(block, *args) where the model calls it."
         )
+
+
+def without_wrappers(containers: Iterable[BlockContainer]) -> list[BlockContainer]:
+    """The same containers, with what is inside torch's activation wrappers in the place of these."""
+    return [
+        BlockContainer(container.name, {name: inside(block) for name, block in container.blocks.items()})
+        for container in containers
+    ]
 
 
 def grouped(blocks: Mapping[str, torch.nn.Module]) -> list[BlockContainer]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fastac import opaque
+from fastac.collectives import Communication
 from fastac.registry import ResolvedOp
 from fastac.tape import Record
 
@@ -45,13 +46,15 @@ class Census:
     """The attention calls of one region, in order. ops: what a later region of this kind must record.
 
     selection_bytes: memory held by the choices of sparse attention (top-k and sort outputs). compiled: it runs
-    code that torch.compile made.
+    code that torch.compile made. writing: collectives that write a buffer of their caller's, as far as it was watched;
+    they are never saved. FSDP's own are not among them.
     """
 
     ops: list[ResolvedOp]
     calls: tuple[Call, ...]
     selection_bytes: int = 0
     compiled: bool = False
+    writing: tuple[str, ...] = ()
     others: list[list[ResolvedOp]] = dataclasses.field(default_factory=list)
     """What a function that is no block was found to record as well: one function may run several unlike layers."""
 
@@ -65,6 +68,8 @@ class Census:
         """From a region that has just been recorded on a tape."""
         calls = []
         for entry in filter(None, record.tape):
+            if not entry.resolved.is_attention:
+                continue
             extra = opaque.extra_bytes(entry.resolved, entry.kept or ())
             calls.append(Call(entry.resolved.name, int(entry.keys), entry.kept is not None, entry.saved_bytes, extra))
         return cls(list(record.calls), tuple(calls), record.tape.choices.held_bytes)
@@ -74,6 +79,7 @@ class Census:
 class BlockRecord:
     """What is known about one block. censuses: of its regions, by policy and input signature; latest: the last one.
 
+    communication: of its latest region, None where that had no functional collective.
     looked: when the autograd graph of a region was last looked through for compiled code, as `compiled_graphs` counts.
     """
 
@@ -81,6 +87,7 @@ class BlockRecord:
     name: str = ""
     latest: Census | None = None
     latest_key: object = None
+    communication: Communication | None = None
     looked: int = -1
     censuses: dict[Any, Census] = dataclasses.field(default_factory=dict)
 

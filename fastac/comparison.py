@@ -66,7 +66,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     census.listeners.append(regions.append)
     try:
         with generators_preserved(_devices(model)), torch.enable_grad():
-            outputs = [t for t in tree_leaves(_unpacked(function(*args, **kwargs))) if _is_floating(t)]
+            outputs = [_local(t) for t in tree_leaves(_unpacked(function(*args, **kwargs))) if _is_floating(t)]
             forward = counter.total()
             graphs = compiled_graphs.ids_among(autograd_graph.nodes_between(outputs, ()))
             generator = torch.Generator().manual_seed(0)
@@ -79,12 +79,17 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
         scopes.execution_counters.remove(counter)
         census.listeners.remove(regions.append)
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
-    tensors |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+    tensors |= {f"gradient of {name}": _local(parameter.grad) for name, parameter in model.named_parameters()}
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-    tensors |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves)}
+    tensors |= {f"gradient of input {i}": _local(leaf.grad) for i, leaf in enumerate(leaves)}
     model.zero_grad(set_to_none=True)
     calls = [call for region in regions for call in region.calls]
     return Step(tensors, (forward, counter.total() - forward), calls, graphs)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a tensor that is sharded over several (DTensor)."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _unpacked(outputs: Any) -> Any:

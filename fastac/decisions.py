@@ -19,7 +19,7 @@ from fastac.recognition import (
     without_coarse,
 )
 from fastac.registry import classify, qualified_name
-from fastac.rows import DecompositionOp, SelectionOp
+from fastac.rows import CollectiveOp, DecompositionOp, SelectionOp
 
 
 class Decisions:
@@ -32,6 +32,7 @@ class Decisions:
         self._written_out: list[Decomposed] = []
         self._coarse: list[int] = []
         self._unknown: list[UnknownOp] = []
+        self._exchanged: list[Any] = []  # what saved collectives return, before it is waited for
 
     def of(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> bool | None:
         """Whether the policy saves what an operator has returned; None for what it has nothing to say about.
@@ -50,12 +51,23 @@ class Decisions:
             return None
         if isinstance(resolved.row, SelectionOp):
             return bool(args[0].is_floating_point()) and not self.policy.saves_nothing
+        if isinstance(resolved.row, CollectiveOp):
+            return self._of_collective(resolved.row.kind, args, outputs)
         self._coarse.append(resolved.coarse_keys(args, kwargs))
         resolved.check_trains()
         saved = bool(self.policy.saves(resolved.keys(args, kwargs)))
         if saved:
             resolved.check_writes(args, kwargs)
         return saved
+
+    def _of_collective(self, kind: str, args: Sequence[Any], outputs: Any) -> bool | None:
+        """A collective that is saved is saved with its wait: a graph may hold what is complete in other memory."""
+        if not self.policy.saves_collectives:
+            return None
+        if kind == "exchange":
+            self._exchanged += outputs if isinstance(outputs, (list, tuple)) else [outputs]
+            return True
+        return True if kind == "wait" and any(args[0] is one for one in self._exchanged) else None
 
     def _look_for_attention(self, op: Any, args: Sequence[Any], outputs: Any) -> None:
         if self.policy.saves_nothing or not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):

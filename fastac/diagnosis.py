@@ -192,6 +192,20 @@ def look_again(
     )
 
 
+def first_look(
+    recorded: Sequence[ResolvedOp], missed: Sequence[Decomposed], observer: observation.Observer | None
+) -> Look:
+    """What is known without running the function again, which one rank must not do alone where it communicates."""
+    cause = "no fused kernel took it (it was not looked at more closely: its block communicates with other ranks)"
+    small = [Attention("", found.attention, found.keys, cause) for found in missed]
+    if observer is None:
+        return Look(tuple(recorded), small, [], [], [], [], [])
+    small += [Attention(where, found.attention, found.keys, "it is not one op") for where, found in observer.missed]
+    return Look(
+        tuple(recorded), small, observer.unknown, observer.elsewhere, observer.silent, list(observer.joined), []
+    )
+
+
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 

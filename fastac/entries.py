@@ -76,5 +76,11 @@ def described(args: Sequence[Any]) -> list[Any]:
 
 
 def readable(inputs: Sequence[Any]) -> str:
-    """What `described` tells, for messages."""
-    return ", ".join(f"{tuple(shape)} {str(dtype).removeprefix('torch.')}" for shape, _, dtype in inputs)
+    """What `described` tells, for messages, and other arguments as they are."""
+    return ", ".join(_readable(one) for one in inputs)
+
+
+def _readable(one: Any) -> str:
+    if isinstance(one, tuple) and one and isinstance(one[0], torch.Size):
+        return f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')}"
+    return str(one)

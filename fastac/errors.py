@@ -1,8 +1,17 @@
 """What fastac raises. A message says what was asked, where, what was seen, and what to do."""
 
+from fastac import ranks
+
 
 class FastacError(RuntimeError):
-    """Base of every error that fastac raises on purpose."""
+    """Base of every error that fastac raises on purpose. Among several processes its message names the rank."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.rank = ranks.name()
+
+    def __str__(self) -> str:
+        return f"{self.rank}: {super().__str__()}" if self.rank else super().__str__()
 
 
 class UnsupportedBackendError(FastacError):

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from fastac import block_forward, block_selection, census, interception, models, partitioner
+from fastac import block_forward, block_selection, census, checkpoint_wrappers, interception, models, partitioner
 from fastac.block_forward import Setting
 from fastac.checkpointing import ENGINES, checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks
-from fastac.preflight import check_backends, refuse_wrapped
+from fastac.preflight import check_backends
 from fastac.remarks import refuse_only_linear, remarks
 
 logger = logging.getLogger("fastac")
@@ -62,7 +62,7 @@ def enable(
     named = {name: block for container in containers for name, block in container.blocks.items()}
     selected: Policy | BlockPolicies
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
-    refuse_wrapped(model)
+    checkpoint_wrappers.check(model, type(model).__name__, set(named.values()))
     interception.install()
     partitioner.inform_if_loaded()
     check_backends(model, selected)
@@ -70,8 +70,11 @@ def enable(
 
     if blocks is None:
         block_forward.refuse_hooked(model)
-        _switch_on(model, functools.partial(checkpoint, policy=selected, engine=engine))
+        function = functools.partial(checkpoint, policy=selected, engine=engine)
+        _switch_on(model, function)
         block_forward.take_off(model)
+        for name, wrapper in checkpoint_wrappers.wrappers_of(model):
+            checkpoint_wrappers.take_over(wrapper, function, name)
     else:
         disable(model)
         block_forward.put_on(model, named, Setting(selected, engine))
@@ -100,7 +103,7 @@ def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> 
             )
         return block_selection.select(model, blocks, outer)
     check_switch(model, "enable")
-    containers = models.containers(model, models.row_of(model))
+    containers = block_selection.without_wrappers(models.containers(model, models.row_of(model)))
     if not containers:
         raise FastacError(
             f"enable: found no transformer blocks in {name}: no module list whose members hold attention. "
@@ -128,6 +131,7 @@ def disable(model: torch.nn.Module) -> None:
     check_module(model, "disable")
     model = models.unwrapped(model)
     block_forward.take_off(model)
+    checkpoint_wrappers.give_back(model)
     for module in _switches(model):
         if not is_ours(_function_of(module)):
             continue
@@ -142,11 +146,12 @@ def disable(model: torch.nn.Module) -> None:
 class Snapshot:
     """The checkpointing of a model at one time. switches: flag, function and forward hooks by module.
 
-    forwards: puts those of blocks back.
+    forwards, wrappers: put those of blocks back.
     """
 
     switches: dict[torch.nn.Module, Any]
     forwards: Callable[[], None]
+    wrappers: Callable[[], None]
 
 
 def snapshot(model: torch.nn.Module) -> Snapshot:
@@ -160,7 +165,7 @@ def snapshot(model: torch.nn.Module) -> Snapshot:
         )
         for module in _switches(model)
     }
-    return Snapshot(switches, block_forward.snapshot(model))
+    return Snapshot(switches, block_forward.snapshot(model), checkpoint_wrappers.snapshot(model))
 
 
 def restore(model: torch.nn.Module, state: Snapshot) -> None:
@@ -173,6 +178,7 @@ def restore(model: torch.nn.Module, state: Snapshot) -> None:
         for key, forward_hook in hooks.items():
             module._forward_pre_hooks.setdefault(key, forward_hook)
     state.forwards()
+    state.wrappers()
 
 
 def _set(module: Any, flag: Any, function: Any) -> None:
@@ -214,7 +220,9 @@ def policy_as_given(model: torch.nn.Module, setting: Setting) -> Policy | dict[s
 def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
     """The containers of the blocks that are checkpointed, or would be."""
     blocks = {name: own.module for name, own in block_forward.checkpointed(model).items()}
-    return block_selection.grouped(blocks) if blocks else models.containers(model, models.row_of(model))
+    if blocks:
+        return block_selection.grouped(blocks)
+    return block_selection.without_wrappers(models.containers(model, models.row_of(model)))
 
 
 def was_replaced(model: torch.nn.Module) -> bool:

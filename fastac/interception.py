@@ -20,7 +20,7 @@ from fastac import registry, torch_internals
 from fastac.entries import generation
 from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
-from fastac.rows import AttentionOp, DecompositionOp, SelectionOp
+from fastac.rows import AttentionOp, CollectiveOp, DecompositionOp, SelectionOp
 from fastac.scopes import run_kernel, thread
 from fastac.torch_internals import BELOW_BACKEND_SELECT
 
@@ -113,7 +113,12 @@ def _intercept(resolved: ResolvedOp) -> None:
             f'where fastac must stand. Load fastac without that package, or use policy="full".'
         )
     holder = _Holder(resolved)
-    functions = {AttentionOp: _attention, DecompositionOp: _decomposition, SelectionOp: _choice}
+    functions = {
+        AttentionOp: _attention,
+        DecompositionOp: _decomposition,
+        SelectionOp: _choice,
+        CollectiveOp: _collective,
+    }
     function = functions[type(resolved.row)](holder)
     if isinstance(resolved.op, torch._ops.HigherOrderOperator):
         torch_internals.at_backend_select(resolved.op, function)
@@ -162,3 +167,14 @@ def _choice(holder: _Holder) -> Callable[..., Any]:
         return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
 
     return chosen
+
+
+def _collective(holder: _Holder) -> Callable[..., Any]:
+    def collective_called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = thread.scope
+        resolved = holder.resolved
+        if scope is not None:
+            return scope.communicate(resolved, keyset, args, kwargs)
+        return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
+
+    return collective_called

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import census, interception, opaque, registry, torch_internals
 from fastac.autograd_graph import graph_roots, leads_to, tensors_of
+from fastac.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.entries import CountedOps
 from fastac.inductor_internals import CompiledCalls
 from fastac.policy import Policy
@@ -42,6 +43,8 @@ class Observer(TorchDispatchMode):
         self.elsewhere: list[str] = []
         self.silent: list[str] = []
         self.joined: list[str] = []
+        self.writing: list[str] = []  # collectives that write a buffer, but for FSDP's own
+        self.communicates = False
         self.progress: Callable[[], int] = lambda: 0
         self.let_in: Callable[[ResolvedOp], None] = lambda _: None
         self.ops: tuple[ResolvedOp, ...] = ()  # what the tape records is not seen twice
@@ -135,12 +138,18 @@ class Observer(TorchDispatchMode):
         """Take note of one op that has just run."""
         resolved = registry.classify(op)
         if resolved is not None:
+            self.communicates |= resolved.is_collective
             if resolved.is_attention:
                 self._coarse.append(resolved.coarse_keys(args, kwargs))
             return
         if not isinstance(op, torch._ops.OpOverload):
             if looks_like_attention_forward(op.name(), args):
                 self.unknown.append(UnknownOp("higher_order", op.name()))
+            return
+        if writes_its_buffer(op):
+            self.communicates = True
+            if not is_called_by_fsdp():
+                self.writing.append(str(op).removesuffix(".default"))
             return
         found = self._softmax_attention.follow(op, args, outputs)
         if found is not None and self.policy.saves(found.keys):

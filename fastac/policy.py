@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fastac.checkpoint_wrappers import inside
 from fastac.errors import FastacError
 
 logger = logging.getLogger("fastac")
@@ -22,11 +23,14 @@ class Policy:
     """What checkpointing saves: "full" nothing, "attn_only" every attention forward over at least `min_kv` keys.
 
     FLOPs saved per byte kept grow with the number of keys alone, so that is what `min_kv` bounds.
-    Raises FastacError for another name, or a `min_kv` that is not a whole number of keys.
+    collectives: "save" keeps what functional collectives return, but for gathers, so that recompute does not issue them
+    again; "recompute" issues them again and keeps nothing of them: fewer bytes, more communication.
+    Raises FastacError for another name, a `min_kv` that is not a whole number of keys, other words for `collectives`.
     """
 
     name: str = "attn_only"
     min_kv: int = 0
+    collectives: str = "save"
 
     def __post_init__(self) -> None:
         if self.name not in ("full", "attn_only"):
@@ -36,8 +40,10 @@ class Policy:
             )
         if not isinstance(self.min_kv, int) or isinstance(self.min_kv, bool) or self.min_kv < 0:
             raise FastacError(f"Policy(min_kv={self.min_kv!r}): a number of keys, 0 or more, was expected")
-        if self.name == "full" and self.min_kv:
-            raise FastacError('Policy("full", min_kv=...): full saves nothing, so min_kv has no meaning')
+        if self.collectives not in ("save", "recompute"):
+            raise FastacError(f'Policy(collectives={self.collectives!r}): there are "save" and "recompute"')
+        if self.name == "full" and (self.min_kv or self.collectives != "save"):
+            raise FastacError('Policy("full", ...): full saves nothing, so min_kv and collectives have no meaning')
 
     @property
     def saves_nothing(self) -> bool:
@@ -48,11 +54,18 @@ class Policy:
         """Whether an attention call over so many keys is saved."""
         return self.name == "attn_only" and (self.min_kv == 0 or keys >= self.min_kv)
 
+    @property
+    def saves_collectives(self) -> bool:
+        """Whether what functional collectives return is saved, but for gathers."""
+        return not self.saves_nothing and self.collectives == "save"
+
     def __str__(self) -> str:
         for name, policy in NAMED.items():
             if policy == self:
                 return name
-        return f"{self.name}(min_kv={self.min_kv})"
+        options = [f"min_kv={self.min_kv}"] * bool(self.min_kv)
+        options += [f"collectives={self.collectives!r}"] * (self.collectives != "save")
+        return f"{self.name}({', '.join(options)})"
 
 
 class BlockPolicies(dict[Any, Policy]):
@@ -60,7 +73,7 @@ class BlockPolicies(dict[Any, Policy]):
 
     def of(self, function: Any) -> Policy | None:
         """The policy of the block that is called: itself, by a bound method, or compiled. None for a strange block."""
-        block = getattr(function, "__self__", function)
+        block = inside(getattr(function, "__self__", function))
         return self.get(getattr(block, "_orig_mod", block))
 
     def __str__(self) -> str:

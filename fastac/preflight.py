@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fastac import census, opaque, registry, torch_internals
+from fastac import census, checkpoint_wrappers, opaque, registry, torch_internals
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.policy import BlockPolicies, Policy, is_inside, saves_nothing
 from fastac.registry import BackendUse
@@ -25,19 +25,10 @@ def is_compiled(function: Any) -> bool:
 
 
 def refuse_wrapped(function: Any) -> None:
-    """Raise FastacError when something inside is checkpointed already: attention would run twice and be kept."""
+    """Raise FastacError when a part of a block is checkpointed already: attention would run twice and be kept."""
     owner = census.module_of(function)
-    if owner is None:
-        return
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-    for name, module in owner.named_modules():
-        if isinstance(module, CheckpointWrapper):
-            where = ".".join(filter(None, (census.describe(function), name)))
-            raise FastacError(
-                f"{where} is wrapped in torch's CheckpointWrapper (accelerate's FSDP activation_checkpointing does "
-                f"that), so it would be checkpointed twice. Switch the wrapper off, or do not use fastac for it."
-            )
+    if owner is not None:
+        checkpoint_wrappers.check(owner, census.describe(function))
 
 
 def refuse_strange_block(function: Any) -> NoReturn:

@@ -21,6 +21,7 @@ from fastac.rows import (
     ALWAYS,
     KEYS_DIMENSION,
     AttentionOp,
+    CollectiveOp,
     DecompositionOp,
     Row,
     SelectionOp,
@@ -59,13 +60,14 @@ class ResolvedOp:
         self.trains = not isinstance(row, AttentionOp) or row.trains
         self.may_draw = isinstance(row, AttentionOp) and row.dropout is not None
         self.is_attention = isinstance(row, AttentionOp)
+        self.is_collective = isinstance(row, CollectiveOp)
         self.has_selection = isinstance(row, AttentionOp) and bool(row.selection)
         if self.trains and not isinstance(row, DecompositionOp):
             self._check_schema(row, arguments)
         if isinstance(row, AttentionOp):
             self._key, self._dimension = self._positions.get(row.key, 0), KEYS_DIMENSION[row.layout]
 
-    def _check_schema(self, row: AttentionOp | SelectionOp, arguments: Sequence[torch_internals.Argument]) -> None:
+    def _check_schema(self, row: Row, arguments: Sequence[torch_internals.Argument]) -> None:
         for argument in arguments:
             if argument.written:
                 self.written.append(argument.name)
@@ -76,7 +78,7 @@ class ResolvedOp:
                     )
         if not torch_internals.returns_tensors(self.op):
             raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save")
-        if isinstance(row, SelectionOp):
+        if not isinstance(row, AttentionOp):
             return
         named = [row.key, row.max_kv, None if row.dropout == ALWAYS else row.dropout, row.coarse, *row.selection]
         for name in named:
@@ -96,8 +98,8 @@ class ResolvedOp:
     def keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Number of keys each query of this call may attend to (a SymInt under a trace with dynamic shapes)."""
         row = self.row
-        if isinstance(row, SelectionOp):
-            raise TypeError(f"{self.name} chooses, and attends to no keys")
+        if isinstance(row, (SelectionOp, CollectiveOp)):
+            raise TypeError(f"{self.name} is no attention, and attends to no keys")
         if isinstance(row, DecompositionOp):
             keys: int = args[row.scores].shape[-1]
             return keys

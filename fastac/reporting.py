@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fastac import census, compiled_graphs, hook, models
 from fastac.census import Call
+from fastac.collectives import Communication
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.remarks import remarks
 
@@ -25,6 +26,8 @@ class ContainerReport:
     the choices of sparse attention. blocks_full: how many the policy checkpoints fully, which are not watched.
     blocks_compiled: of blocks_seen, how many stand in a compiled graph. Of these it tells what was decided while the
     graph was traced, for the input sizes of that trace; nothing of them is seen while the graph runs.
+    communication: of functional collectives, sums over the latest region of each block. `again` grows in backward.
+    writing: collectives that write a buffer of their caller's, which are never saved; FSDP's own are not counted.
     """
 
     container: str
@@ -40,6 +43,8 @@ class ContainerReport:
     selection_bytes: int = 0
     blocks_full: int = 0
     blocks_compiled: int = 0
+    communication: Communication | None = None
+    writing: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +69,11 @@ class Report:
             title_justify="left",
             caption="\n".join(filter(None, (self.problem, *self.remarks))) or None,
         )
-        for heading in ("blocks", "class", "attention calls", "saved", "recomputed", "bytes saved", "ops"):
-            words = heading in ("blocks", "class", "ops")
+        headings = ["blocks", "class", "attention calls", "saved", "recomputed", "bytes saved", "ops"]
+        communicates = any(row.communication or row.writing for row in self.rows)
+        headings += ["collectives"] * communicates
+        for heading in headings:
+            words = heading in ("blocks", "class", "ops", "collectives")
             table.add_column(heading, justify="left" if words else "right", no_wrap=True)
         for row in self.rows:
             notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
@@ -80,6 +88,7 @@ class Report:
                 str(row.recomputed),
                 _bytes_of(row),
                 "\n".join(row.ops) or "none seen",
+                *[_collectives_of(row)] * communicates,
             )
         return render(table)
 
@@ -104,6 +113,7 @@ def report(model: torch.nn.Module) -> Report:
         calls = [call for latest in seen.values() for call in latest.calls]
         calls += [call for decided in compiled.values() for call in decided]
         saved = sum(call.saved for call in calls)
+        parts = [record.communication for name in seen if (record := records[name]) is not None]
         rows.append(
             ContainerReport(
                 container=container.name,
@@ -122,6 +132,8 @@ def report(model: torch.nn.Module) -> Report:
                     for block in container.blocks.values()
                 ),
                 blocks_compiled=len(compiled),
+                communication=sum(filter(None, parts), Communication()) if any(parts) else None,
+                writing=sum(len(latest.writing) for latest in seen.values()),
             )
         )
     return Report(
@@ -182,6 +194,17 @@ def _bytes_of(row: ContainerReport) -> str:
     notes = [(row.extra_bytes, "of it extra"), (row.selection_bytes, "choices")]
     parts = [f"{readable_bytes(count)} {note}" for count, note in notes if count]
     return readable_bytes(row.saved_bytes) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _collectives_of(row: ContainerReport) -> str:
+    lines = []
+    if (found := row.communication) is not None:
+        lines.append(f"{found.issued} in forward ({readable_bytes(found.issued_bytes)})")
+        lines.append(f"{found.saved} of them saved ({readable_bytes(found.saved_bytes)})")
+        lines.append(f"{found.again} issued again in backward ({readable_bytes(found.again_bytes)})")
+    if row.writing:
+        lines.append(f"{row.writing} more write a buffer: never saved, issued again")
+    return "\n".join(lines) or "none"
 
 
 def readable_bytes(count: int) -> str:

@@ -88,12 +88,31 @@ class SelectionOp:
     keeps_values: bool
 
 
-Row = AttentionOp | DecompositionOp | SelectionOp
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveOp:
+    """One functional collective of torch: it writes none of its arguments.
+
+    kind: of KINDS.
+    """
+
+    namespace: str
+    name: str
+    kind: str = "exchange"
+
+
+KINDS = {
+    "exchange": "returns no more than it was given: saved, so that it is not issued again",
+    "gather": "returns a multiple of what it was given, such as unsharded weights: issued again, never saved",
+    "wait": "completes another collective: waiting again for what is complete costs nothing",
+}
+"""What a collective does -> what that means for its outputs."""
+
+Row = AttentionOp | DecompositionOp | SelectionOp | CollectiveOp
 
 
 def check_row(row: Row) -> None:
     """Raise FastacError when a row is not well-formed."""
-    if not isinstance(row, (AttentionOp, DecompositionOp, SelectionOp)):
+    if not isinstance(row, (AttentionOp, DecompositionOp, SelectionOp, CollectiveOp)):
         raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
     for field in dataclasses.fields(row):
         allowed = (str, type(None)) if "None" in str(field.type) else str
@@ -115,6 +134,8 @@ def check_row(row: Row) -> None:
             f"register: name {row.name!r} is not the bare name of an op. Write it without namespace and overload: "
             f'AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward")'
         )
+    if isinstance(row, CollectiveOp) and row.kind not in KINDS:
+        raise FastacError(f"register: kind {row.kind!r} of {row.name} is none of {', '.join(KINDS)}")
     if isinstance(row, AttentionOp) and row.layout not in KEYS_DIMENSION:
         raise FastacError(f"register: layout {row.layout!r} of {row.name} is none of {', '.join(KEYS_DIMENSION)}")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fastac import torch_internals
 from fastac.choices import Choices
+from fastac.collectives import Communication
 from fastac.entries import CountedOps, Entry
 from fastac.registry import ResolvedOp
 from fastac.torch_internals import BELOW_BACKEND_SELECT
@@ -26,11 +27,12 @@ execution_counters: list[Calls] = []
 class Tape(list[Entry | None]):
     """The entries of one region, and what goes with them."""
 
-    __slots__ = ("choices", "companions", "ops", "recording")
+    __slots__ = ("choices", "communication", "companions", "ops", "recording")
 
     def __init__(self) -> None:
         super().__init__()
         self.choices = Choices()
+        self.communication: Communication | None = None  # of a region that has any
         self.companions: list[object] = []  # what kept outputs need besides, which is no tensor
         self.ops = CountedOps()
         self.recording = False
@@ -48,7 +50,7 @@ thread = _Thread()
 def run_kernel(
     resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any], inside: Scope | None = None
 ) -> Any:
-    """Run the attention kernel itself. An op that it calls is part of it: neither recorded nor replayed.
+    """Run the kernel itself. An op that it calls is part of it: neither recorded nor replayed.
 
     inside: the scope that is open while it runs, after all: of an op that is none of its business.
     """
@@ -88,6 +90,8 @@ class Scope:
             return run_kernel(resolved, keyset, args, kwargs)
         if resolved.is_attention:
             return outer.call(resolved, keyset, args, kwargs)
+        if resolved.is_collective:
+            return outer.communicate(resolved, keyset, args, kwargs)
         return outer.choose(resolved, keyset, args, kwargs)
 
     def inner(self) -> int:
@@ -114,6 +118,10 @@ class Scope:
 
     def choose(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Something was chosen, perhaps for sparse attention, in this thread while the scope is open."""
+        return self.run(resolved, keyset, args, kwargs)
+
+    def communicate(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A functional collective was called in this thread while the scope is open."""
         return self.run(resolved, keyset, args, kwargs)
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fastac import compiled_graphs, opaque, torch_internals
 from fastac.census import Call, Census
 from fastac.choices import Choices, Reader
+from fastac.collectives import Communication
 from fastac.decisions import Decisions
 from fastac.entries import CountedOps
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
@@ -24,7 +25,7 @@ from fastac.policy import Policy
 from fastac.preservation import autocast_as_called, is_of_torch
 from fastac.recognition import Decomposed
 from fastac.registry import ResolvedOp, classify
-from fastac.rows import DecompositionOp, SelectionOp
+from fastac.rows import CollectiveOp, DecompositionOp, SelectionOp
 from fastac.selection import Selection
 
 COMPILED_CODE = (
@@ -164,6 +165,7 @@ class SelectiveRecord:
         self._found: list[Call] = []
         self.owners: list[int] = []
         self._choices = Choices()
+        self.communication: Communication | None = None
         self._selections: list[Selection | None] = []  # of every sparse call, None for one that is recomputed
         self.late: list[str] = []  # ops that were intercepted too late to be saved here
         self.ops = CountedOps()
@@ -215,6 +217,8 @@ class SelectiveRecord:
         if isinstance(resolved.row, SelectionOp):
             self._choices.keep(resolved, args, kwargs, context.op_output)
             return CheckpointPolicy.PREFER_RECOMPUTE
+        if isinstance(resolved.row, CollectiveOp):
+            return self._decide_collective(resolved.row.kind, context.op_output)
         verdict = _verdict(resolved, self.policy, args, kwargs)
         saved = verdict is CheckpointPolicy.MUST_SAVE
         if saved and not torch.is_grad_enabled() and torch_internals.in_compiled_code():
@@ -234,3 +238,14 @@ class SelectiveRecord:
         extra = opaque.extra_bytes(resolved, outputs) if saved else 0
         self._found.append(Call(resolved.name, int(resolved.keys(args, kwargs)), saved, held, extra))
         return verdict
+
+    def _decide_collective(self, kind: str, outputs: Any) -> CheckpointPolicy:
+        if kind == "wait":
+            return CheckpointPolicy.PREFER_RECOMPUTE  # it returns the memory that it was given
+        if self.communication is None:
+            self.communication = Communication()
+        self.communication.forward(outputs)
+        if kind == "gather" or not self.policy.saves_collectives:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.communication.save(outputs)
+        return CheckpointPolicy.MUST_SAVE

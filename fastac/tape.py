@@ -16,6 +16,7 @@ import torch
 
 from fastac import torch_internals
 from fastac.choices import Reader
+from fastac.collectives import Communication, inputs_of
 from fastac.entries import Entry, described, readable
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
@@ -125,6 +126,11 @@ class Record(Scope):
             entry.versions = torch_internals.versions(entry.kept)
         return outputs
 
+    @property
+    def communication(self) -> Communication | None:
+        """What the collectives of the region did; None where it has none."""
+        return self.tape.communication
+
     def _refuse_inner_checkpoint(self, resolved: ResolvedOp) -> None:
         if torch_internals.innermost_checkpoint() not in (None, self.checkpoint):
             raise PolicyNotAppliedError(
@@ -137,6 +143,28 @@ class Record(Scope):
         outputs = super().choose(resolved, keyset, args, kwargs)
         if not self.passes_by(resolved, args):
             self.tape.choices.keep(resolved, args, kwargs, outputs, self.inner())
+        return outputs
+
+    def communicate(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Keep what a collective returns that returns no more than it was given, unless the policy recomputes it."""
+        if self.passes_by(resolved, args):
+            return self.let_by(resolved, keyset, args, kwargs)
+        communication = self.tape.communication
+        if communication is None:
+            communication = self.tape.communication = Communication()
+        kind = resolved.row.kind  # type: ignore[union-attr]
+        if kind == "wait":
+            outputs = self.run(resolved, keyset, args, kwargs)
+            communication.complete(args[0])
+            return outputs
+        entry = Entry(resolved, 0, inputs_of(args))
+        if kind == "exchange":
+            self.tape.append(entry)
+        outputs = self.run(resolved, keyset, args, kwargs)
+        communication.forward(outputs)
+        if kind == "exchange" and self.policy.saves_collectives:
+            guarded = torch.is_grad_enabled() and _requires_grad(args)
+            communication.keep(entry, outputs, guarded)
         return outputs
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -165,16 +193,43 @@ class Replay(Scope):
         # torch ends a recompute early by an exception; one that came to its end must have made the same calls.
         if exception[0] is None and self.position != len(self.tape):
             raise FastacError(
-                f"recompute made {self.position} attention calls where the forward made {len(self.tape)}: the "
+                f"recompute made {self.position} {self._calls} where the forward made {len(self.tape)}: the "
                 f"checkpointed function took another path. Make it depend on its arguments alone."
             )
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if self.passes_by(resolved, args):
             return self.let_by(resolved, keyset, args, kwargs)
+        entry = self._next(resolved, described(args))
+        if entry.kept is None:
+            self.position += 1
+            return self.run(resolved, keyset, args, kwargs)
+        return self._replay(entry, resolved, args, kwargs)
+
+    def communicate(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what a collective returned in the forward; issue again what was not kept."""
+        kind = resolved.row.kind  # type: ignore[union-attr]
+        if kind == "wait" or self.passes_by(resolved, args):
+            return self.let_by(resolved, keyset, args, kwargs)
+        if kind == "exchange":
+            entry = self._next(resolved, inputs_of(args))
+            if entry.kept is not None:
+                return self._replay(entry, resolved, args, kwargs)
+            self.position += 1
+        outputs = self.run(resolved, keyset, args, kwargs)
+        if self.tape.communication is not None:
+            self.tape.communication.repeat(outputs)
+        return outputs
+
+    @property
+    def _calls(self) -> str:
+        return "attention calls" if self.tape.communication is None else "attention calls and collectives"
+
+    def _next(self, resolved: ResolvedOp, inputs: Sequence[Any]) -> Entry:
+        """The entry of the call that recompute makes now. Raises FastacError where it is another one."""
         if self.position >= len(self.tape):
             raise FastacError(
-                f"recompute called {resolved.name} after the {len(self.tape)} attention calls the forward made: the "
+                f"recompute called {resolved.name} after the {len(self.tape)} {self._calls} the forward made: the "
                 f"checkpointed function took another path. Make it depend on its arguments alone."
             )
         entry = self.tape[self.position]
@@ -184,18 +239,21 @@ class Replay(Scope):
                 "Use retain_graph=True on the first backward to go through it again."
             )
         # By name: torch may hand out another object for the same op once an older definition of it is collected.
-        if entry.resolved.qualified_name != resolved.qualified_name or entry.inputs != described(args):
+        if entry.resolved.qualified_name != resolved.qualified_name or entry.inputs != inputs:
+            kind = "attention call" if resolved.is_attention else "collective"
             raise FastacError(
-                f"attention call {self.position} of recompute is not the one of the forward: {resolved.name} on "
-                f"{readable(described(args))} where {entry.resolved.name} on {readable(entry.inputs)} was recorded. "
+                f"{kind} {self.position} of recompute is not the one of the forward: {resolved.name} on "
+                f"{readable(inputs)} where {entry.resolved.name} on {readable(entry.inputs)} was recorded. "
                 f"The checkpointed function took another path, or the attention backend changed in between."
             )
+        return entry
+
+    def _replay(self, entry: Entry, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         # A backward inside the region replays what the forward that is still open will be asked for again.
         keep_graph = torch_internals.keeps_graph() or self.tape.recording
         position, self.position = self.position, self.position + 1
-        if entry.kept is None:
-            return self.run(resolved, keyset, args, kwargs)
-        if torch_internals.versions(entry.kept) != entry.versions:
+        kept: Sequence[Any] = entry.kept or ()
+        if torch_internals.versions(kept) != entry.versions:
             raise FastacError(
                 f"the output of {resolved.name} was changed in place after it was saved, so recompute can not use it. "
                 f'Replace the in-place operation, or use policy="full" for this block.'
@@ -204,7 +262,7 @@ class Replay(Scope):
             set_generator_state(state, device)  # what runs next must draw what it drew before
         if entry.selection is not None:
             entry.selection.put_into(resolved, resolved.selection(args, kwargs))
-        outputs = entry.kept
+        outputs = kept
         if not keep_graph:
             self.tape[position] = None
         else:  # for a second backward; an output that nobody guards must not be handed out itself

@@ -4,75 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import block_forward, hook, interception, models
+from fastac import block_forward, errors, hook, interception, models
 from fastac.checkpointing import checkpoint
-from fastac.comparison import Step, as_found, differences, fresh, run_forward, run_step
-from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.comparison import Step, as_found, fresh, run_forward, run_step
+from fastac.errors import FastacError
+from fastac.outcome import Verification, compare, raise_if_broken
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.reporting import decided, readable_bytes, render
+from fastac.ranks import OtherRankFailed, Together
+from fastac.reporting import decided
 
 REFERENCES = ("none", "full")
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """What `verify` measured. Executions are of attention kernels, in one step; largest differences are absolute.
-
-    noise: the largest difference between two runs of the reference, above 0 where kernels are not deterministic.
-    broken: what differs by more than four times its own noise.
-    """
-
-    subject: str
-    policy: str
-    reference: str
-    compared: int
-    different: tuple[str, ...]
-    largest_difference: float
-    noise: float
-    broken: tuple[str, ...]
-    reference_executions: tuple[int, int]
-    policy_executions: tuple[int, int]
-    saved: int
-    recomputed: int
-    saved_bytes: int
-    allowed_again: int
-
-    def __str__(self) -> str:
-        table = Table(title=f"{self.subject}: {self.policy} against {self.reference}", title_justify="left")
-        for heading in ("promise", self.reference, self.policy, "kept"):
-            table.add_column(heading)
-        equal = f"{self.compared - len(self.different)} of {self.compared} bitwise equal"
-        forward, backward = zip(self.reference_executions, self.policy_executions, strict=True)
-        table.add_row("outputs and gradients", "", equal, _yes(not self.broken))
-        table.add_row("attention runs in forward", str(forward[0]), str(forward[1]), _yes(forward[0] == forward[1]))
-        once = self.policy_executions[1] <= self.allowed_again
-        table.add_row("attention runs in backward", str(backward[0]), str(backward[1]), _yes(once))
-        table.add_row("attention calls saved", "", f"{self.saved} of {self.saved + self.recomputed}", "")
-        table.add_row("bytes saved", "", readable_bytes(self.saved_bytes), "")
-        return render(table)
-
-
-def _yes(kept: bool) -> str:
-    return "yes" if kept else "no"
-
-
-def _allowed_again(expected: Step, step: Step, saved: int, policy: Policy | BlockPolicies, reference: str) -> int:
-    """How many attention kernels may run in backward: those the policy recomputes, and those of the model's own doing.
-
-    Regions under "full" are plain checkpointing and are not seen: what was not saved may run again.
-    """
-    own = expected.executions[1] if reference == "none" else 0
-    if isinstance(policy, BlockPolicies) or policy.saves_nothing:
-        return own + step.executions[0] - saved
-    return own + len(step.calls) - saved
 
 
 def verify(
@@ -97,7 +44,29 @@ def verify(
     compiling the reference makes, and rounding. Executions are counted in the whole process: let nothing else train.
     Raises PolicyNotAppliedError when attention ran again that was to be saved, FastacError when a result differs.
     Parameters' gradients, buffers, generator states and checkpointing are as before afterwards.
+    Among several processes every rank must call it, and it raises on all when it raises on one.
     """
+    together = Together()
+    try:
+        return together.run(
+            lambda: _verify(together, model, args, kwargs, policy, engine, blocks, reference, per_block)
+        )
+    except OtherRankFailed as failed:
+        kind = getattr(errors, failed.kind, FastacError)
+        raise kind(f"verify failed on another rank. {failed}") from None
+
+
+def _verify(
+    together: Together,
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Any,
+    engine: str | None,
+    blocks: Any,
+    reference: str,
+    per_block: bool,
+) -> Verification:
     if reference not in REFERENCES:
         raise FastacError(f"verify(reference={reference!r}): there are {', '.join(REFERENCES)}")
     hook.check_module(model, "verify")
@@ -114,41 +83,27 @@ def verify(
         engine = "tape" if setting is None else setting.engine
     with as_found(model):
         if blocks is None and not hasattr(inner, "enable_gradient_checkpointing"):
-            result = _verify_block(model, args, kwargs, policy, engine, reference)
+            result = _verify_block(together, model, args, kwargs, policy, engine, reference)
         elif per_block:
             if blocks is not None:
                 raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
-            result = _verify_blocks(model, args, kwargs, policy, engine, reference)
+            result = _verify_blocks(together, model, args, kwargs, policy, engine, reference)
         else:
-            result = _verify_model(model, args, kwargs, policy, engine, reference, blocks)
+            result = _verify_model(together, model, args, kwargs, policy, engine, reference, blocks)
     result = dataclasses.replace(result, subject=subject)
-    _raise_if_broken(result)
+    raise_if_broken(result)
     return result
 
 
-def _raise_if_broken(result: Verification) -> None:
-    if result.broken:
-        listed = ", ".join(result.broken[:5]) + (", ..." if len(result.broken) > 5 else "")
-        raise FastacError(
-            f"verify: {len(result.broken)} of {result.compared} outputs and gradients of {result.subject} under "
-            f"{result.policy} differ from {result.reference} checkpointing, by up to {result.largest_difference:.3g} "
-            f"({listed}); two runs of the reference differ by {result.noise:.3g}.\n{result}"
-        )
-    again = result.policy_executions[1] - result.allowed_again
-    if again > 0 or result.policy_executions[0] != result.reference_executions[0]:
-        raise PolicyNotAppliedError(
-            f"verify: {result.subject} under {result.policy} ran {max(again, 0)} attention kernels in backward that "
-            f"were to be saved.\n{result}"
-        )
-    if result.policy == "attn_only" and result.saved == 0 and result.reference_executions[0] > 0:
-        raise PolicyNotAppliedError(
-            f"verify: {result.subject} runs {result.reference_executions[0]} attention kernels, none of them inside a "
-            f"checkpointed block, so {result.policy} saved nothing.\n{result}"
-        )
-
-
 def _verify_model(
-    model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str, blocks: Any
+    together: Together,
+    model: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
+    policy: Any,
+    engine: str,
+    reference: str,
+    blocks: Any,
 ) -> Verification:
     inner: Any = models.unwrapped(model)
 
@@ -179,7 +134,7 @@ def _verify_model(
             return reference_step()
 
     selected = _selected(inner, policy, engine, blocks)
-    return _compare(reference_step, policy_step, selected, reference, eager_reference_step)
+    return compare(together, reference_step, policy_step, selected, reference, eager_reference_step)
 
 
 def _selected(model: torch.nn.Module, policy: Any, engine: str, blocks: Any = None) -> Policy | BlockPolicies:
@@ -191,7 +146,7 @@ def _selected(model: torch.nn.Module, policy: Any, engine: str, blocks: Any = No
 
 
 def _verify_block(
-    block: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+    together: Together, block: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
 ) -> Verification:
     def reference_step() -> Step:
         return run_step(block, _full_checkpoint if reference == "full" else _plain, (block, *args), kwargs)
@@ -201,11 +156,11 @@ def _verify_block(
         return run_step(block, function, (block, *args), kwargs)
 
     selected = policy[block] if isinstance(policy, BlockPolicies) else resolve(policy)
-    return _compare(reference_step, policy_step, selected, reference)
+    return compare(together, reference_step, policy_step, selected, reference)
 
 
 def _verify_blocks(
-    model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+    together: Together, model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
 ) -> Verification:
     inner: Any = models.unwrapped(model)
     selected = _selected(inner, policy, engine)
@@ -213,7 +168,9 @@ def _verify_blocks(
     hook.disable(inner)
     inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
     run_forward(model, args, kwargs)
-    parts = [_verify_block(block, inputs, named, selected, engine, reference) for block, inputs, named in regions]
+    parts = [
+        _verify_block(together, block, inputs, named, selected, engine, reference) for block, inputs, named in regions
+    ]
     if not parts:
         raise FastacError(f"verify(per_block=True): {type(model).__name__} checkpointed no block on these inputs")
     return Verification(
@@ -251,43 +208,3 @@ def _captured(regions: list[Any], function: Any, *args: Any, **kwargs: Any) -> A
     with torch.no_grad():
         regions.append((function, *fresh((args, kwargs))))
     return _full_checkpoint(function, *args, **kwargs)
-
-
-def _compare(
-    reference_step: Callable[[], Step],
-    policy_step: Callable[[], Step],
-    policy: Any,
-    reference: str,
-    eager_reference_step: Callable[[], Step] | None = None,
-) -> Verification:
-    """The policy runs twice: the first step, which may compile and takes the census, must be as exact as any other."""
-    expected, first, later = reference_step(), policy_step(), policy_step()
-    different = differences(expected, first)
-    for name, difference in differences(expected, later).items():
-        different[name] = max(difference, different.get(name, 0.0))
-    noise = differences(expected, reference_step()) if different else {}
-    allowed = {name: 4 * size for name, size in noise.items()}
-    if different and later.in_graph and eager_reference_step is not None:
-        compiling = differences(expected, eager_reference_step())
-        allowed = {
-            name: max(allowed.get(name, 0.0), 4 * compiling.get(name, 0.0) + expected.rounding(name))
-            for name in different
-        }
-    broken = [name for name, size in different.items() if math.isinf(size) or size > allowed.get(name, 0.0)]
-    saved = [call for call in later.calls if call.saved]
-    return Verification(
-        subject="",
-        policy=str(policy),
-        reference=reference,
-        compared=len(expected.tensors),
-        different=tuple(different),
-        largest_difference=max(different.values(), default=0.0),
-        noise=max(noise.values(), default=0.0),
-        broken=tuple(broken),
-        reference_executions=expected.executions,
-        policy_executions=later.executions,
-        saved=len(saved),
-        recomputed=len(later.calls) - len(saved),
-        saved_bytes=sum(call.saved_bytes for call in saved),
-        allowed_again=_allowed_again(expected, later, len(saved), policy, reference),
-    )

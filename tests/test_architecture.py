@@ -12,6 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "fastac"
 
 ORDER = (
+    "ranks",
     "errors",
     "probing",
     "torch_internals",
@@ -23,12 +24,14 @@ ORDER = (
     "registry",
     "flops",
     "partitioner",
+    "checkpoint_wrappers",
     "policy",
     "recognition",
     "decisions",
     "selection",
     "entries",
     "choices",
+    "collectives",
     "scopes",
     "tape",
     "interception",
@@ -45,6 +48,7 @@ ORDER = (
     "selective",
     "traced_regions",
     "annotation",
+    "regions",
     "checkpointing",
     "block_selection",
     "block_forward",
@@ -54,6 +58,7 @@ ORDER = (
     "graph",
     "reporting",
     "comparison",
+    "outcome",
     "verification",
     "checks",
     "cli",
@@ -108,7 +113,6 @@ MAY_NAME_LIBRARIES = ("hook", "verification", "cli", "backends", "models")
 PRIVATE_BUT_DOCUMENTED = {
     "torch._ops",  # OpOverload, the type of an op: it has no public name
     "torch.utils._python_dispatch",  # TorchDispatchMode, documented under this path
-    "torch.distributed.algorithms._checkpoint",  # CheckpointWrapper, documented under this path
 }
 PRIVATE = ("torch_internals", "compiler_internals", "inductor_internals", "graph.internals")
 """Modules that hold what is private in torch, probed there."""

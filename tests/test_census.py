@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import census, checkpointing, diagnosis, explanation, interception, observation, recognition
+from fastac import census, diagnosis, explanation, interception, observation, recognition, regions
 from fastac.policy import Policy
 from tests import support
 
@@ -108,7 +108,7 @@ def observers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             made.append(args[0])
             super().__init__(*args)
 
-    monkeypatch.setattr(checkpointing, "Observer", Counted)
+    monkeypatch.setattr(regions, "Observer", Counted)
     return made
 
 

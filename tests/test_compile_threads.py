@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import get_compilation_metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastac import PolicyNotAppliedError, checkpointing, selective
+from fastac import PolicyNotAppliedError, regions, selective
 from tests import support
 from tests.support import AttentionBlock, assert_same, stack, stack_inputs, train_step
 
@@ -59,7 +59,7 @@ def selective_threads(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
         given[threading.get_ident()] += 1
         return selective.traced_contexts(*args)
 
-    monkeypatch.setattr(checkpointing, "traced_contexts", counting)
+    monkeypatch.setattr(regions, "traced_contexts", counting)
     return given
 
 

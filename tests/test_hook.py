@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from diffusers import ModelMixin
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
@@ -412,39 +411,6 @@ def test_a_refused_change_leaves_what_was_enabled(wan: Any, executions: Any) -> 
         fastac.enable(model, "attention")
     assert state_of(model) == before
     assert executions(model, inputs) == 4
-
-
-# Blocks that are checkpointed already
-
-
-@pytest.mark.parametrize("inside", ["block", "attention"])
-def test_wrapped_blocks_are_refused_at_enable(wan: Any, inside: str) -> None:
-    model, _ = wan
-    if inside == "block":
-        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
-        where = "blocks.1"
-    else:
-        model.blocks[1].attn1 = checkpoint_wrapper(model.blocks[1].attn1)
-        where = "blocks.1.attn1"
-    before = state_of(model)
-    with pytest.raises(fastac.FastacError, match=rf"{WAN}\.{where} is wrapped in torch's CheckpointWrapper"):
-        fastac.enable(model)
-    assert state_of(model) == before
-
-
-@pytest.mark.parametrize("policy", ["attn_only", {"blocks.0": "attn_only", "*": "attn_only"}])
-@pytest.mark.parametrize("inside", ["block", "attention"])
-def test_blocks_wrapped_after_enable_are_refused_at_the_first_forward(wan: Any, inside: str, policy: Any) -> None:
-    """accelerate wraps in `prepare`, which comes later."""
-    model, inputs = wan
-    fastac.enable(model, policy)
-    for i, block in enumerate(model.blocks):
-        if inside == "block":
-            model.blocks[i] = checkpoint_wrapper(block)
-        else:
-            block.attn1 = checkpoint_wrapper(block.attn1)
-    with pytest.raises(fastac.FastacError, match="is wrapped in torch's CheckpointWrapper"):
-        model(**inputs)
 
 
 # Logging

@@ -2,6 +2,7 @@
 
 from fastac import opaque, registry
 from fastac.backends import (
+    collectives,
     diffusers,
     fastvideo,
     flash_attn_2,
@@ -28,7 +29,8 @@ LIBRARIES = (
 )
 """What `fastac backends` and docs/backends.md tell about, in their order."""
 
-for _file in (sdpa, varlen, flex, flash_attn_2, flash_attn_3, xformers, fastvideo, sage, selection, diffusers):
+_attention = (sdpa, varlen, flex, flash_attn_2, flash_attn_3, xformers, fastvideo, sage, diffusers)
+for _file in (*_attention, selection, collectives):
     registry.register(*_file.ROWS)
 opaque.know(*flash_attn_4.FUNCTIONS, *fastvideo.FUNCTIONS)
 registry.register_reader(diffusers.backend_uses)

@@ -438,7 +438,8 @@ def test_the_backward_has_no_tags() -> None:
     traced = fastac.graph.trace(step_of(model), model, **inputs)
     for node in traced.graph_module.graph.nodes:
         if nodes.is_backward(node):
-            nodes.mark(node, **{annotation.REGION: 1, "fastac_policy": "full", "fastac_min_kv": 0, "fastac_block": ""})
+            nodes.mark(node, **{annotation.REGION: 1, "fastac_policy": "full", "fastac_min_kv": 0})
+            nodes.mark(node, fastac_collectives="save", fastac_block="")
     before = targets(traced.graph_module)
     tagged = fastac.graph.tag(fastac.graph.functionalize(traced.graph_module))
     assert not any("recompute" in node.meta for node in tagged.graph.nodes if nodes.is_backward(node))

@@ -1,0 +1,24 @@
+"""torch's functional collectives (torch 2.13): what saves communication in recompute, and what must not be saved.
+
+By what an op does, not by its namespace. FSDP by parametrization (SimpleFSDP) gathers parameters with the same op that
+sequence parallelism gathers activations with: saving it pins the unsharded weights. The ops of `c10d::`, and those that
+end in `_` or `_out`, write a buffer of the caller's: replaying them would leave it unwritten.
+"""
+
+from fastac.rows import CollectiveOp
+
+_EXCHANGES = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+)
+_GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "broadcast")
+
+ROWS = (
+    *(CollectiveOp(namespace="_c10d_functional", name=name) for name in _EXCHANGES),
+    *(CollectiveOp(namespace="_c10d_functional", name=name, kind="gather") for name in _GATHERS),
+    CollectiveOp(namespace="_c10d_functional", name="wait_tensor", kind="wait"),
+    CollectiveOp(namespace="_dtensor", name="shard_dim_alltoall"),  # DTensor's, of one sharded dimension to another
+)

@@ -1,0 +1,119 @@
+"""What the collectives of one region did: saved, or issued, and issued again in recompute.
+
+A functional collective returns before it is complete, and a wait for the same memory completes it. What nobody guards,
+inside an autograd.Function or compiled code, may be overwritten after that, so that it is copied then and not before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fastac import torch_internals
+from fastac.entries import Entry, described
+
+_NOT_COUNTED = ("barrier", "monitored_barrier_", "check_for_nan")
+
+
+@dataclasses.dataclass
+class Communication:
+    """Numbers and bytes of the collectives of one region; the bytes are those of what each returns on this rank.
+
+    issued: in the forward. saved: of these, those whose outputs are kept. again: issued in recompute.
+    """
+
+    issued: int = 0
+    issued_bytes: int = 0
+    saved: int = 0
+    saved_bytes: int = 0
+    again: int = 0
+    again_bytes: int = 0
+    pending: dict[int, list[tuple[Entry, int]]] = dataclasses.field(default_factory=dict)
+
+    def __add__(self, other: Communication) -> Communication:
+        """Both together."""
+        return Communication(
+            self.issued + other.issued,
+            self.issued_bytes + other.issued_bytes,
+            self.saved + other.saved,
+            self.saved_bytes + other.saved_bytes,
+            self.again + other.again,
+            self.again_bytes + other.again_bytes,
+        )
+
+    def forward(self, outputs: Any) -> None:
+        """Count one that was issued in the forward."""
+        self.issued += 1
+        self.issued_bytes += _bytes(outputs)
+
+    def repeat(self, outputs: Any) -> None:
+        """Count one that was issued in recompute."""
+        self.again += 1
+        self.again_bytes += _bytes(outputs)
+
+    def save(self, outputs: Any) -> None:
+        """Count one of those that were issued in the forward as saved."""
+        self.saved += 1
+        self.saved_bytes += _bytes(outputs)
+
+    def keep(self, entry: Entry, outputs: Any, guarded: bool) -> None:
+        """Keep what a collective has returned. guarded: autograd notices an in-place change of it."""
+        entry.single = isinstance(outputs, torch.Tensor)
+        entry.guarded = guarded
+        entry.kept = torch_internals.aliases((outputs,) if entry.single else outputs)
+        entry.versions = torch_internals.versions(entry.kept)
+        self.save(outputs)
+        if not guarded:
+            for position, tensor in enumerate(entry.kept):
+                self.pending.setdefault(_memory(tensor), []).append((entry, position))
+
+    def complete(self, tensor: torch.Tensor) -> None:
+        """A collective was waited for: copy what it returned, where nobody guards it."""
+        for entry, position in self.pending.pop(_memory(tensor), ()) if self.pending else ():
+            kept = list(entry.kept or ())
+            kept[position : position + 1] = torch_internals.clones(kept[position : position + 1])
+            entry.kept = tuple(kept)
+            entry.versions = torch_internals.versions(entry.kept)
+
+
+def inputs_of(args: Sequence[Any]) -> list[Any]:
+    """What of a collective's arguments must be alike in forward and recompute: tensors, splits, operation, group."""
+    first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    return [one for i in range(0, len(first), 3) for one in described(first[i : i + 3])] + list(args[1:])
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    memory: int = StorageWeakRef(tensor.untyped_storage()).cdata
+    return memory
+
+
+def _bytes(outputs: Any) -> int:
+    return sum(tensor.nbytes for tensor in ([outputs] if isinstance(outputs, torch.Tensor) else outputs))
+
+
+def writes_its_buffer(op: Any) -> bool:
+    """Whether an op is a collective that writes a buffer of the caller's, which is never saved."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    namespace, _, name = op._schema.name.partition("::")
+    if namespace == "c10d":
+        return name not in _NOT_COUNTED
+    return namespace == "_c10d_functional" and op._schema.is_mutable
+
+
+def is_called_by_fsdp() -> bool:
+    """Whether it is FSDP that calls here. It gathers and frees parameters by its own rules, in recompute, too."""
+    return any(frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp") for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

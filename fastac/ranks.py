@@ -1,0 +1,70 @@
+"""Several processes: which of them this is, and what they must agree on: an error on one alone hangs the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+
+def count() -> int:
+    """How many processes train together; 1 where there is no process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def name() -> str:
+    """Which of several processes this is, for messages; "" where there is one."""
+    return f"rank {dist.get_rank()} of {count()}" if count() > 1 else ""
+
+
+class OtherRankFailed(Exception):  # noqa: N818 it carries another rank's error, and is one of none of ours
+    """Another rank raised. message: what it said; kind: the name of the class it raised."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Together:
+    """Ranks that run the same function: what one of them finds counts for all.
+
+    They talk in a group of their own: what failed may have left others inside a collective of the training's.
+    """
+
+    def __init__(self) -> None:
+        several = count() > 1 and dist.get_backend() != "fake"
+        self._group = dist.new_group(backend="gloo") if several else None
+
+    def any(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank. Every rank must call it. Raises OtherRankFailed where another failed."""
+        return any(self._exchange(flag))
+
+    def run(self, function: Callable[[], Result]) -> Result:
+        """Call a function, and raise on every rank what it raised on one: OtherRankFailed on the others."""
+        if self._group is None:
+            return function()
+        try:
+            try:
+                result = function()
+            except OtherRankFailed:
+                raise
+            except Exception as error:
+                self._exchange((type(error).__name__, str(error)))
+                raise
+            self._exchange(False)
+            return result
+        finally:
+            dist.destroy_process_group(self._group)
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        if self._group is None:
+            return [mine]
+        everyone: list[Any] = [None] * count()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        failed = next((one for one in everyone if isinstance(one, tuple)), None)
+        if failed is not None and not isinstance(mine, tuple):
+            raise OtherRankFailed(*failed)
+        return everyone
