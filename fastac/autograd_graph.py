@@ -89,7 +89,9 @@ def parameters_cut_off(function: Any, nodes: Iterable[Any]) -> list[str]:
     reached = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     parameters = [(name, parameter) for name, parameter in named if says_attention(name.rpartition(".")[0])]
-    cut_off = [name for name, parameter in parameters if id(parameter) not in reached]
+    # FSDP has put a shard in the place of the parameter that was used.
+    whole = [(name, parameter) for name, parameter in parameters if not hasattr(parameter, "to_local")]
+    cut_off = [name for name, parameter in whole if id(parameter) not in reached]
     return cut_off if len(cut_off) < len(parameters) else []  # all of them: frozen inputs, or another path was taken
 
 

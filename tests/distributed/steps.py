@@ -1,0 +1,82 @@
+"""One training step on a rank: what it computed, and what ran, by torch's profiler.
+
+Counted are attention kernels and collectives of gloo as they are executed, in forward and backward. A counting kernel
+(tests/support.py) would hold the GIL while it runs, and may hang with collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from tests import support
+from tests.support import CPU_ATTENTION, Tensors
+
+Counts = tuple[int, int]
+
+
+@dataclasses.dataclass
+class Measured:
+    """One step. tensors: loss, outputs, gradients, by name; attention: kernels that ran in forward and in backward.
+
+    forward, backward: collectives of gloo, by name, such as "gloo:all_to_all".
+    """
+
+    tensors: Tensors
+    attention: Counts
+    forward: Counter[str]
+    backward: Counter[str]
+
+    @property
+    def collectives(self) -> Counts:
+        """How many collectives of any kind ran in forward and in backward."""
+        return self.forward.total(), self.backward.total()
+
+
+def measured(
+    model: torch.nn.Module,
+    batch: Mapping[str, Any],
+    loss_of: Callable[[Any], torch.Tensor] = support.loss_of,
+    attention: str = CPU_ATTENTION,
+) -> Measured:
+    """Forward and backward of a model on this rank; its gradients are taken away before, not after."""
+    model.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU]) as forward:
+        outputs = model(**batch)
+        loss = loss_of(outputs)
+    with profile(activities=[ProfilerActivity.CPU]) as backward:
+        loss.backward()
+    tensors = {"loss": loss.detach()} | support.flat_tensors(outputs, "output")
+    tensors |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    tensors |= {f"gradient of {name}": t.grad for name, t in batch.items() if getattr(t, "grad", None) is not None}
+    return Measured(
+        {name: whole(tensor) for name, tensor in tensors.items()},
+        (_runs(forward, attention), _runs(backward, attention)),
+        _collectives(forward),
+        _collectives(backward),
+    )
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor with all of its shards. Every rank must call it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _runs(profiled: profile, attention: str) -> int:
+    """Executions of a kernel. A call whose output is replayed is an event, too; one that runs allocates its output."""
+    events: Any = profiled.events()
+    return sum(
+        event.name == attention and any(child.name.startswith("aten::empty") for child in event.cpu_children)
+        for event in events
+    )
+
+
+def _collectives(profiled: profile) -> Counter[str]:
+    events: Any = profiled.events()
+    return Counter(event.name for event in events if event.name.startswith("gloo:"))
