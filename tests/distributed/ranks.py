@@ -1,8 +1,8 @@
 """Runs a function on several ranks, each a process of its own, in a gloo process group; bounded in time.
 
 The processes come from a server that has torch, diffusers and fastac loaded, so that they are there in a tenth of a
-second. A rank that is done waits for the others before it closes its connections: gloo aborts a process whose peer goes away in
-the middle of something.
+second. A rank that is done waits for the others before it closes its connections: gloo aborts a process whose peer goes
+away in the middle of something.
 """
 
 from __future__ import annotations
