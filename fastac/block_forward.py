@@ -21,6 +21,7 @@ from fastac.checkpointing import checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.models import has_switch
 from fastac.policy import BlockPolicies, Policy
+from fastac.ranks import class_name
 
 logger = logging.getLogger("fastac")
 
@@ -90,7 +91,7 @@ def refuse_hooked(model: torch.nn.Module) -> None:
     for name, own in checkpointed(model).items():
         if not _is_ours(vars(own.module).get("forward")):
             raise FastacError(
-                f"disable: the forward of {type(model).__name__}.{name} was wrapped since fastac.enable. Take that "
+                f"disable: the forward of {class_name(model)}.{name} was wrapped since fastac.enable. Take that "
                 f"hook off first, then disable."
             )
 
@@ -163,7 +164,7 @@ def _run(own: _Block, /, *args: Any, **kwargs: Any) -> Any:
     if not _OPTIONS.isdisjoint(kwargs):
         taken = ", ".join(sorted(_OPTIONS.intersection(kwargs)))
         raise FastacError(
-            f"{type(own.module).__name__} is called with keyword arguments of the name of an option of "
+            f"{class_name(own.module)} is called with keyword arguments of the name of an option of "
             f"fastac.checkpoint ({taken}). Give them by position, or under another name."
         )
     return checkpoint(own.forward, *args, policy=own.policy, engine=own.engine, **kwargs)
@@ -199,7 +200,7 @@ class Watch:
         for name in self.names:
             block = list(_path(model, name))[-1]
             if block is not inside(block):
-                take_over(block, call_plainly, f"{type(model).__name__}.{name}")
+                take_over(block, call_plainly, f"{class_name(model)}.{name}")
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise PolicyNotAppliedError for a block that is not checkpointed as it was enabled, or is so twice."""
@@ -210,7 +211,7 @@ class Watch:
             own = _find(block) if block is not None else None
             if own is None or own.watch is not self:
                 raise PolicyNotAppliedError(
-                    f"{type(model).__name__}: block {name!r} is not checkpointed as fastac.enable left it: it was "
+                    f"{class_name(model)}: block {name!r} is not checkpointed as fastac.enable left it: it was "
                     f"exchanged, its forward set by a hook that came or went, or it was enabled or disabled elsewhere "
                     f"(as a part of another model). Call fastac.enable again."
                 )
@@ -218,7 +219,7 @@ class Watch:
         for module in above:
             if has_switch(module) and module.gradient_checkpointing:
                 raise PolicyNotAppliedError(
-                    f"{type(model).__name__}: gradient checkpointing of {type(module).__name__} was switched on since "
+                    f"{class_name(model)}: gradient checkpointing of {class_name(module)} was switched on since "
                     f"fastac.enable(model, blocks=...), so blocks are checkpointed twice and attention runs again. "
                     f"Switch it off."
                 )
@@ -235,7 +236,7 @@ class Watch:
             containers[parent] = containers.get(parent, False) or (own is not None and own.ran)
         if not any(containers.values()):
             raise PolicyNotAppliedError(
-                f"{type(model).__name__} ran, and none of its {len(self.names)} blocks was called ({self.names[0]!r}, "
+                f"{class_name(model)} ran, and none of its {len(self.names)} blocks was called ({self.names[0]!r}, "
                 f"...): nothing was checkpointed. Name the modules that it calls: enable(model, blocks=...)."
             )
         self.told = True
@@ -243,7 +244,7 @@ class Watch:
         if idle:
             logger.warning(
                 "%s ran, and no block of %s was called: where it calls parts of them, these are not checkpointed",
-                type(model).__name__,
+                class_name(model),
                 ", ".join(idle),
             )
 

@@ -12,6 +12,7 @@ from fastac.checkpoint_wrappers import inside, plain_name
 from fastac.errors import FastacError
 from fastac.models import LISTS, BlockContainer
 from fastac.policy import is_inside
+from fastac.ranks import class_name
 
 
 def select(
@@ -31,7 +32,7 @@ def select(
         module = _by_name(one, model, outer) if isinstance(one, str) else one
         if not isinstance(module, torch.nn.Module) or module not in names:
             raise FastacError(
-                f"enable(blocks=...): {type(one).__name__} {_short(one)} is no module of {type(model).__name__}. "
+                f"enable(blocks=...): {type(one).__name__} {_short(one)} is no module of {class_name(model)}. "
                 f'Give the dotted name of a module list, such as "transformer.layers", or modules of the model.'
             )
         for block in module.children() if _is_container(module) else (module,):
@@ -61,7 +62,7 @@ def _check_forward(name: str, block: torch.nn.Module) -> None:
     ):
         kind = "TorchScript" if isinstance(block, torch.jit.ScriptModule) else f"a {type(forward).__name__}"
         raise FastacError(
-            f"enable(blocks=...): the forward of {name!r} ({type(block).__name__}) is {kind}, which can not be "
+            f"enable(blocks=...): the forward of {name!r} ({class_name(block)}) is {kind}, which can not be "
             f"replaced. Call fastac.checkpoint(block, *args) where the model calls it."
         )
 
@@ -101,4 +102,4 @@ def _by_name(name: str, model: torch.nn.Module, outer: torch.nn.Module) -> torch
             pass
     lists = [n for n, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     known = f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list."
-    raise FastacError(f"enable(blocks={name!r}): {type(model).__name__} has no such module. {known}")
+    raise FastacError(f"enable(blocks={name!r}): {class_name(model)} has no such module. {known}")

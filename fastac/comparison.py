@@ -15,6 +15,7 @@ from fastac import autograd_graph, census, compiled_graphs, hook, scopes
 from fastac.census import Call, Census
 from fastac.errors import FastacError
 from fastac.preservation import buffers_preserved, generators_preserved
+from fastac.ranks import class_name
 from fastac.torch_internals import tree_leaves, tree_map
 
 
@@ -50,9 +51,12 @@ def fresh(inputs: Any) -> Any:
 
 
 def run_forward(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """One forward with gradients on, on fresh inputs."""
+    """One forward with gradients on, on fresh inputs, that is followed by no backward of the whole model."""
     args, kwargs = fresh((args, kwargs))
-    with torch.enable_grad():
+    with contextlib.ExitStack() as stack, torch.enable_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+                stack.enter_context(module.no_sync())  # else it waits for the gradients of one backward
         return model(*args, **kwargs)
 
 
@@ -73,7 +77,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
             weights = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
             differentiable = [(t, w) for t, w in zip(outputs, weights, strict=True) if t.requires_grad]
             if not differentiable:
-                raise FastacError(f"verify: no output of {type(model).__name__} requires grad, so there is no gradient")
+                raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
             torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
     finally:
         scopes.execution_counters.remove(counter)

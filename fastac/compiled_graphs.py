@@ -22,6 +22,7 @@ from fastac import compiler_internals, interception, torch_internals
 from fastac.census import Call
 from fastac.errors import CompiledPolicyNotAppliedError, PolicyNotAppliedError
 from fastac.policy import Policy
+from fastac.ranks import class_name
 from fastac.registry import ResolvedOp, classify
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -244,7 +245,7 @@ def decided(
 def _modules_here() -> tuple[tuple[str, str], ...]:
     """The modules that the op being traced is called in, from what dynamo noted of it."""
     stack = compiler_internals.module_stack()
-    return tuple((".".join(_NAMES.findall(path)), kind.__name__) for path, kind in stack if isinstance(kind, type))
+    return tuple((".".join(_NAMES.findall(path)), class_name(kind)) for path, kind in stack if isinstance(kind, type))
 
 
 _NAMES = re.compile(r"(?<=\[')(?!_modules'|self'|fn')\w+(?='\])|(?<=\.)(?!__dict__|_modules|_orig_mod)\w+")

@@ -21,6 +21,7 @@ import torch
 from fastac import block_forward, block_selection, compiled_flex, hook, models, registry
 from fastac.errors import FastacError
 from fastac.policy import Policy
+from fastac.ranks import class_name
 from fastac.rows import Verdict
 
 logger = logging.getLogger("fastac")
@@ -102,7 +103,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
             own[name].before = CompiledForward(block, own[name].forward, options, ready)
     setting = hook.setting_of(inner)
     made = Compilation(
-        type(inner).__name__,
+        class_name(inner),
         str(setting.policy) if setting is not None else str(policy),
         _name_of(ready["backend"]),
         types.MappingProxyType(_count(block for name, block in found.items() if name not in (*eager, *before))),
@@ -168,7 +169,7 @@ def _refuse_compiled(model: torch.nn.Module, blocks: set[torch.nn.Module], named
         if module in blocks:
             if named and module._compiled_call_impl is not None:
                 raise FastacError(
-                    f"compile(blocks=...): a {type(module).__name__} is compiled already, and would have its "
+                    f"compile(blocks=...): a {class_name(module)} is compiled already, and would have its "
                     f"checkpoint inside. Do not call its compile(): fastac.compile does."
                 )
             continue

@@ -18,6 +18,7 @@ from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks
 from fastac.preflight import check_backends
+from fastac.ranks import class_name
 from fastac.remarks import refuse_only_linear, remarks
 
 logger = logging.getLogger("fastac")
@@ -62,7 +63,7 @@ def enable(
     named = {name: block for container in containers for name, block in container.blocks.items()}
     selected: Policy | BlockPolicies
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
-    checkpoint_wrappers.check(model, type(model).__name__, set(named.values()))
+    checkpoint_wrappers.check(model, class_name(model), set(named.values()))
     interception.install()
     partitioner.inform_if_loaded()
     check_backends(model, selected)
@@ -81,11 +82,11 @@ def enable(
     for name, block in named.items():
         record = census.block_record(block)
         if record is not None:
-            record.name = f"{type(model).__name__}.{name}"
+            record.name = f"{class_name(model)}.{name}"
             record.latest = record.latest_key = None  # what another policy did is no longer so
-    logger.info("%s: policy %s, engine %s, %d blocks", type(model).__name__, selected, engine, len(named))
+    logger.info("%s: policy %s, engine %s, %d blocks", class_name(model), selected, engine, len(named))
     for remark in remarks(model, containers):
-        _tell(type(model).__name__, remark)
+        _tell(class_name(model), remark)
 
 
 @functools.cache
@@ -94,7 +95,7 @@ def _tell(model: str, remark: str) -> None:
 
 
 def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
-    name = type(model).__name__
+    name = class_name(model)
     if blocks is not None:
         if any(module.gradient_checkpointing and not is_ours(_function_of(module)) for module in _switches(model)):
             raise FastacError(
@@ -250,7 +251,7 @@ def check_module(model: object, call: str) -> None:
 
 def check_switch(model: torch.nn.Module, call: str) -> None:
     """Raise FastacError for a model that can not switch gradient checkpointing on itself."""
-    name = type(model).__name__
+    name = class_name(model)
     if not hasattr(model, "enable_gradient_checkpointing"):
         raise FastacError(
             f"{call}: {name} has no enable_gradient_checkpointing, so it is no diffusers model. Name its blocks: "
@@ -278,7 +279,7 @@ def _check_before_forward(module: torch.nn.Module, args: Any) -> None:
     """Raise PolicyNotAppliedError when somebody replaced fastac's function: its blocks would be fully recomputed."""
     if torch.is_grad_enabled() and _runs_another(module):
         raise PolicyNotAppliedError(
-            f"{type(module).__name__}: gradient checkpointing was enabled again without fastac, so nothing would be "
+            f"{class_name(module)}: gradient checkpointing was enabled again without fastac, so nothing would be "
             f"saved. Call fastac.enable(model) after enable_gradient_checkpointing(), or fastac.disable(model) to "
             f"train without fastac."
         )

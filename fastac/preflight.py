@@ -10,6 +10,7 @@ import torch
 from fastac import census, checkpoint_wrappers, opaque, registry, torch_internals
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.policy import BlockPolicies, Policy, is_inside, saves_nothing
+from fastac.ranks import class_name
 from fastac.registry import BackendUse
 from fastac.rows import AttentionOp, Verdict
 
@@ -117,7 +118,7 @@ def _block_policy(model: torch.nn.Module, policies: BlockPolicies, module_name: 
 
 
 def _refusal(model: torch.nn.Module, policy: Policy | BlockPolicies, use: BackendUse, reason: str) -> str:
-    where = f"{type(model).__name__}.{use.module}" if use.module else type(model).__name__
+    where = f"{class_name(model)}.{use.module}" if use.module else class_name(model)
     way_out = "" if use.verdict is Verdict.NOT_TRAINABLE else ', or policy="full"'
     return (
         f"{policy}: backend {use.backend!r} at {where} {reason}. "

@@ -68,3 +68,11 @@ class Together:
         if failed is not None and not isinstance(mine, tuple):
             raise OtherRankFailed(*failed)
         return everyone
+
+
+def class_name(module: object) -> str:
+    """The name of a module's class: of its own, where FSDP2 has made another of it (FSDPWanTransformerBlock)."""
+    kind = module if isinstance(module, type) else type(module)
+    while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
+        kind = kind.__bases__[1]
+    return kind.__name__

@@ -10,6 +10,7 @@ from fastac import models, registry
 from fastac.errors import FastacError
 from fastac.models import BlockContainer
 from fastac.policy import LONG_MIN_KV, BlockPolicies, Policy, is_inside
+from fastac.ranks import class_name
 
 
 def linear_attention(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> dict[str, str]:
@@ -20,8 +21,8 @@ def linear_attention(model: torch.nn.Module, containers: Iterable[BlockContainer
     for container in containers:
         for name, block in container.blocks.items():
             for inner, module in block.named_modules(prefix=name):
-                if inner in names or (row is not None and type(module).__name__ in row.linear):
-                    found[inner] = names.get(inner, type(module).__name__)
+                if inner in names or (row is not None and class_name(module) in row.linear):
+                    found[inner] = names.get(inner, class_name(module))
     return found
 
 
@@ -72,7 +73,7 @@ def refuse_only_linear(
     if long and saving == long and all(map(only_short, long)):
         first = next(iter(linear))
         raise FastacError(
-            f"{policy}: the self-attention of {type(model).__name__}.{first} is linear attention "
+            f"{policy}: the self-attention of {class_name(model)}.{first} is linear attention "
             f"({linear[first]}), which has no kernel to save, and what is left attends to the text: nothing would be "
             f'saved. Use policy="attn_only", or a min_kv below the length of the text.'
         )

@@ -15,6 +15,7 @@ from fastac import census, compiled_graphs, hook, models
 from fastac.census import Call
 from fastac.collectives import Communication
 from fastac.policy import BlockPolicies, saves_nothing
+from fastac.ranks import class_name
 from fastac.remarks import remarks
 
 
@@ -137,7 +138,7 @@ def report(model: torch.nn.Module) -> Report:
             )
         )
     return Report(
-        model_class=type(model).__name__,
+        model_class=class_name(model),
         policy="none" if setting is None else str(setting.policy),
         engine="none" if setting is None else setting.engine,
         active=setting is not None,

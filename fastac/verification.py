@@ -16,7 +16,7 @@ from fastac.comparison import Step, as_found, fresh, run_forward, run_step
 from fastac.errors import FastacError
 from fastac.outcome import Verification, compare, raise_if_broken
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.ranks import OtherRankFailed, Together
+from fastac.ranks import OtherRankFailed, Together, class_name
 from fastac.reporting import decided
 
 REFERENCES = ("none", "full")
@@ -71,7 +71,7 @@ def _verify(
         raise FastacError(f"verify(reference={reference!r}): there are {', '.join(REFERENCES)}")
     hook.check_module(model, "verify")
     inner = models.unwrapped(model)
-    subject = type(inner).__name__
+    subject = class_name(inner)
     interception.install()
     block_forward.refuse_lost(inner)
     if blocks is None:
@@ -141,7 +141,7 @@ def _selected(model: torch.nn.Module, policy: Any, engine: str, blocks: Any = No
     hook.enable(model, policy, engine=engine, blocks=blocks)
     setting = hook.setting_of(model)
     if setting is None:
-        raise FastacError(f"verify: {type(model).__name__} did not take a gradient checkpointing function")
+        raise FastacError(f"verify: {class_name(model)} did not take a gradient checkpointing function")
     return setting.policy
 
 
@@ -172,9 +172,9 @@ def _verify_blocks(
         _verify_block(together, block, inputs, named, selected, engine, reference) for block, inputs, named in regions
     ]
     if not parts:
-        raise FastacError(f"verify(per_block=True): {type(model).__name__} checkpointed no block on these inputs")
+        raise FastacError(f"verify(per_block=True): {class_name(model)} checkpointed no block on these inputs")
     return Verification(
-        subject=type(model).__name__,
+        subject=class_name(model),
         policy=parts[0].policy,
         reference=reference,
         compared=sum(part.compared for part in parts),

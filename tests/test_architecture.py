@@ -87,7 +87,7 @@ GRAPH = (
 )
 """The same for what is in fastac/graph/, the one folder of the engine, which stands in ORDER as a whole."""
 
-CATALOGUES = {"backends": {"errors", "rows", "registry", "opaque"}, "models": {"errors"}}
+CATALOGUES = {"backends": {"errors", "rows", "registry", "opaque"}, "models": {"errors", "ranks"}}
 """Folder -> what of the engine its files may import, besides each other."""
 
 ENTRY_POINTS = {"__init__", "__main__"}  # import what they like

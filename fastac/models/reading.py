@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastac.models.loops import LISTS, checkpointed_lists
+from fastac.ranks import class_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class BlockContainer:
     @property
     def block_class(self) -> str:
         """Class name of the blocks; several are joined by "|"."""
-        return "|".join(dict.fromkeys(type(block).__name__ for block in self.blocks.values()))
+        return "|".join(dict.fromkeys(class_name(block) for block in self.blocks.values()))
 
 
 def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[BlockContainer]:
@@ -95,7 +96,7 @@ def has_switch(module: torch.nn.Module) -> bool:
 
 
 def _has_attention(block: torch.nn.Module) -> bool:
-    return any(hasattr(inner, "processor") or "attention" in type(inner).__name__.lower() for inner in block.modules())
+    return any(hasattr(inner, "processor") or "attention" in class_name(inner).lower() for inner in block.modules())
 
 
 def is_available(row: ModelRow) -> bool:
