@@ -91,16 +91,15 @@ def _verify_noisy() -> tuple[str, float]:
 
 def _through_all(model: Any, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     for block in model.blocks[:-1]:
-        video = block(model.blocks[-1](video), text)
-    return video
+        video = block(video, text)
+    return model.blocks[-1](video)  # last: what other ranks get of it would differ there, too
 
 
 def test_every_rank_takes_the_same_steps(tmp_path: Path) -> None:
     """Where one rank sees a difference, the step that measures the noise runs on all."""
-    for message, noise in ranks.run(tmp_path, _verify_noisy, timeout=LIMIT):
-        assert "RuntimeError" not in message
-        assert "Timed out" not in message
-        assert message or noise > 0
+    (first, quiet), (second, noise) = ranks.run(tmp_path, _verify_noisy, timeout=LIMIT)
+    assert (first, second, quiet) == ("", "", 0.0)
+    assert noise > 0
 
 
 def _decomposed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
