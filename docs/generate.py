@@ -1,4 +1,4 @@
-"""Writes docs/backends.md, docs/models.md, and the tables of README.md and docs/compile.md.
+"""Writes docs/backends.md, docs/models.md, and the tables of README.md, docs/compile.md and docs/distributed.md.
 
 `tests/test_docs.py` fails when one is stale. The models are tried for it, as `fastac check --all` does; what was
 measured comes from benchmarks/results.
@@ -28,6 +28,7 @@ from fastac.rows import AttentionOp, DecompositionOp, SelectionOp, Verdict
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"
 COMPOSITIONS = ROOT / "benchmarks" / "results" / "compositions_cpu.json"
+DISTRIBUTED = ROOT / "benchmarks" / "results" / "distributed_cpu.json"
 
 TESTS = {
     "scaled_dot_product_attention": ("test_sdpa.py",),
@@ -221,10 +222,37 @@ def compositions() -> str:
     return _with_table("docs/compile.md", "compositions", f"{shapes}\n\n{_table(headings, rows)}")
 
 
+def distributed() -> str:
+    """docs/distributed.md with what benchmarks/distributed.py measured and what benchmarks/scaling.py computes."""
+    measured = json.loads(DISTRIBUTED.read_text(encoding="utf-8"))
+    shapes = (
+        f"Wan, {measured['layers']} blocks of width {measured['width']}, {measured['tokens']} video tokens, "
+        f"{measured['text_tokens']} of text, batch {measured['batch']}, {measured['dtype']}, torch "
+        f"{measured['machine']['torch']}, gloo on a CPU; one rank of those that are named."
+    )
+    headings = ("engine", "ranks", "policy", "attention", "collectives", "held MiB", "sent MiB")
+    rows = (
+        (
+            row["engine"],
+            str(row["ranks"]),
+            row["policy"],
+            *(" + ".join(map(str, row[name])) for name in ("attention", "collectives")),
+            f"{row['held'] / 2**20:.1f}",
+            " + ".join(f"{size / 2**20:.1f}" for size in row["sent"]),
+        )
+        for row in measured["results"]
+    )
+    document = _with_table("docs/distributed.md", "engines", f"{shapes}\n\n{_table(headings, rows)}")
+    scaling = runpy.run_path(str(ROOT / "benchmarks" / "scaling.py"))
+    computed = _table(scaling["HEADINGS"], map(scaling["cells"], scaling["rows"]()))
+    return _with_table(document, "scaling", computed)
+
+
 def _with_table(document: str, name: str, table: str) -> str:
-    """A document with the table between its two marks made anew."""
+    """A document, given by its path or its text, with the table between its two marks made anew."""
     begin, end = f"<!-- Written by docs/generate.py: {name} -->", f"<!-- {name} -->"
-    before, _, rest = (ROOT / document).read_text(encoding="utf-8").partition(begin)
+    text = document if "\n" in document else (ROOT / document).read_text(encoding="utf-8")
+    before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n{table}\n{end}{after}"
 
@@ -249,6 +277,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "docs/models.md": models,
     "README.md": readme,
     "docs/compile.md": compositions,
+    "docs/distributed.md": distributed,
 }
 
 

@@ -1,0 +1,217 @@
+"""What each parallel engine makes of each policy: collectives, bytes, attention executions, on a rank of several.
+
+Wan, a step after two others, on CPU ranks with gloo. Collectives and attention kernels are those that torch's profiler
+saw executed; held is what the allocator still holds after the forward, on this rank; sent is what the rank gave to its
+collectives. gloo has no reduce-scatter of its own: torch makes an all-reduce of it.
+
+    python benchmarks/distributed.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import fastac
+from common import RESULTS, allocated_bytes, write_result
+from fastac.reporting import readable_bytes
+from held_bytes import BATCH, TEXT_TOKENS, TOKENS, WIDTH, build_wan, wan_inputs
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.distributed import ranks, steps
+
+LAYERS = 4
+SIZES = {"float": 4, "c10::BFloat16": 2, "long int": 8, "unsigned char": 1, "double": 8}
+"""Bytes of a number, by the names that the profiler gives to types."""
+
+POLICIES: dict[str, fastac.Policy | None] = {
+    "none": None,
+    "full": fastac.Policy("full"),
+    "attn_only": fastac.Policy("attn_only"),
+    'attn_only, collectives="recompute"': fastac.Policy("attn_only", collectives="recompute"),
+}
+
+
+def _alone(model: Any) -> Any:
+    return model
+
+
+def _in_parallel(model: Any) -> Any:
+    return DistributedDataParallel(model)
+
+
+def _sharded(model: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _sharded_to_every_linear(model: Any) -> Any:
+    for module in model.blocks.modules():
+        if isinstance(module, torch.nn.Linear):
+            fully_shard(module)
+    return _sharded(model)
+
+
+def _split(model: Any) -> Any:
+    with ranks.one_accelerator():
+        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=dist.get_world_size()))
+    return model
+
+
+def _split_and_sharded(model: Any) -> Any:
+    return _sharded(_split(model))
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """One way to train on several ranks. communicates: inside the blocks, and not only for parameters."""
+
+    name: str
+    world: int
+    prepare: Callable[[Any], Any]
+    communicates: bool = False
+
+
+ENGINES = (
+    Engine("one process", 1, _alone),
+    Engine("DDP", 2, _in_parallel),
+    Engine("FSDP2, blocks", 2, _sharded),
+    Engine("FSDP2, every Linear", 2, _sharded_to_every_linear),
+    Engine("Ulysses", 2, _split, communicates=True),
+    Engine("Ulysses in FSDP2, blocks", 2, _split_and_sharded, communicates=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One engine under one policy, on rank 0. attention, collectives, sent: in forward and in backward."""
+
+    engine: str
+    ranks: int
+    policy: str
+    attention: tuple[int, int]
+    collectives: tuple[int, int]
+    held: int
+    sent: tuple[int, int]
+    exact: bool
+    communicates: bool
+
+
+def measure(name: str, world: int) -> list[dict[str, Any]]:
+    """All policies of one engine, on this rank."""
+    (engine,) = (engine for engine in ENGINES if (engine.name, engine.world) == (name, world))
+    rows: list[dict[str, Any]] = []
+    expected: dict[str, torch.Tensor] = {}
+    for policy_name, policy in POLICIES.items():
+        if not engine.communicates and policy is not None and policy.collectives != "save":
+            continue
+        model: Any = build_wan(LAYERS, torch.float32)
+        if policy is not None:
+            fastac.enable(model, policy)
+        wrapped = engine.prepare(model)
+        torch.manual_seed(0 if engine.communicates else dist.get_rank())
+        batch = wan_inputs(torch.float32) | {"return_dict": False}
+        for _ in range(2):
+            found = steps.measured(wrapped, batch)
+        found = steps.measured(wrapped, batch)
+        expected = expected or found.tensors
+        held = allocated_bytes(lambda: wrapped(**batch)).held  # noqa: B023
+        sent = _sent(wrapped, batch)
+        exact = all(torch.equal(found.tensors[key], tensor) for key, tensor in expected.items())
+        rows.append(
+            dataclasses.asdict(
+                Row(
+                    engine.name,
+                    world,
+                    policy_name,
+                    found.attention,
+                    found.collectives,
+                    held,
+                    sent,
+                    exact,
+                    engine.communicates,
+                )
+            )
+        )
+    return rows
+
+
+def _sent(model: Any, batch: dict[str, Any]) -> tuple[int, int]:
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, record_shapes=True) as forward:
+        (output,) = model(**batch)
+    with profile(activities=activities, record_shapes=True) as backward:
+        output.sum().backward()
+    return _bytes(forward), _bytes(backward)
+
+
+def _bytes(profiled: Any) -> int:
+    found = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name().startswith("gloo:"):
+            for shape, kind in zip(event.shapes(), event.dtypes(), strict=True):
+                found += functools.reduce(lambda a, b: a * b, shape, SIZES[kind])
+    return found
+
+
+def failures(rows: list[dict[str, Any]]) -> list[str]:
+    """What is not as fastac promises."""
+    plain = {(row["engine"], row["ranks"]): row for row in rows if row["policy"] == "none"}
+    found = []
+    for row in rows:
+        before = plain[row["engine"], row["ranks"]]
+        where = f"{row['engine']} on {row['ranks']}, {row['policy']}"
+        if not row["exact"]:
+            found.append(f"{where}: losses or gradients differ from those without checkpointing")
+        if row["policy"].startswith("attn_only") and row["attention"] != before["attention"]:
+            found.append(f"{where}: attention {row['attention']}, {before['attention']} without checkpointing")
+        if row["policy"] == "attn_only" and row["collectives"] != before["collectives"]:
+            found.append(f"{where}: collectives {row['collectives']}, {before['collectives']} without checkpointing")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / "distributed_cpu.json", help="where the JSON goes")
+    parser.add_argument("--check", action="store_true", help="fail where attention or collectives run again")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for engine in ENGINES:
+            rows += ranks.run(Path(folder), measure, engine.name, engine.world, world=engine.world, patience=600)[0]
+    table = Table(title=f"Wan, {LAYERS} blocks, {TOKENS} video tokens, rank 0", title_justify="left")
+    for heading in ("engine", "ranks", "policy", "attention", "collectives", "held", "sent"):
+        table.add_column(heading)
+    for row in rows:
+        numbers = [f"{row[name][0]} + {row[name][1]}" for name in ("attention", "collectives")]
+        sent = " + ".join(map(readable_bytes, row["sent"]))
+        table.add_row(row["engine"], str(row["ranks"]), row["policy"], *numbers, readable_bytes(row["held"]), sent)
+    Console(width=160).print(table)
+    shapes = {"layers": LAYERS, "batch": BATCH, "tokens": TOKENS, "text_tokens": TEXT_TOKENS, "width": WIDTH}
+    write_result(options.output, {**shapes, "dtype": "float32", "results": rows})
+    wrong = failures(rows)
+    for message in wrong:
+        print(message)
+    return int(options.check and bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
