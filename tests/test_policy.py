@@ -58,6 +58,21 @@ def test_min_kv_must_be_a_number_of_keys(min_kv: object) -> None:
         Policy("attn_only", min_kv=min_kv)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", ["none", "", None, True])
+def test_collectives_are_saved_or_recomputed(wrong: object) -> None:
+    with pytest.raises(fastac.FastacError, match='there are "save" and "recompute"'):
+        Policy("attn_only", collectives=wrong)  # type: ignore[arg-type]
+    assert [policy.saves_collectives for policy in NAMED.values()] == [False, True, True]
+    assert not Policy("attn_only", collectives="recompute").saves_collectives
+    with pytest.raises(fastac.FastacError, match="full saves nothing"):
+        Policy("full", collectives="recompute")
+
+
+def test_what_differs_from_a_named_policy_is_printed() -> None:
+    assert str(Policy(collectives="recompute")) == "attn_only(collectives='recompute')"
+    assert str(Policy(min_kv=1024, collectives="recompute")) == "attn_only(min_kv=1024, collectives='recompute')"
+
+
 def test_full_with_min_kv_has_no_meaning() -> None:
     with pytest.raises(fastac.FastacError, match="full saves nothing"):
         Policy("full", min_kv=8)

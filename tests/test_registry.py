@@ -18,7 +18,7 @@ import fastac
 from fastac import preflight, registry
 from fastac.recognition import looks_like_attention_forward
 from fastac.registry import ResolvedOp
-from fastac.rows import AttentionOp, DecompositionOp, SelectionOp
+from fastac.rows import AttentionOp, CollectiveOp, DecompositionOp, SelectionOp
 from tests import support
 
 SDPA_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -536,3 +536,8 @@ def test_registering_in_two_threads_loses_nothing() -> None:
     names = {one.name for one in registry.rows()}
     assert "thread_0_0" in names
     assert not any(name.startswith("thread_1_") for name in names)
+
+
+def test_a_collective_of_no_known_kind() -> None:
+    with pytest.raises(fastac.FastacError, match="kind 'broadcast' of all_reduce is none of exchange, gather, wait"):
+        fastac.register(CollectiveOp(namespace="tests", name="all_reduce", kind="broadcast"))
