@@ -5,13 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 
+import fastac
+from tests import support
 from tests.distributed import ranks
 from tests.distributed.training import Setup, assert_trained_alike, on_each_rank
-from tests.ways.recipes import HUNYUAN, LTX
+from tests.ways.recipes import HUNYUAN, LTX, Batch, build, narrow
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -75,3 +88,132 @@ def described(setup: Setup) -> str:
 @pytest.mark.parametrize("setup", SHARDED, ids=described)
 def test_fully_shard(tmp_path: Path, setup: Setup) -> None:
     assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup)
+
+
+def test_fully_shard_in_bf16(tmp_path: Path) -> None:
+    setup = Setup(blocks_in_bf16)
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup, rounding=0.1)
+
+
+def adapted(model: torch.nn.Module) -> torch.nn.Module:
+    """Adapters on a frozen model, as diffusers adds them."""
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "to_v"]))
+    support.fill_zeros(model)
+    return model
+
+
+def synchronized_last(model: torch.nn.Module, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+
+
+def without_sync(model: torch.nn.Module, last: bool) -> Any:
+    return None if last else model.no_sync()
+
+
+def on_two_by_two(model: torch.nn.Module) -> torch.nn.Module:
+    return blocks(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+@pytest.mark.parametrize("wrap", [blocks, every_linear])
+def test_adapters(tmp_path: Path, wrap: Any) -> None:
+    setup = Setup(wrap, prepare=adapted)
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup)
+
+
+def test_accumulation(tmp_path: Path) -> None:
+    setup = Setup(blocks, last=synchronized_last, micro_batches=2)
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup)
+
+
+def test_hybrid(tmp_path: Path) -> None:
+    setup = Setup(on_two_by_two, world=4)
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup, world=4), setup)
+
+
+def default(model: torch.nn.Module) -> torch.nn.Module:
+    return DistributedDataParallel(model)
+
+
+def static(model: torch.nn.Module) -> torch.nn.Module:
+    return DistributedDataParallel(model, static_graph=True)
+
+
+def unused(model: torch.nn.Module) -> torch.nn.Module:
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def views(model: torch.nn.Module) -> torch.nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
+
+
+def replicated(model: torch.nn.Module) -> torch.nn.Module:
+    return replicate(model)
+
+
+PARALLEL = [
+    Setup(default),
+    Setup(static),
+    Setup(unused),
+    Setup(views),
+    Setup(replicated),
+    Setup(default, prepare=adapted),
+    Setup(static, prepare=adapted),
+    Setup(default, order="enable, wrap"),
+    Setup(static, order="enable, wrap"),
+    Setup(default, last=without_sync, micro_batches=2),
+    Setup(views, last=without_sync, micro_batches=2),
+]
+
+
+@pytest.mark.parametrize("setup", PARALLEL, ids=described)
+def test_ddp(tmp_path: Path, setup: Setup) -> None:
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup)
+
+
+def flat(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    each = {type(block) for block in blocks_of(model)}
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy(each), **options)
+
+
+def flat_original(model: torch.nn.Module) -> torch.nn.Module:
+    return flat(model, use_orig_params=True)
+
+
+def flat_gradients_sharded(model: torch.nn.Module) -> torch.nn.Module:
+    return flat(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+
+FLAT = [Setup(flat), Setup(flat_original), Setup(flat, order="enable, wrap"), Setup(flat_gradients_sharded)]
+
+
+@pytest.mark.parametrize("setup", FLAT, ids=described)
+def test_fully_sharded_data_parallel(tmp_path: Path, setup: Setup) -> None:
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup, shards=True)
+
+
+def uneven(batch: Batch, rank: int) -> Batch:
+    """Another video size for rank 1, whose video requires grad."""
+    if rank == 0:
+        return batch
+    batch = narrow(batch)
+    return batch | {"hidden_states": batch["hidden_states"].requires_grad_()}
+
+
+@pytest.mark.parametrize("wrap", [default, blocks])
+def test_ranks_that_recompute_unequally(tmp_path: Path, wrap: Any) -> None:
+    setup = Setup(wrap, data=uneven)
+    policies = ("none", "full", "attn_only", "attn_only|full", "none|attn_only", "full|none")
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup, policies), setup)
+
+
+def verified(setup: Setup) -> fastac.Verification:
+    model, batch = build(setup.name)
+    wrapped = setup.wrap(model)
+    return fastac.verify(wrapped, **batch)
+
+
+@pytest.mark.parametrize("wrap", [blocks, every_linear, default, static, flat_original])
+def test_verify(tmp_path: Path, wrap: Any) -> None:
+    for found in ranks.run(tmp_path, verified, Setup(wrap)):
+        assert found.different == ()
+        assert found.saved == 4

@@ -34,20 +34,21 @@ Wrap = Callable[[torch.nn.Module], torch.nn.Module]
 class Setup:
     """How a model is trained; every function is one of a module, for ranks get them by name.
 
-    prepare: called with the bare model, as well in the single process that it is compared with. wrap: the engine.
-    finish: called last, with what wrap returned. order: of wrap and enable. last: told before every micro-batch
-    whether its gradients are communicated; returns a context for it. micro_batches: of a step.
+    wrap: the engine. prepare: called with the bare model, as well in the single process that it is compared with.
+    order: of wrap and enable. enable: in the place of fastac.enable; called with the policy "none", too. last: told
+    before every micro-batch whether it is the last of a step; may return a context for it. data: what a rank makes of
+    its batch.
     """
 
     wrap: Wrap
     name: str = recipes.WAN
     prepare: Wrap | None = None
-    finish: Wrap | None = None
     order: str = "wrap, enable"
-    options: tuple[tuple[str, Any], ...] = ()
+    enable: Callable[[torch.nn.Module, str], object] | None = None
     last: Callable[[torch.nn.Module, bool], AbstractContextManager[Any] | None] | None = None
     micro_batches: int = 1
-    data_ranks: int = 2
+    data: Callable[[Batch, int], Batch] | None = None
+    world: int = 2
 
 
 @dataclasses.dataclass
@@ -86,16 +87,26 @@ class Warnings(logging.Handler):
 
 
 def on_each_rank(setup: Setup, policies: Sequence[str] = POLICIES) -> tuple[dict[str, Trained], Tensors]:
-    """What a rank runs: the training under each policy, and this rank's part of what one process computes."""
-    return {policy: train(setup, policy) for policy in policies}, alone(setup)
+    """What a rank runs: the training under each policy, and this rank's part of what one process computes.
+
+    A policy may be several, by rank: "attn_only|full".
+    """
+    trained = {policy: train(setup, of_rank(policy, dist.get_rank())) for policy in policies}
+    return trained, alone(setup) if setup.data is None else {}
+
+
+def of_rank(policy: str, rank: int) -> str:
+    """The policy of one rank."""
+    each = policy.split("|")
+    return each[rank % len(each)]
 
 
 def train(setup: Setup, policy: str) -> Trained:
     """The training of this rank's part of the batch."""
     bare, batch = recipes.build(setup.name)
     wrapped = bare if setup.prepare is None else setup.prepare(bare)
-    batches = recipes.batches(batch, STEPS * setup.micro_batches * setup.data_ranks)
-    rank = dist.get_rank() % setup.data_ranks
+    batches = recipes.batches(batch, STEPS * setup.micro_batches * setup.world)
+    rank = dist.get_rank()
     measured = []
     with Warnings() as warnings:
         if setup.order == "enable, wrap":
@@ -103,15 +114,14 @@ def train(setup: Setup, policy: str) -> Trained:
         wrapped = setup.wrap(wrapped)
         if setup.order == "wrap, enable":
             enable(wrapped, policy, setup)
-        if setup.finish is not None:
-            wrapped = setup.finish(wrapped)
         for number in range(STEPS):
             for micro in range(setup.micro_batches):
-                first = (number * setup.micro_batches + micro) * setup.data_ranks
+                one = batches[(number * setup.micro_batches + micro) * setup.world + rank]
+                one = one if setup.data is None else setup.data(one, rank)
                 is_last = micro == setup.micro_batches - 1
                 context = setup.last(wrapped, is_last) if setup.last is not None else None
                 with context or nullcontext():
-                    measured.append(steps.measured(wrapped, batches[first + rank], accumulate=micro > 0))
+                    measured.append(steps.measured(wrapped, one, accumulate=micro > 0))
             descend(wrapped)
         report = fastac.report(wrapped)
     for one in measured:
@@ -121,8 +131,10 @@ def train(setup: Setup, policy: str) -> Trained:
 
 def enable(model: torch.nn.Module, policy: str, setup: Setup) -> None:
     """Switch a policy on, "none" for none."""
-    if policy != "none":
-        fastac.enable(model, policy, **dict(setup.options))
+    if setup.enable is not None:
+        setup.enable(model, policy)
+    elif policy != "none":
+        fastac.enable(model, policy)
 
 
 def descend(model: torch.nn.Module) -> None:
@@ -141,17 +153,17 @@ def alone(setup: Setup) -> Tensors:
     model, batch = recipes.build(setup.name)
     if setup.prepare is not None:
         model = setup.prepare(model)
-    batches = recipes.batches(batch, STEPS * setup.micro_batches * setup.data_ranks)
-    rank = dist.get_rank() % setup.data_ranks
+    batches = recipes.batches(batch, STEPS * setup.micro_batches * setup.world)
+    rank = dist.get_rank()
     tensors: Tensors = {}
     for number in range(STEPS):
         model.zero_grad()
         for micro in range(setup.micro_batches):
             index = number * setup.micro_batches + micro
-            parts = batches[index * setup.data_ranks : (index + 1) * setup.data_ranks]
-            outputs = model(**joined(parts))[0].chunk(setup.data_ranks)
+            parts = batches[index * setup.world : (index + 1) * setup.world]
+            outputs = model(**joined(parts))[0].chunk(setup.world)
             losses = [support.loss_of((one,)) for one in outputs]
-            (sum(losses, torch.zeros(())) / setup.data_ranks).backward()
+            (sum(losses, torch.zeros(())) / setup.world).backward()
             tensors[f"{index}: loss"] = losses[rank].detach()
             tensors[f"{index}: output.0"] = outputs[rank].detach()
         tensors |= {f"{index}: {name}": t for name, t in support.gradients(support.leaves_of(model, {})).items()}
@@ -180,20 +192,24 @@ def plain_name(name: str) -> str:
 
 
 def assert_trained_alike(
-    found: list[tuple[dict[str, Trained], Tensors]], setup: Setup, rounding: float = 1e-5, ran_once: bool = True
+    found: list[tuple[dict[str, Trained], Tensors]], setup: Setup, rounding: float = 1e-5, shards: bool = False
 ) -> None:
     """On each rank: every policy has the bits of no checkpointing, and these are the single process's but for rounding.
 
     Attention runs once under attn_only, twice under full; no policy adds a collective; fastac warns of nothing and
     reports what was saved.
-    ran_once: False where the wrapper recomputes on its own account.
+    shards: gradients are shards, so that only losses and outputs can be compared, which depend on those before.
     """
     attention = ATTENTION[setup.name]
-    for trained, expected in found:
+    for rank, (trained, expected) in enumerate(found):
         plain = trained["none"]
-        assert_close({name: t for name, t in plain.tensors.items() if name in expected}, expected, rounding)
+        if setup.data is None:
+            whole = {name: t for name, t in expected.items() if not shards or "gradient" not in name}
+            assert_close({name: t for name, t in plain.tensors.items() if name in whole}, whole, rounding)
         assert plain.attention == [(attention.calls, 0)] * len(plain.steps), plain.attention
-        for policy, one in trained.items():
+        assert all(one.backward for one in plain.steps[setup.micro_batches - 1 :: setup.micro_batches])
+        for several, one in trained.items():
+            policy = of_rank(several, rank)
             assert_same(one.tensors, plain.tensors)
             again = attention.in_blocks if policy == "full" else 0
             assert one.attention == [(attention.calls, again)] * len(plain.steps), f"{policy}: {one.attention}"
