@@ -20,8 +20,8 @@ def linear_attention(model: torch.nn.Module, containers: Iterable[BlockContainer
     for container in containers:
         for name, block in container.blocks.items():
             for inner, module in block.named_modules(prefix=name):
-                if inner in names or (row is not None and type(module).__name__ in row.linear):
-                    found[inner] = names.get(inner, type(module).__name__)
+                if inner in names or (row is not None and models.class_name(module) in row.linear):
+                    found[inner] = names.get(inner, models.class_name(module))
     return found
 
 

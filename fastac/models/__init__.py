@@ -20,7 +20,7 @@ from fastac.models import (
 )
 from fastac.models.loops import LISTS
 from fastac.models.reading import BlockContainer, ModelRow, containers, has_switch, is_available, tiny_model
-from fastac.models.wrappers import unwrapped
+from fastac.models.wrappers import class_name, unwrapped
 
 _FAMILIES = (
     wan,
@@ -49,7 +49,7 @@ _OF_CLASS = {row.class_name: row for row in reversed(MODELS.values())}
 
 def row_of(model: object) -> ModelRow | None:
     """The catalogue row of a model, by exact class name: WanVACETransformer3DModel is no WanTransformer3DModel."""
-    return _OF_CLASS.get(type(model).__name__)
+    return _OF_CLASS.get(class_name(model))
 
 
 __all__ = [
@@ -57,6 +57,7 @@ __all__ = [
     "MODELS",
     "BlockContainer",
     "ModelRow",
+    "class_name",
     "containers",
     "has_switch",
     "is_available",

@@ -1,4 +1,4 @@
-"""Finds the model inside what a training script wraps it in."""
+"""Finds the model inside what a training script wraps it in, and the class below what it makes of that."""
 
 from __future__ import annotations
 
@@ -29,3 +29,11 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
     if isinstance(model, data_parallel) or hasattr(type(inner), "enable_gradient_checkpointing"):
         return inner
     return None
+
+
+def class_name(module: object) -> str:
+    """The name of a module's class as its author wrote it: fully_shard makes FSDP<name> of it, with itself as a base."""
+    kind = type(module)
+    while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
+        _, kind = kind.__bases__
+    return kind.__name__

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastac
 from tests import support
 from tests.distributed import ranks
-from tests.distributed.training import Setup, assert_trained_alike, on_each_rank
+from tests.distributed.training import POLICIES, Setup, assert_trained_alike, on_each_rank
 from tests.ways.recipes import HUNYUAN, LTX, Batch, build, narrow
 
 
@@ -82,7 +82,8 @@ SHARDED = [
 
 def described(setup: Setup) -> str:
     name = setup.name.removesuffix("Transformer3DModel")
-    return f"{name}-{setup.wrap.__name__}-{setup.order.replace(', ', '-')}"
+    way = [setup.prepare, setup.enable, setup.last]
+    return "-".join([name, setup.wrap.__name__, setup.order.replace(", ", "-"), *(one.__name__ for one in way if one)])
 
 
 @pytest.mark.parametrize("setup", SHARDED, ids=described)
@@ -114,10 +115,23 @@ def on_two_by_two(model: torch.nn.Module) -> torch.nn.Module:
     return blocks(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
-@pytest.mark.parametrize("wrap", [blocks, every_linear])
-def test_adapters(tmp_path: Path, wrap: Any) -> None:
-    setup = Setup(wrap, prepare=adapted)
+def test_adapters(tmp_path: Path) -> None:
+    setup = Setup(blocks, prepare=adapted)
     assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup)
+
+
+def test_adapters_in_small_units(tmp_path: Path) -> None:
+    """Backward does not need the weights of a frozen layer whose input has no gradient. Any recompute gathers them."""
+    setup = Setup(every_linear, prepare=adapted)
+    found = ranks.run(tmp_path, on_each_rank, setup)
+    for trained, _ in found:
+        plain, full, saved = (trained[policy].steps for policy in POLICIES)
+        assert [one.backward for one in saved] == [one.backward for one in full]
+        for one, other in zip(saved, plain, strict=True):
+            assert 0 < one.backward["gloo:all_gather"] - other.backward["gloo:all_gather"] <= 3
+        for other in (*full, *saved):
+            other.backward = plain[0].backward
+    assert_trained_alike(found, setup)
 
 
 def test_accumulation(tmp_path: Path) -> None:
@@ -224,3 +238,61 @@ def test_verify(tmp_path: Path, wrap: Any) -> None:
     for found in ranks.run(tmp_path, verified, Setup(wrap)):
         assert found.different == ()
         assert found.saved == 4
+
+
+def remarks(name: str) -> tuple[str, ...]:
+    model, _ = build(name)
+    return fastac.report(every_linear(model)).remarks
+
+
+def test_what_is_known_of_a_class_holds_when_it_is_sharded(tmp_path: Path) -> None:
+    """fully_shard changes the class of a module."""
+    [found] = ranks.run(tmp_path, remarks, "SanaWMTransformer3DModel", world=1)
+    assert [remark.split(":")[0] for remark in found] == ["linear attention, which is recomputed"]
+
+
+def with_torch_engine(model: torch.nn.Module, policy: str) -> None:
+    if policy != "none":
+        fastac.enable(model, policy, engine="sac")
+
+
+@pytest.mark.parametrize("wrap", [blocks, every_linear])
+def test_torch_engine(tmp_path: Path, wrap: Any) -> None:
+    setup = Setup(wrap, enable=with_torch_engine)
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup)
+
+
+def compile_blocks(model: torch.nn.Module, policy: str) -> None:
+    if policy == "none":
+        for block in blocks_of(model):
+            block.compile(backend="aot_eager")
+    else:
+        fastac.compile(model, policy, backend="aot_eager")
+
+
+def compile_whole(model: torch.nn.Module, policy: str) -> None:
+    if policy != "none":
+        fastac.enable(model, policy)
+    model.compile(backend="aot_eager")
+
+
+COMPILED = [
+    Setup(blocks, enable=compile_blocks, compiles=True),
+    *(
+        pytest.param(setup, marks=pytest.mark.slow)
+        for setup in (
+            Setup(blocks, enable=compile_blocks, compiles=True, order="enable, wrap"),
+            Setup(every_linear, enable=compile_blocks, compiles=True),
+            Setup(default, enable=compile_blocks, compiles=True),
+            Setup(default, enable=compile_blocks, compiles=True, order="enable, wrap"),
+            Setup(blocks, enable=compile_whole, compiles=True),
+            Setup(blocks, enable=compile_whole, compiles=True, order="enable, wrap"),
+            Setup(default, enable=compile_whole, compiles=True, order="enable, wrap"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("setup", COMPILED, ids=described)
+def test_compiled(tmp_path: Path, setup: Setup) -> None:
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup, patience=280), setup)
