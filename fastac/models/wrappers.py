@@ -32,7 +32,7 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def class_name(module: object) -> str:
-    """The name of a module's class as its author wrote it: fully_shard makes FSDP<name> of it, with itself as a base."""
+    """The name of a module's class as its author wrote it: of that, fully_shard makes a class FSDP<name>."""
     kind = type(module)
     while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
         _, kind = kind.__bases__
