@@ -27,6 +27,11 @@ from tests.distributed.training import POLICIES, Setup, assert_trained_alike, on
 from tests.ways.recipes import HUNYUAN, LTX, Batch, build, narrow
 
 
+def slow(*cases: Any) -> list[Any]:
+    """One more case each of what takes several."""
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The members of a model's module lists, in their order."""
     return [block for child in model.children() if isinstance(child, torch.nn.ModuleList) for block in child]
@@ -69,14 +74,16 @@ def every_linear(model: torch.nn.Module) -> torch.nn.Module:
 SHARDED = [
     Setup(root),
     Setup(blocks),
-    Setup(blocks_kept),
-    Setup(blocks_to_one),
-    Setup(blocks_offloaded),
-    Setup(every_linear),
-    Setup(every_linear, name=LTX),
-    Setup(blocks, name=HUNYUAN),
     Setup(blocks, order="enable, wrap"),
-    Setup(every_linear, order="enable, wrap"),
+    Setup(blocks_kept),
+    Setup(every_linear),
+    Setup(blocks, name=HUNYUAN),
+    *slow(
+        Setup(blocks_to_one),
+        Setup(blocks_offloaded),
+        Setup(every_linear, name=LTX),
+        Setup(every_linear, order="enable, wrap"),
+    ),
 ]
 
 
@@ -120,6 +127,7 @@ def test_adapters(tmp_path: Path) -> None:
     assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup)
 
 
+@pytest.mark.slow
 def test_adapters_in_small_units(tmp_path: Path) -> None:
     """Backward does not need the weights of a frozen layer whose input has no gradient. Any recompute gathers them."""
     setup = Setup(every_linear, prepare=adapted)
@@ -139,6 +147,7 @@ def test_accumulation(tmp_path: Path) -> None:
     assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup)
 
 
+@pytest.mark.slow
 def test_hybrid(tmp_path: Path) -> None:
     setup = Setup(on_two_by_two, world=4)
     assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup, world=4), setup)
@@ -168,14 +177,16 @@ PARALLEL = [
     Setup(default),
     Setup(static),
     Setup(unused),
-    Setup(views),
-    Setup(replicated),
-    Setup(default, prepare=adapted),
     Setup(static, prepare=adapted),
-    Setup(default, order="enable, wrap"),
-    Setup(static, order="enable, wrap"),
     Setup(default, last=without_sync, micro_batches=2),
-    Setup(views, last=without_sync, micro_batches=2),
+    *slow(
+        Setup(views),
+        Setup(replicated),
+        Setup(default, prepare=adapted),
+        Setup(default, order="enable, wrap"),
+        Setup(static, order="enable, wrap"),
+        Setup(views, last=without_sync, micro_batches=2),
+    ),
 ]
 
 
@@ -200,10 +211,12 @@ def flat_gradients_sharded(model: torch.nn.Module) -> torch.nn.Module:
 
 
 FLAT = [  # Wan's forward asks its own parameters for their dtype, and flat ones are none
-    Setup(flat, name=LTX),
     Setup(flat_original),
-    Setup(flat_original, order="enable, wrap"),
-    Setup(flat_gradients_sharded, name=LTX),
+    *slow(
+        Setup(flat, name=LTX),
+        Setup(flat_original, order="enable, wrap"),
+        Setup(flat_gradients_sharded, name=LTX),
+    ),
 ]
 
 
@@ -223,7 +236,7 @@ def uneven(batch: Batch, rank: int) -> Batch:
 @pytest.mark.parametrize("wrap", [default, blocks])
 def test_ranks_that_recompute_unequally(tmp_path: Path, wrap: Any) -> None:
     setup = Setup(wrap, data=uneven)
-    policies = ("none", "full", "attn_only", "attn_only|full", "none|attn_only", "full|none")
+    policies = ("none", "attn_only", "attn_only|full", "none|attn_only")
     assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup, policies), setup)
 
 
@@ -233,7 +246,7 @@ def verified(setup: Setup) -> fastac.Verification:
     return fastac.verify(wrapped, **batch)
 
 
-@pytest.mark.parametrize("wrap", [blocks, every_linear, default, static, flat_original])
+@pytest.mark.parametrize("wrap", [blocks, static, *slow(every_linear, default, flat_original)])
 def test_verify(tmp_path: Path, wrap: Any) -> None:
     for found in ranks.run(tmp_path, verified, Setup(wrap)):
         assert found.different == ()
@@ -256,7 +269,7 @@ def with_torch_engine(model: torch.nn.Module, policy: str) -> None:
         fastac.enable(model, policy, engine="sac")
 
 
-@pytest.mark.parametrize("wrap", [blocks, every_linear])
+@pytest.mark.parametrize("wrap", [every_linear, *slow(blocks)])
 def test_torch_engine(tmp_path: Path, wrap: Any) -> None:
     setup = Setup(wrap, enable=with_torch_engine)
     assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup), setup)
@@ -277,22 +290,30 @@ def compile_whole(model: torch.nn.Module, policy: str) -> None:
 
 
 COMPILED = [
-    Setup(blocks, enable=compile_blocks, compiles=True),
-    *(
-        pytest.param(setup, marks=pytest.mark.slow)
-        for setup in (
-            Setup(blocks, enable=compile_blocks, compiles=True, order="enable, wrap"),
-            Setup(every_linear, enable=compile_blocks, compiles=True),
-            Setup(default, enable=compile_blocks, compiles=True),
-            Setup(default, enable=compile_blocks, compiles=True, order="enable, wrap"),
-            Setup(blocks, enable=compile_whole, compiles=True),
-            Setup(blocks, enable=compile_whole, compiles=True, order="enable, wrap"),
-            Setup(default, enable=compile_whole, compiles=True, order="enable, wrap"),
-        )
+    Setup(blocks, enable=compile_blocks, compiles=True, order="enable, wrap"),
+    *slow(
+        Setup(blocks, enable=compile_blocks, compiles=True),
+        Setup(every_linear, enable=compile_blocks, compiles=True),
+        Setup(default, enable=compile_blocks, compiles=True, order="enable, wrap"),
+        Setup(default, enable=compile_whole, compiles=True, order="enable, wrap"),
     ),
 ]
 
 
 @pytest.mark.parametrize("setup", COMPILED, ids=described)
 def test_compiled(tmp_path: Path, setup: Setup) -> None:
-    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup, patience=280), setup)
+    policies = ("none", "attn_only")
+    assert_trained_alike(ranks.run(tmp_path, on_each_rank, setup, policies, patience=280), setup)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["enable, wrap", "wrap, enable"])
+def test_compiled_as_a_whole_with_sharded_blocks(tmp_path: Path, order: str) -> None:
+    """The compiler leaves out checkpoints around what FSDP2 hooks into: blocks run eagerly, which fastac tells."""
+    setup = Setup(blocks, enable=compile_whole, compiles=True, order=order)
+    found = ranks.run(tmp_path, on_each_rank, setup, ("none", "attn_only"), patience=280)
+    for trained, _ in found:
+        [warning] = trained["attn_only"].warnings
+        assert warning.startswith("FSDPWanTransformerBlock: runs eagerly, though torch.compile was applied")
+        trained["attn_only"].warnings.clear()
+    assert_trained_alike(found, setup)

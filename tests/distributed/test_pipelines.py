@@ -24,7 +24,6 @@ LAYERS, MICRO_BATCHES = 4, 4
 CALLS = 2 * MICRO_BATCHES
 """Attention calls that a block makes in one step."""
 
-FORWARD, BACKWARD = "forward", "backward"
 SCHEDULES = {
     "two forwards": "F0 F1 B1 B0 F2 F3 B2 B3",
     "one forward, one backward": "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -151,7 +150,9 @@ def each_policy(kind: Schedule, of_each: int, checkpoints: bool, policies: Seque
     return {policy: in_parallel(kind, of_each, policy, checkpoints) for policy in policies}
 
 
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["enable", "checkpoint"])
+@pytest.mark.parametrize(
+    "checkpoints", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["enable", "checkpoint"]
+)
 @pytest.mark.parametrize(
     ("kind", "of_each"),
     [(ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)],
@@ -172,6 +173,7 @@ def test_schedules_of_torch(tmp_path: Path, kind: Schedule, of_each: int, checkp
     assert_close(together, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_zero_bubbles(tmp_path: Path) -> None:
     """The gradients of weights are computed one by one later, for each of which a checkpoint recomputes all again.
 
