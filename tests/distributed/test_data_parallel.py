@@ -21,6 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import fastac
+from fastac.models import unwrapped
 from tests import support
 from tests.distributed import ranks
 from tests.distributed.training import POLICIES, Setup, assert_trained_alike, on_each_rank
@@ -277,7 +278,7 @@ def test_torch_engine(tmp_path: Path, wrap: Any) -> None:
 
 def compile_blocks(model: torch.nn.Module, policy: str) -> None:
     if policy == "none":
-        for block in blocks_of(model):
+        for block in blocks_of(unwrapped(model)):
             block.compile(backend="aot_eager")
     else:
         fastac.compile(model, policy, backend="aot_eager")
@@ -294,6 +295,7 @@ COMPILED = [
     *slow(
         Setup(blocks, enable=compile_blocks, compiles=True),
         Setup(every_linear, enable=compile_blocks, compiles=True),
+        Setup(default, enable=compile_blocks, compiles=True),
         Setup(default, enable=compile_blocks, compiles=True, order="enable, wrap"),
         Setup(default, enable=compile_whole, compiles=True, order="enable, wrap"),
     ),
