@@ -44,9 +44,14 @@ def measured(
     batch: Mapping[str, Any],
     loss_of: Callable[[Any], torch.Tensor] = support.loss_of,
     attention: str = CPU_ATTENTION,
+    accumulate: bool = False,
 ) -> Measured:
-    """Forward and backward of a model on this rank; its gradients are taken away before, not after."""
-    model.zero_grad(set_to_none=True)
+    """Forward and backward of a model on this rank.
+
+    accumulate: on top of the gradients that there are, which are taken away before otherwise. They stay afterwards.
+    """
+    if not accumulate:
+        model.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU]) as forward:
         outputs = model(**batch)
         loss = loss_of(outputs)
