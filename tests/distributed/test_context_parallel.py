@@ -162,7 +162,9 @@ def _ring(policy: str, options: dict[str, Any]) -> tuple[str, Any]:
     return "", found
 
 
-@pytest.mark.parametrize("options", [{"ring_degree": 2}, {"ring_degree": 2, "ulysses_degree": 2}], ids=["ring", "both"])
+@pytest.mark.parametrize(
+    "options", [{"ring_degree": 2}, pytest.param({"ring_degree": 2, "ulysses_degree": 2}, marks=pytest.mark.slow)]
+)
 def test_ring_of_diffusers_trains_under_no_checkpointing(tmp_path: Path, options: dict[str, Any]) -> None:
     """Its backward reads its saved tensors twice, which torch's checkpoint refuses: with fastac or without."""
     world = options["ring_degree"] * options.get("ulysses_degree", 1)
@@ -284,7 +286,7 @@ ROTATIONS = {
 def test_ring_of_torch(tmp_path: Path, rotation: str) -> None:
     """Each of the 4 attention calls is 2 kernels here, and 1 rotation of keys: saved when exchanged, not when gathered.
 
-    Torch's selective checkpointing saves the call on DTensors as a whole, with what it does inside, which it never sees.
+    Torch's selective checkpointing saves the call on DTensors as a whole, and never sees what it does inside.
     """
     results = ranks.run(tmp_path, _torch, [SINGLE, NONE, FULL, ATTN_ONLY, SAC], rotation)
     assert_parallel(results)
