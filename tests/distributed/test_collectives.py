@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrize
 
 import fastac
 from fastac.policy import Policy
 from tests import support
 from tests.distributed import ranks, steps
 from tests.distributed.steps import Measured
+from tests.live_bytes import LiveBytes
 
 ROWS, COLUMNS = 8, 8
 
@@ -494,3 +498,68 @@ def test_nested_regions_and_a_second_backward(tmp_path: Path) -> None:
         assert nested["tape"].collectives == nested["none"].collectives == (2, 2)
         assert nested["full"].collectives[1] > 2
         assert [twice[way][1] for way in ("none", "full", "tape")] == [1, 4, 1]
+
+
+# Parameters that are gathered where they are used, as by SimpleFSDP
+
+
+class _Unsharded(torch.nn.Module):
+    """Casts a sharded parameter, and gathers it."""
+
+    def forward(self, parameter: DTensor) -> torch.Tensor:
+        whole: torch.Tensor = parameter.to(torch.bfloat16).redistribute(placements=[Replicate()]).to_local()
+        return whole
+
+
+class _InsideDTensor(LiveBytes):
+    """Sees what DTensor does inside its ops."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _held(policy: str, gathered: bool) -> tuple[int, support.Tensors]:
+    """Bytes that are held after the second forward, beside parameters and inputs; outputs and gradients."""
+    model = support.stack(dtype=torch.float32 if gathered else torch.bfloat16, policy=policy)
+    if gathered:
+        mesh = init_device_mesh("cpu", (2,))
+        for module in [module for module in model.modules() if list(module.parameters(recurse=False))]:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                sharded = distribute_tensor(parameter.detach().bfloat16().float(), mesh, [Shard(0)])
+                module.register_parameter(name, torch.nn.Parameter(sharded))
+                parametrize.register_parametrization(module, name, _Unsharded(), unsafe=True)
+    batch = support.stack_inputs(dtype=torch.bfloat16)
+    model(**batch).sum().backward()
+    model.zero_grad(set_to_none=True)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    with _InsideDTensor([*local, *batch.values()]) as meter:
+        outputs = model(**batch)
+    held = meter.now
+    outputs.sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {name.replace("parametrizations.", "").replace(".original", ""): grad for name, grad in gradients.items()}
+    return held, {name: steps.whole(grad).bfloat16() for name, grad in found.items()} | {"output": outputs.detach()}
+
+
+def _held_each_way() -> dict[tuple[str, bool], tuple[int, support.Tensors]]:
+    return {
+        (policy, gathered): _held(policy, gathered) for policy in ("torch", "attn_only") for gathered in (True, False)
+    }
+
+
+def check_gathered_parameters(folder: Path) -> None:
+    """Held are block inputs, attention outputs and statistics: not a byte of what was gathered."""
+    video = support.VIDEO_TOKENS * support.WIDTH * 2
+    statistics = support.VIDEO_TOKENS * 2 * 4  # of two heads
+    inputs, attention = 2 * video, 2 * 2 * (video + statistics)
+    for found in ranks.run(folder, _held_each_way):
+        held = {way: size for way, (size, _) in found.items()}
+        assert held["torch", True] == held["torch", False] == inputs, f"held: {held}"
+        assert held["attn_only", True] == held["attn_only", False] == inputs + attention, f"held: {held}"
+        support.assert_same(found["attn_only", True][1], found["torch", True][1])
+
+
+def test_gathered_parameters_are_not_held(tmp_path: Path) -> None:
+    check_gathered_parameters(tmp_path)
