@@ -162,9 +162,7 @@ def check_tensor_parallel(folder: Path, kind: str) -> None:
                 continue
             support.assert_same(step.tensors, found["none"].step.tensors)
             assert step.attention == ((LAYERS, LAYERS) if way == "full" else (LAYERS, 0)), way
-            assert step.collectives == (plain[0], plain[1] + again.get(way, 0)), (
-                f"{way}: {step.forward}, {step.backward}"
-            )
+            assert step.collectives == (plain[0], plain[1] + again.get(way, 0)), f"{kind}, {way}: {step.backward}"
             assert numbers == reported.get(way), f"{way}: {numbers}"
 
 
