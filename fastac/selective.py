@@ -119,9 +119,11 @@ class _Replaying(_ReplayMode):  # type: ignore[misc, valid-type]
 
     supports_higher_order_operators = True
 
-    def extend(self, choices: Choices, selections: Sequence[Selection | None], ops: CountedOps) -> None:
+    def extend(self, record: SelectiveRecord, choices: Choices, selections: Sequence[Selection | None]) -> None:
         """Give it what the forward knew."""
-        self.reader, self.remaining, self.ops = Reader(choices), iter(selections), ops
+        self.reader, self.remaining, self.ops = Reader(choices), iter(selections), record.ops
+        self.communicated = record.communicated
+        self.repeated = ("gather",) if record.policy.saves_collectives else ("gather", "exchange")
 
     def __enter__(self) -> Any:
         self.reader.used.clear()
@@ -141,7 +143,10 @@ class _Replaying(_ReplayMode):  # type: ignore[misc, valid-type]
                 return self.reader.choose(resolved, args, kwargs, lambda: func(*args, **kwargs))
             if resolved.has_selection and (selection := next(self.remaining, None)) is not None:
                 selection.put_into(resolved, resolved.selection(args, kwargs))
-            return self._replayed(func, types, args, kwargs)
+            outputs = self._replayed(func, types, args, kwargs)
+            if isinstance(resolved.row, CollectiveOp) and resolved.row.kind in self.repeated:
+                self.communicated.repeat(outputs)
+            return outputs
 
     def _replayed(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -165,19 +170,24 @@ class SelectiveRecord:
         self._found: list[Call] = []
         self.owners: list[int] = []
         self._choices = Choices()
-        self.communication: Communication | None = None
+        self.communicated = Communication()
         self._selections: list[Selection | None] = []  # of every sparse call, None for one that is recomputed
         self.late: list[str] = []  # ops that were intercepted too late to be saved here
         self.ops = CountedOps()
         self._without_row: set[Any] = set()
         self._mode, self.replay = create_selective_checkpoint_contexts(self._decide)
         self._mode.__class__, self.replay.__class__ = _Recording, _Replaying
-        self.replay.extend(self._choices, self._selections, self.ops)
+        self.replay.extend(self, self._choices, self._selections)
 
     @property
     def keys(self) -> list[int]:
         """Over how many keys each call attends."""
         return [call.keys for call in self._found]
+
+    @property
+    def communication(self) -> Communication | None:
+        """What the collectives of the region did; None where it has none."""
+        return self.communicated if self.communicated.issued else None
 
     def census(self) -> Census:
         """What the region did."""
@@ -242,10 +252,8 @@ class SelectiveRecord:
     def _decide_collective(self, kind: str, outputs: Any) -> CheckpointPolicy:
         if kind == "wait":
             return CheckpointPolicy.PREFER_RECOMPUTE  # it returns the memory that it was given
-        if self.communication is None:
-            self.communication = Communication()
-        self.communication.forward(outputs)
+        self.communicated.forward(outputs)
         if kind == "gather" or not self.policy.saves_collectives:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        self.communication.save(outputs)
+        self.communicated.save(outputs)
         return CheckpointPolicy.MUST_SAVE

@@ -150,13 +150,14 @@ class Record(Scope):
         if self.passes_by(resolved, args):
             return self.let_by(resolved, keyset, args, kwargs)
         communication = self.tape.communication
-        if communication is None:
-            communication = self.tape.communication = Communication()
         kind = resolved.row.kind  # type: ignore[union-attr]
         if kind == "wait":
             outputs = self.run(resolved, keyset, args, kwargs)
-            communication.complete(args[0])
+            if communication is not None:
+                communication.complete(args[0])
             return outputs
+        if communication is None:
+            communication = self.tape.communication = Communication()
         entry = Entry(resolved, 0, inputs_of(args))
         if kind == "exchange":
             self.tape.append(entry)

@@ -20,5 +20,9 @@ ROWS = (
     *(CollectiveOp(namespace="_c10d_functional", name=name) for name in _EXCHANGES),
     *(CollectiveOp(namespace="_c10d_functional", name=name, kind="gather") for name in _GATHERS),
     CollectiveOp(namespace="_c10d_functional", name="wait_tensor", kind="wait"),
+    # With a derivative: their kernels call those above past the dispatcher.
+    CollectiveOp(namespace="_c10d_functional_autograd", name="all_to_all_single"),
+    CollectiveOp(namespace="_c10d_functional_autograd", name="reduce_scatter_tensor"),
+    CollectiveOp(namespace="_c10d_functional_autograd", name="all_gather_into_tensor", kind="gather"),
     CollectiveOp(namespace="_dtensor", name="shard_dim_alltoall"),  # DTensor's, of one sharded dimension to another
 )
