@@ -13,6 +13,7 @@ import torch
 from fastac import census, inductor_internals, opaque, plugins, registry
 from fastac.diagnosis import Look
 from fastac.policy import Policy
+from fastac.ranks import class_name
 from fastac.rows import Verdict
 
 logger = logging.getLogger("fastac")
@@ -109,7 +110,7 @@ def warn_of_compiler(function: Any) -> None:
             "%s: runs eagerly, though torch.compile was applied to what calls it: a graph break inside a checkpoint "
             "makes the compiler leave out all of it. Attention is saved. fastac.compile(model), without torch.compile "
             "of the whole model, keeps blocks compiled that break.",
-            kind.__name__,
+            class_name(kind),
         )
 
 

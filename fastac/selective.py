@@ -39,7 +39,7 @@ REPLAY_FAILURES = {
         "engine, under which retain_graph=True works."
     ),
     "has been mutated": (
-        "an attention output was changed in place after it was saved. Replace the in-place operation, or use the "
+        "a saved output, of attention or a collective, was changed in place. Replace the in-place operation, or use the "
         "default engine, which keeps a copy where the change is legal."
     ),
     "not found in storage": (

@@ -185,3 +185,4 @@ def test_zero_bubbles(tmp_path: Path) -> None:
     for outcome in ranks.outcomes(tmp_path, each_policy, ScheduleInterleavedZeroBubble, 2, False, ("attn_only",)):
         assert "FastacError" in outcome.error
         assert "backpropagated already" in outcome.error
+        assert "(zero bubble)" in outcome.error
