@@ -39,8 +39,8 @@ REPLAY_FAILURES = {
         "engine, under which retain_graph=True works."
     ),
     "has been mutated": (
-        "a saved output, of attention or a collective, was changed in place. Replace the in-place operation, or use the "
-        "default engine, which keeps a copy where the change is legal."
+        "a saved output, of attention or a collective, was changed in place. Replace the in-place operation, or use "
+        "the default engine, which keeps a copy where the change is legal."
     ),
     "not found in storage": (
         "recompute made a call that the forward did not: the checkpointed function took another path. Make it depend "

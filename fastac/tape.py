@@ -237,8 +237,8 @@ class Replay(Scope):
         if entry is None:
             raise FastacError(
                 "this checkpointed region was backpropagated already and its saved outputs are freed. Use "
-                "retain_graph=True on the first backward to go through it again. A schedule that computes the gradients "
-                'of inputs and of weights apart (zero bubble) goes through it many times: use policy="full" there.'
+                "retain_graph=True on the first backward to go through it again. A schedule that computes gradients of "
+                'inputs and of weights apart (zero bubble) goes through it many times: use policy="full" there.'
             )
         # By name: torch may hand out another object for the same op once an older definition of it is collected.
         if entry.resolved.qualified_name != resolved.qualified_name or entry.inputs != inputs:

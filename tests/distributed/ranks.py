@@ -57,10 +57,12 @@ def outcomes(
     world: int = 2,
     timeout: float = GROUP_TIMEOUT,
     patience: float = PATIENCE,
+    backend: str = "gloo",
 ) -> list[Outcome]:
     """Call function(*args) on every rank of a new process group, and return what each did.
 
     function: of a module that a new process can import. folder: for what the ranks share; timeout: of the group.
+    backend: "gloo", or "nccl", where each rank has a GPU of its own.
     """
     store = folder / f"store-{time.monotonic_ns()}"
     began = time.monotonic()
@@ -68,7 +70,7 @@ def outcomes(
     for rank in range(world):
         mine, theirs = _processes().Pipe()
         process = _processes().Process(
-            target=_rank, args=(theirs, rank, world, str(store), timeout, function, args), daemon=True
+            target=_rank, args=(theirs, rank, world, str(store), timeout, backend, function, args), daemon=True
         )
         process.start()
         theirs.close()
@@ -101,14 +103,23 @@ def run(folder: Path, function: Callable[..., Any], *args: Any, world: int = 2, 
 
 
 def _rank(
-    connection: Connection, rank: int, world: int, store: str, timeout: float, function: Any, args: tuple[Any, ...]
+    connection: Connection,
+    rank: int,
+    world: int,
+    store: str,
+    timeout: float,
+    backend: str,
+    function: Any,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     result, error = None, ""
     try:
         file_store, limit = dist.FileStore(store, world), dt.timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world, timeout=limit)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, store=file_store, rank=rank, world_size=world, timeout=limit)
         try:
             result = function(*args)
         except BaseException:

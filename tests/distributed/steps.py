@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ Counts = tuple[int, int]
 class Measured:
     """One step. tensors: loss, outputs, gradients, by name; attention: kernels that ran in forward and in backward.
 
-    forward, backward: collectives of gloo, by name, such as "gloo:all_to_all".
+    forward, backward: collectives of gloo or NCCL, by name, such as "gloo:all_to_all".
     """
 
     tensors: Tensors
@@ -43,7 +43,7 @@ def measured(
     model: torch.nn.Module,
     batch: Mapping[str, Any],
     loss_of: Callable[[Any], torch.Tensor] = support.loss_of,
-    attention: str = CPU_ATTENTION,
+    attention: str | Collection[str] = CPU_ATTENTION,
     accumulate: bool = False,
 ) -> Measured:
     """Forward and backward of a model on this rank.
@@ -73,15 +73,29 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _runs(profiled: profile, attention: str) -> int:
+def _events(profiled: profile) -> list[Any]:
+    """What the profiler saw, as it recorded it: to make a tree of it takes longer than a small step."""
+    results: Any = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    return list(results.events())
+
+
+def _runs(profiled: profile, attention: str | Collection[str]) -> int:
     """Executions of a kernel. A call whose output is replayed is an event, too; one that runs allocates its output."""
-    events: Any = profiled.events()
-    return sum(
-        event.name == attention and any(child.name.startswith("aten::empty") for child in event.cpu_children)
-        for event in events
-    )
+    events = _events(profiled)
+    names = (attention,) if isinstance(attention, str) else attention
+    calls = [event for event in events if event.name() in names]
+    allocations = [event for event in events if event.name().startswith("aten::empty")]
+    # Where one call is inside another, the inner one allocates for both.
+    innermost = [call for call in calls if not any(other is not call and _inside(other, call) for other in calls)]
+    return sum(any(_inside(allocation, call) for allocation in allocations) for call in innermost)
+
+
+def _inside(event: Any, other: Any) -> bool:
+    """Whether one event lies within another, of the same thread."""
+    begins = other.start_ns() <= event.start_ns() and event.end_ns() <= other.end_ns()
+    return bool(begins and event.start_thread_id() == other.start_thread_id())
 
 
 def _collectives(profiled: profile) -> Counter[str]:
-    events: Any = profiled.events()
-    return Counter(event.name for event in events if event.name.startswith("gloo:"))
+    names = [event.name() for event in _events(profiled)]
+    return Counter(name for name in names if name.startswith(("gloo:", "nccl:")))
