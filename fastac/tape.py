@@ -210,8 +210,10 @@ class Replay(Scope):
     def communicate(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what a collective returned in the forward; issue again what was not kept."""
         kind = resolved.row.kind  # type: ignore[union-attr]
-        if kind == "wait" or self.passes_by(resolved, args):
+        if self.passes_by(resolved, args):
             return self.let_by(resolved, keyset, args, kwargs)
+        if kind == "wait":
+            return self.run(resolved, keyset, args, kwargs)
         if kind == "exchange":
             entry = self._next(resolved, inputs_of(args))
             if entry.kept is not None:

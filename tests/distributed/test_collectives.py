@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
+from torch.profiler import ProfilerActivity, profile
 
 import fastac
 from fastac.policy import Policy
@@ -576,3 +579,59 @@ def check_gathered_parameters(folder: Path) -> None:
 
 def test_gathered_parameters_are_not_held(tmp_path: Path) -> None:
     check_gathered_parameters(tmp_path)
+
+
+# What ends outside of its region
+
+
+def _waited_outside(policy: str) -> tuple[dict[str, torch.Tensor], int]:
+    """A region returns what is not waited for yet; what comes after it waits, and then writes."""
+    x = batch_of(dist.get_rank())["x"]
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_to_all_single_autograd(torch.sin(x), [4, 4], [4, 4], _group())
+
+    moved = support.run_checkpointed(region, x, policy=policy)
+    assert isinstance(moved, functional.AsyncCollectiveTensor)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        torch.cos(moved).sum().backward()
+    events: Any = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    sent = sum(event.name() == "gloo:all_to_all" for event in events.events())
+    return {"result": torch.Tensor(moved.trigger_wait().detach()), "gradient": x.grad}, sent
+
+
+def test_a_result_that_is_waited_for_after_its_region(tmp_path: Path) -> None:
+    found = {policy: ranks.run(tmp_path, _waited_outside, policy) for policy in ("none", "torch", "attn_only")}
+    for rank in range(2):
+        (expected, _), (full, _), (saved, _) = (found[policy][rank] for policy in found)
+        support.assert_same(full, expected)
+        support.assert_same(saved, expected)
+    assert [found[policy][0][1] for policy in found] == [1, 1, 1], "torch's recompute ends before it would send again"
+
+
+class Shards(torch.nn.Module):
+    """A block of units of FSDP2 that also sums over the ranks in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(COLUMNS, COLUMNS), torch.nn.Linear(COLUMNS, COLUMNS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = WRITING["all_reduce"](self.first(x))[None, None]
+        out: torch.Tensor = self.second(F.scaled_dot_product_attention(heads, heads * 2, heads)[0, 0])
+        return out
+
+
+def _sharded() -> tuple[int, Any, int]:
+    block = Shards()
+    for unit in (block.first, block.second):
+        fully_shard(unit)
+    with support.reported_blocks({"block": block}):
+        support.loss_of(fastac.checkpoint(block, batch_of(dist.get_rank())["x"])).backward()
+        (row,) = fastac.report(block).rows
+    return row.saved, row.communication, row.writing
+
+
+def test_what_fsdp_gathers_for_itself_is_not_counted(tmp_path: Path) -> None:
+    assert ranks.run(tmp_path, _sharded) == [(1, None, 1)] * 2
