@@ -1,0 +1,238 @@
+"""accelerate's FSDP plugin, version 2, and its DDP: what two ranks compute is what one process does on both batches.
+
+accelerate shards on no CPU of itself: it takes a process on one for MULTI_CPU, whatever plugin it gets. It is told here
+that it has GPUs, after it has set up gloo.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+
+import fastac
+from tests import support
+from tests.distributed import ranks, steps
+from tests.support import Tensors, assert_same, relative_error
+from tests.ways.recipes import ATTENTION, COGVIDEOX, HUNYUAN, LTX, WAN, batches, build
+
+WORLD = 2
+STEPS = 2
+CLIP = 0.5
+
+BLOCKS = {
+    WAN: ["WanTransformerBlock"],
+    LTX: ["LTXVideoTransformerBlock"],
+    HUNYUAN: ["HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"],
+    COGVIDEOX: ["CogVideoXBlock"],
+}
+EACH_MODEL = pytest.mark.parametrize(
+    "name", [WAN, HUNYUAN, *(pytest.param(name, marks=pytest.mark.slow) for name in (LTX, COGVIDEOX))]
+)
+
+
+class Case(NamedTuple):
+    """policy: "none" for no fastac; `enable` is called before or after `prepare`. plugin: options; None for DDP."""
+
+    policy: str
+    order: str = "before"
+    plugin: dict[str, bool] | None = None
+    mixed_precision: str = "no"
+
+
+class Found(NamedTuple):
+    """tensors: losses and gradients by step, before clipping, and the norms. wrappers: CheckpointWrappers in the model.
+
+    weights: those that accelerate gathers on the main process, at the beginning. saved: attention calls, by the report.
+    """
+
+    tensors: Tensors
+    attention: list[steps.Counts]
+    backward: list[Counter[str]]
+    weights: Tensors
+    wrappers: int
+    sharded: int
+    saved: int
+
+
+def accelerator_for(case: Case) -> Accelerator:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    if case.plugin is None:
+        return Accelerator(cpu=True, mixed_precision=case.mixed_precision)
+    state = PartialState(cpu=True)
+    assert state.distributed_type == DistributedType.MULTI_CPU
+    state.distributed_type = DistributedType.MULTI_GPU
+    options: dict[str, Any] = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", **case.plugin}
+    plugin = FullyShardedDataParallelPlugin(**options)
+    accelerator = Accelerator(cpu=True, mixed_precision=case.mixed_precision, fsdp_plugin=plugin)
+    assert accelerator.is_fsdp2
+    return accelerator
+
+
+def plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "").replace("gradient of module.", "gradient of ")
+
+
+def trained(name: str, case: Case) -> Found:
+    """A few steps of SGD on this rank's batches."""
+    accelerator = accelerator_for(case)
+    model, batch = build(name)
+    if case.plugin is not None:
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = BLOCKS[name]
+    if case.policy != "none" and case.order == "before":
+        fastac.enable(model, case.policy)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    if case.policy != "none" and case.order == "after":
+        fastac.enable(model, case.policy)
+    weights = accelerator.get_state_dict(model)
+    own = batches(batch, WORLD * STEPS)[dist.get_rank() :: WORLD]
+    tensors: Tensors = {}
+    attention, backward = [], []
+    for number, one in enumerate(own):
+        step = steps.measured(model, one)
+        attention.append(step.attention)
+        backward.append(step.backward)
+        parts = {plain(key): value for key, value in step.tensors.items() if not key.startswith("output")}
+        tensors |= {f"step {number} {key}": value for key, value in parts.items()}
+        norm = accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        tensors[f"step {number} norm"] = steps.whole(norm)
+        optimizer.step()
+    modules = list(model.modules())
+    return Found(
+        tensors,
+        attention,
+        backward,
+        {key: value.clone() for key, value in weights.items()} if accelerator.is_main_process else {},
+        sum(isinstance(module, CheckpointWrapper) for module in modules),
+        sum(isinstance(module, FSDPModule) for module in modules),
+        sum(row.saved for row in fastac.report(model).rows) if case.policy != "none" else 0,
+    )
+
+
+def trained_in_turn(name: str, cases: list[Case]) -> list[Found]:
+    return [trained(name, case) for case in cases]
+
+
+def alone(name: str) -> Tensors:
+    """The same steps by this process, on the batches of all ranks."""
+    model, batch = build(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    found: Tensors = {}
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        for rank, one in enumerate(batches(batch, WORLD * STEPS)[WORLD * number :][:WORLD]):
+            loss = support.loss_of(model(**one))
+            found[f"step {number} loss of {rank}"] = loss.detach()
+            (loss / WORLD).backward()
+        found |= {
+            f"step {number} {key}": value for key, value in support.gradients(support.leaves_of(model, {})).items()
+        }
+        found[f"step {number} norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return found
+
+
+def assert_like_alone(name: str, found: list[Found]) -> None:
+    """Losses of each rank, gradients, and norms, but for the order in which the ranks' parts are summed."""
+    expected = alone(name)
+    for rank, one in enumerate(found):
+        for key, tensor in one.tensors.items():
+            theirs = expected[f"{key} of {rank}" if key.endswith(" loss") else key]
+            largest = max(1.0, float(theirs.abs().max()))
+            assert (tensor - theirs).abs().max() <= 1e-5 * largest, (key, relative_error(tensor, theirs))
+        for key in expected:
+            assert "loss" in key or key in one.tensors, f"no {key}"
+
+
+def check(name: str, cases: list[Case], folder: Path, again: list[int], like_alone: bool = True) -> list[list[Found]]:
+    """Train each case on two ranks. All must equal the first case, bit for bit, and that must equal one process.
+
+    again: the attention kernels that run in backward, by case. What fastac is on for must issue in backward the
+    collectives of the first case, which has no checkpointing.
+    """
+    by_rank = ranks.run(folder, trained_in_turn, name, cases, world=WORLD)
+    found = [list(of_case) for of_case in zip(*by_rank, strict=True)]
+    if like_alone:
+        assert_like_alone(name, found[0])
+    keys = list(build(name)[0].state_dict())
+    for case, of_case, backward in zip(cases, found, again, strict=True):
+        for one, first in zip(of_case, found[0], strict=True):
+            assert_same(one.tensors, first.tensors)
+            assert one.attention == [(ATTENTION[name].calls, backward)] * STEPS, case
+            assert one.backward == first.backward, case
+            assert one.saved == (ATTENTION[name].in_blocks if case.policy == "attn_only" else 0), case
+        assert first.backward[0].total() > 0
+        assert sorted(key.removeprefix("module.") for key in of_case[0].weights) == sorted(keys), case
+    return found
+
+
+@EACH_MODEL
+def test_sharded(name: str, tmp_path: Path) -> None:
+    in_blocks = ATTENTION[name].in_blocks
+    cases = [
+        Case("none", plugin={}),
+        Case("full", plugin={}),
+        Case("attn_only", "before", plugin={}),
+        Case("attn_only", "after", plugin={}),
+    ]
+    found = check(name, cases, tmp_path, [0, in_blocks, 0, 0])
+    for one in (one for of_case in found for one in of_case):
+        assert one.wrappers == 0
+        assert one.sharded > 2  # the blocks, and the model
+
+
+@EACH_MODEL
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+def test_sharded_and_checkpointed_by_accelerate(name: str, offload: bool, tmp_path: Path) -> None:
+    """Its wrappers stay where they are, and fastac checkpoints in their place: nothing runs a second time in them."""
+    in_blocks = ATTENTION[name].in_blocks
+    plugin = {"activation_checkpointing": True, "activation_checkpointing_offload": offload}
+    cases = [
+        Case("none", plugin={}),
+        Case("none", plugin=plugin),
+        Case("full", "after", plugin=plugin),
+        Case("attn_only", "before", plugin=plugin),
+        Case("attn_only", "after", plugin=plugin),
+    ]
+    found = check(name, cases, tmp_path, [0, in_blocks, in_blocks, 0, 0])
+    assert {one.wrappers for of_case in found[1:] for one in of_case} == {len(_blocks(name))}
+    assert all(one.sharded > 2 for of_case in found for one in of_case)
+
+
+def _blocks(name: str) -> list[torch.nn.Module]:
+    return [module for module in build(name)[0].modules() if type(module).__name__ in BLOCKS[name]]
+
+
+@EACH_MODEL
+def test_sharded_in_half_precision(name: str, tmp_path: Path) -> None:
+    """FSDP casts what it gathers, accelerate's autocast is around the model: the recompute sees the same."""
+    plugin = {"activation_checkpointing": True}
+    cases = [
+        Case("none", plugin={}, mixed_precision="bf16"),
+        Case("full", plugin={}, mixed_precision="bf16"),
+        Case("attn_only", "before", plugin={}, mixed_precision="bf16"),
+        Case("attn_only", "after", plugin=plugin, mixed_precision="bf16"),
+    ]
+    check(name, cases, tmp_path, [0, ATTENTION[name].in_blocks, 0, 0], like_alone=False)
+
+
+@EACH_MODEL
+def test_parallel(name: str, tmp_path: Path) -> None:
+    """DistributedDataParallel as `prepare` makes it, in single and in half precision."""
+    in_blocks = ATTENTION[name].in_blocks
+    cases = [Case("none"), Case("full"), Case("attn_only", "before"), Case("attn_only", "after")]
+    check(name, cases, tmp_path, [0, in_blocks, 0, 0])
+    half = [case._replace(mixed_precision="bf16") for case in cases]
+    check(name, half, tmp_path, [0, in_blocks, 0, 0], like_alone=False)
