@@ -20,7 +20,7 @@ from fastac.models import (
 )
 from fastac.models.loops import LISTS
 from fastac.models.reading import BlockContainer, ModelRow, containers, has_switch, is_available, tiny_model
-from fastac.models.wrappers import refuse_other_checkpointing, unwrapped
+from fastac.models.wrappers import own_class, refuse_other_checkpointing, unwrapped
 
 _FAMILIES = (
     wan,
@@ -49,7 +49,7 @@ _OF_CLASS = {row.class_name: row for row in reversed(MODELS.values())}
 
 def row_of(model: object) -> ModelRow | None:
     """The catalogue row of a model, by exact class name: WanVACETransformer3DModel is no WanTransformer3DModel."""
-    return _OF_CLASS.get(type(model).__name__)
+    return _OF_CLASS.get(own_class(model).__name__)
 
 
 __all__ = [

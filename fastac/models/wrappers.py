@@ -39,6 +39,12 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
     return None
 
 
+def own_class(model: object) -> type:
+    """The class of a model as it is written: fully_shard puts one that inherits from it and FSDPModule in its place."""
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, sharded))
+
+
 def refuse_other_checkpointing(model: torch.nn.Module) -> None:
     """Raise FastacError where DeepSpeed is told to do something with what its own checkpointing keeps.
 

@@ -18,9 +18,11 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import fastac
+from fastac import models
 from tests import support
 from tests.distributed import ranks, steps
 from tests.support import Tensors, assert_same, relative_error
@@ -246,6 +248,25 @@ PARALLEL = [Case("none"), Case("full"), Case("attn_only", "before"), Case("attn_
 def test_parallel(name: str, tmp_path: Path) -> None:
     """DistributedDataParallel as `prepare` makes it."""
     check(name, PARALLEL, tmp_path, [0, ATTENTION[name].in_blocks, 0, 0])
+
+
+SANA = "SanaWMTransformer3DModel"
+
+
+def _remarks_on_a_sharded_model() -> tuple[str, tuple[str, ...], str]:
+    model, _ = build(SANA)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    fastac.enable(model)
+    row = models.row_of(model)
+    return type(model).__name__, fastac.report(model).remarks, row.name if row else ""
+
+
+def test_a_sharded_model_is_known_in_the_catalogue(tmp_path: Path) -> None:
+    """fully_shard gives it another class, and only the catalogue says which of its modules are linear attention."""
+    ((class_name, remarks, row),) = ranks.run(tmp_path, _remarks_on_a_sharded_model, world=1)
+    assert class_name == f"FSDP{SANA}"
+    assert row == SANA
+    assert any("linear attention, which is recomputed" in remark for remark in remarks)
 
 
 @pytest.mark.slow
