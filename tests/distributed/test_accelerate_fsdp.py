@@ -53,7 +53,7 @@ class Found(NamedTuple):
     """tensors: losses and gradients by step, before clipping, and the norms. attention, backward: of the last step.
 
     weights: those that accelerate gathers on the main process, at the beginning. wrappers, sharded: CheckpointWrappers
-    and modules of FSDP in the model. saved: attention calls, by the report.
+    and modules of FSDP in the model. saved, writing: attention calls, and collectives that write a buffer, as reported.
     """
 
     tensors: Tensors
@@ -63,6 +63,7 @@ class Found(NamedTuple):
     wrappers: int
     sharded: int
     saved: int
+    writing: int
 
 
 def accelerator_for(case: Case) -> Accelerator:
@@ -117,6 +118,7 @@ def trained(name: str, case: Case) -> Found:
     keep(STEPS - 1, {key: value for key, value in last.tensors.items() if not key.startswith("output")})
     step(STEPS - 1)
     modules = list(model.modules())
+    rows = fastac.report(model).rows if case.policy != "none" else ()
     return Found(
         tensors,
         last.attention,
@@ -124,7 +126,8 @@ def trained(name: str, case: Case) -> Found:
         {key: value.clone() for key, value in weights.items()} if accelerator.is_main_process else {},
         sum(isinstance(module, CheckpointWrapper) for module in modules),
         sum(isinstance(module, FSDPModule) for module in modules),
-        sum(row.saved for row in fastac.report(model).rows) if case.policy != "none" else 0,
+        sum(row.saved for row in rows),
+        sum(row.writing for row in rows),
     )
 
 
@@ -179,6 +182,7 @@ def check(name: str, cases: list[Case], folder: Path, again: list[int], like_alo
             assert_same(one.tensors, first.tensors)
             assert one.attention == (ATTENTION[name].calls, backward), case
             assert one.backward == first.backward, case
+            assert one.writing == 0, case
             assert one.saved == (ATTENTION[name].in_blocks if case.policy == "attn_only" else 0), case
         assert first.backward.total() > 0
         assert sorted(key.removeprefix("module.") for key in of_case[0].weights) == sorted(keys), case
