@@ -3,6 +3,8 @@
     python examples/train_wan.py                              # three short clips, two CPU cores, two to three minutes
     python examples/train_wan.py --video holiday.mp4 films/   # your own
     accelerate launch examples/train_wan.py --mixed-precision bf16 --policy long_attn_only --resolution 256 ...
+    torchrun --nproc-per-node 2 examples/train_wan.py         # two processes, each with all weights
+    torchrun --nproc-per-node 2 examples/train_wan.py --fsdp  # two processes, each with a share of them
 
 The loop has the shape of diffusers' own training scripts: accelerate, AdamW, a learning rate scheduler, gradient
 accumulation and clipping, checkpoints, `save_pretrained`. Where those call
@@ -85,13 +87,14 @@ from train_wan_output import (
     write_comparison,
     write_json,
 )
+from train_wan_processes import new_accelerator, process_name, reported, whole, whole_number
 
 POLICIES = ("none", "full", "attn_only", "long_attn_only")
 SCHEDULERS = ("constant", "constant_with_warmup", "cosine", "linear")
 SAMPLED_CLIPS = 4
 # What may change between a run and its continuation. All else decides what is trained, and has to be the same.
 FREE_ON_RESUME = frozenset(
-    {"policy", "attention_backend", "steps", "checkpoint_every", "sampling_steps"}
+    {"policy", "attention_backend", "steps", "checkpoint_every", "sampling_steps", "fsdp"}
     | {"output", "resume", "overwrite", "video"}
 )
 
@@ -114,6 +117,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--policy", choices=POLICIES, default="attn_only", help="none: no checkpointing (default: attn_only)")
     add("--attention-backend", metavar="NAME", help="a diffusers attention backend (default: as diffusers decides)")
     add("--mixed-precision", choices=("no", "bf16", "fp16"), default="no", help="(default: no)")
+    add("--fsdp", action="store_true", help="of several processes, each holds a share of the weights (FSDP2)")
 
     add("--layers", type=int, default=4, help="transformer blocks (default: 4)")
     add("--width", type=int, default=192, help=f"channels, a multiple of {HEAD_CHANNELS} (default: 192)")
@@ -189,11 +193,12 @@ def read_clips(args: argparse.Namespace) -> list[Clip]:
     return [read_clip(video, args.frames, args.resolution, args.frame_rate) for video in videos]
 
 
-def settings_of_training(args: argparse.Namespace, clips: Sequence[Clip], processes: int) -> dict[str, Any]:
+def settings_of_training(args: argparse.Namespace, clips: Sequence[Clip], accelerator: Accelerator) -> dict[str, Any]:
     """What the numbers of a training depend on: a checkpoint belongs to these."""
     settings = {name: value for name, value in vars(args).items() if name not in FREE_ON_RESUME}
     settings["transformer"] = args.transformer and str(args.transformer.resolve())
-    return settings | {"processes": processes, "clips": {clip.name: clip.digest for clip in clips}}
+    processes = {"processes": accelerator.num_processes, "sharded": accelerator.is_fsdp2}
+    return settings | processes | {"clips": {clip.name: clip.digest for clip in clips}}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -203,16 +208,14 @@ def train(args: argparse.Namespace) -> None:
     check_output(output, bool(args.resume), args.overwrite)
     clips = read_clips(args)
     try:
-        accelerator = Accelerator(
-            mixed_precision=args.mixed_precision, gradient_accumulation_steps=args.gradient_accumulation_steps
-        )
+        accelerator = new_accelerator(args.mixed_precision, args.gradient_accumulation_steps, args.fsdp)
     except ValueError as error:
         raise InputError(f"--mixed-precision {args.mixed_precision}: {error}") from error
     if args.mixed_precision != "no" and not accelerator.native_amp:
         # accelerate would train in float32 without a word.
         raise InputError(f"--mixed-precision {args.mixed_precision}: not on {accelerator.device.type}; use bf16 or no")
     diffusers_logging.set_verbosity_error()
-    training = settings_of_training(args, clips, accelerator.num_processes)
+    training = settings_of_training(args, clips, accelerator)
     step = 0
     if args.resume:
         checkpoint = find_checkpoint(output, args.resume)
@@ -238,6 +241,9 @@ def train(args: argparse.Namespace) -> None:
         num_training_steps=args.steps * accelerator.num_processes,
     )
     model, optimizer, dataloader, lr_scheduler = accelerator.prepare(transformer, optimizer, dataloader, lr_scheduler)
+    trainable = [
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    ]  # others, if they are sharded
     if args.resume:
         try:
             accelerator.load_state(str(checkpoint))
@@ -277,7 +283,7 @@ def train(args: argparse.Namespace) -> None:
                 "step": step,
                 "loss": sum(losses) / len(losses),
                 "lr": learning_rate,
-                "gradient_norm": float(gradient_norm),
+                "gradient_norm": whole_number(gradient_norm),
                 "seconds": round(time.perf_counter() - started, 4),
             }
             if not math.isfinite(entry["loss"]):
@@ -295,8 +301,9 @@ def train(args: argparse.Namespace) -> None:
                 break
             started, losses = time.perf_counter(), []
 
-    if accelerator.is_main_process:
-        save_results(args, transformer, dataset, clips, positions, output, metrics)
+    trained = whole(accelerator, model, transformer, lambda: build_transformer(args))
+    if trained is not None:
+        save_results(args, trained, dataset, clips, positions, output, metrics)
         print_summary(args, transformer, attention, output, metrics)
     accelerator.end_training()
 
@@ -394,9 +401,10 @@ def print_summary(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the script. Returns its exit code: 0, 2 after bad input, 130 when interrupted."""
     try:
-        train(parse_arguments(argv))
+        reported(train)(parse_arguments(argv))
     except (InputError, fastac.FastacError) as error:
-        print(f"train_wan.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        where = "" if isinstance(error, fastac.FastacError) else process_name()
+        print(f"train_wan.py: error: {where}{' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("train_wan.py: interrupted; --resume goes on from the latest checkpoint", file=sys.stderr)

@@ -101,7 +101,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def seal_checkpoint(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
     """Note a checkpoint's step, the settings it belongs to and its files' SHA-256, for `open_checkpoint`."""
-    digests = {file.name: _sha256(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    digests = {file.relative_to(folder).as_posix(): _sha256(file) for file in files}
     write_json(folder / CHECKPOINT, {"step": step, "settings": dict(settings), "files": digests})
 
 

@@ -47,13 +47,14 @@ def enable(
     """Checkpoint a model's blocks so that what the policy names is saved and the rest recomputed.
 
     Takes the place of `model.enable_gradient_checkpointing()` on a diffusers model, which may be inside
-    DistributedDataParallel, torch.compile's OptimizedModule or a PeftModel. policy: "attn_only", "long_attn_only",
-    "full", a fastac.Policy, or a mapping of block-name patterns to these (the first that matches counts).
-    blocks: for any other model. The dotted name of a module list whose members are the blocks, or of one block; a
-    module instead of a name; several of these. Their `forward` is checkpointed, state-dict keys stay as they are.
+    DistributedDataParallel, torch.compile's OptimizedModule, a PeftModel or an engine of DeepSpeed. policy:
+    "attn_only", "long_attn_only", "full", a fastac.Policy, or a mapping of block-name patterns to these (the first that
+    matches counts). blocks: for any other model. The dotted name of a module list whose members are the blocks, or of
+    one block; a module instead of a name; several of these. Their `forward` is checkpointed, state-dict keys stay.
     Raises UnsupportedBackendError when an attention module's backend can not be honoured, FastacError for a model
     without gradient checkpointing or blocks, an unknown policy or engine, a policy that would save nothing because
-    the attention is linear, or blocks that are checkpointed already. The model is as it was then.
+    the attention is linear, blocks that are checkpointed already, or options of DeepSpeed's checkpointing. The model is
+    as it was then.
     """
     check_module(model, "enable")
     outer, model = model, models.unwrapped(model)
@@ -63,6 +64,7 @@ def enable(
     named = {name: block for container in containers for name, block in container.blocks.items()}
     selected: Policy | BlockPolicies
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
+    models.refuse_other_checkpointing(outer)
     checkpoint_wrappers.check(model, class_name(model), set(named.values()))
     interception.install()
     partitioner.inform_if_loaded()

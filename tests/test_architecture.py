@@ -106,6 +106,7 @@ LIBRARIES = (
     "transformers",
     "peft",
     "accelerate",
+    "deepspeed",
     "triton",
 )
 MAY_NAME_LIBRARIES = ("hook", "verification", "cli", "backends", "models")
