@@ -1,8 +1,9 @@
 """What each parallel engine makes of each policy: collectives, bytes, attention executions, on a rank of several.
 
-Wan, a step after two others, on CPU ranks with gloo. Collectives and attention kernels are those that torch's profiler
-saw executed; held is what the allocator still holds after the forward, on this rank; sent is what the rank gave to its
-collectives. gloo has no reduce-scatter of its own: torch makes an all-reduce of it.
+Wan, and for tensor parallelism a stack of plain blocks, in a step after two others, on CPU ranks with gloo. Collectives
+and attention kernels are those that torch's profiler saw executed; held is what the allocator still holds after the
+forward, on this rank; sent is what the rank gave to its collectives. gloo has no reduce-scatter of its own: torch makes
+an all-reduce of it.
 
     python benchmarks/distributed.py [--check]
 """
@@ -30,11 +31,12 @@ from torch.profiler import ProfilerActivity, profile
 import fastac
 from common import RESULTS, allocated_bytes, write_result
 from fastac.reporting import readable_bytes
-from held_bytes import BATCH, TEXT_TOKENS, TOKENS, WIDTH, build_wan, wan_inputs
+from held_bytes import BATCH, HEAD_DIM, TEXT_TOKENS, TOKENS, WIDTH, build_wan, wan_inputs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.distributed import ranks, steps
+from tests.distributed.tensor_parallel import TensorParallel
 
 LAYERS = 4
 SIZES = {"float": 4, "c10::BFloat16": 2, "long int": 8, "unsigned char": 1, "double": 8}
@@ -81,13 +83,20 @@ def _split_and_sharded(model: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """One way to train on several ranks. communicates: inside the blocks, and not only for parameters."""
+    """One way to train on several ranks. communicates: inside the blocks, and not only for parameters.
+
+    stack: of a model of plain blocks, self-attention and feed-forward, how it is tensor parallel; else it is Wan.
+    """
 
     name: str
     world: int
     prepare: Callable[[Any], Any]
     communicates: bool = False
+    stack: str = ""
 
+
+GATHERS = "tensor and sequence parallel"
+"""The engine that gathers activations inside blocks, which are gathered again."""
 
 ENGINES = (
     Engine("one process", 1, _alone),
@@ -96,6 +105,8 @@ ENGINES = (
     Engine("FSDP2, every Linear", 2, _sharded_to_every_linear),
     Engine("Ulysses", 2, _split, communicates=True),
     Engine("Ulysses in FSDP2, blocks", 2, _split_and_sharded, communicates=True),
+    Engine("tensor parallel", 2, _alone, communicates=True, stack="plain"),
+    Engine(GATHERS, 2, _alone, communicates=True, stack="sequence"),
 )
 
 
@@ -122,12 +133,17 @@ def measure(name: str, world: int) -> list[dict[str, Any]]:
     for policy_name, policy in POLICIES.items():
         if not engine.communicates and policy is not None and policy.collectives != "save":
             continue
-        model: Any = build_wan(LAYERS, torch.float32)
-        if policy is not None:
-            fastac.enable(model, policy)
+        torch.manual_seed(0)
+        if engine.stack:
+            model: Any = TensorParallel(engine.stack, policy or "none", width=WIDTH, head=HEAD_DIM, layers=LAYERS)
+            batch: dict[str, Any] = {"x": torch.randn(BATCH, TOKENS, WIDTH)}
+        else:
+            model = build_wan(LAYERS, torch.float32)
+            if policy is not None:
+                fastac.enable(model, policy)
+            torch.manual_seed(0 if engine.communicates else dist.get_rank())
+            batch = wan_inputs(torch.float32) | {"return_dict": False}
         wrapped = engine.prepare(model)
-        torch.manual_seed(0 if engine.communicates else dist.get_rank())
-        batch = wan_inputs(torch.float32) | {"return_dict": False}
         for _ in range(2):
             found = steps.measured(wrapped, batch)
         found = steps.measured(wrapped, batch)
@@ -156,9 +172,9 @@ def measure(name: str, world: int) -> list[dict[str, Any]]:
 def _sent(model: Any, batch: dict[str, Any]) -> tuple[int, int]:
     activities = [ProfilerActivity.CPU]
     with profile(activities=activities, record_shapes=True) as forward:
-        (output,) = model(**batch)
+        output = model(**batch)
     with profile(activities=activities, record_shapes=True) as backward:
-        output.sum().backward()
+        (output if isinstance(output, torch.Tensor) else output[0]).sum().backward()
     return _bytes(forward), _bytes(backward)
 
 
@@ -182,7 +198,8 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
             found.append(f"{where}: losses or gradients differ from those without checkpointing")
         if row["policy"].startswith("attn_only") and row["attention"] != before["attention"]:
             found.append(f"{where}: attention {row['attention']}, {before['attention']} without checkpointing")
-        if row["policy"] == "attn_only" and row["collectives"] != before["collectives"]:
+        exchanged = row["policy"] == "attn_only" and row["engine"] != GATHERS
+        if exchanged and row["collectives"] != before["collectives"]:
             found.append(f"{where}: collectives {row['collectives']}, {before['collectives']} without checkpointing")
     return found
 
