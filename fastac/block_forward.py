@@ -254,5 +254,5 @@ def _path(model: torch.nn.Module, name: str) -> Iterator[torch.nn.Module | None]
     module: torch.nn.Module | None = model
     yield module
     for part in filter(None, name.split(".")):
-        module = module._modules.get(part) if module is not None else None
+        module = inside(module)._modules.get(part) if module is not None else None
         yield module

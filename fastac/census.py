@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fastac import opaque
+from fastac.checkpoint_wrappers import inside
 from fastac.collectives import Communication
 from fastac.registry import ResolvedOp
 from fastac.tape import Record
@@ -47,7 +48,7 @@ class Census:
 
     selection_bytes: memory held by the choices of sparse attention (top-k and sort outputs). compiled: it runs
     code that torch.compile made. writing: collectives that write a buffer of their caller's, as far as it was watched;
-    they are never saved. FSDP's own are not among them.
+    they are never saved. FSDP's own are not among them. communicates: it issues collectives of any kind, FSDP's too.
     """
 
     ops: list[ResolvedOp]
@@ -55,6 +56,7 @@ class Census:
     selection_bytes: int = 0
     compiled: bool = False
     writing: tuple[str, ...] = ()
+    communicates: bool = False
     others: list[list[ResolvedOp]] = dataclasses.field(default_factory=list)
     """What a function that is no block was found to record as well: one function may run several unlike layers."""
 
@@ -111,7 +113,7 @@ _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward")
 def block_of(function: Any) -> torch.nn.Module | None:
     """The block that is run by a function: a module, or its forward. Another method may run any of several layers."""
     if isinstance(function, torch.nn.Module):
-        return function
+        return inside(function)  # type: ignore[no-any-return]
     return module_of(function) if getattr(function, "__name__", "") in _RUNS_ITS_BLOCK else None
 
 

@@ -43,9 +43,13 @@ def checkpoint(
     what can not be honoured: reentrant checkpointing, a context_fn of the caller, debug mode.
     """
     if checkpoint_wrappers.inside(function) is not function:
+        if checkpoint_wrappers.calls_fastac(function):
+            return function(*args, **kwargs)
         own = functools.partial(checkpoint, policy=policy, engine=engine)
-        if checkpoint_wrappers.take_over(function, own, census.describe(checkpoint_wrappers.inside(function))):
-            return function(*args, **kwargs)  # the wrapper calls us, on what is inside it
+        where = census.describe(checkpoint_wrappers.inside(function))
+        with checkpoint_wrappers.taken_over(function, own, where) as wrapped:
+            if wrapped:
+                return function(*args, **kwargs)  # the wrapper calls us, on what is inside it
     if isinstance(policy, BlockPolicies):
         policy = policy.of(function) or refuse_strange_block(function)
     else:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastac import torch_internals
 from fastac.entries import Entry, described
 
+_POINT_TO_POINT = ("batch_p2p_ops", "irecv", "isend")
 _NOT_COUNTED = ("barrier", "monitored_barrier_", "check_for_nan")
 
 
@@ -26,6 +27,7 @@ class Communication:
     """Numbers and bytes of the collectives of one region; the bytes are those of what each returns on this rank.
 
     issued: in the forward. saved: of these, those whose outputs are kept. again: issued in recompute.
+    pending: while the forward runs, what is kept and not waited for, by its memory.
     """
 
     issued: int = 0
@@ -34,7 +36,7 @@ class Communication:
     saved_bytes: int = 0
     again: int = 0
     again_bytes: int = 0
-    pending: dict[int, list[tuple[Entry, int]]] = dataclasses.field(default_factory=dict)
+    pending: dict[int, list[tuple[Entry, int]]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __add__(self, other: Communication) -> Communication:
         """Both together."""
@@ -104,12 +106,21 @@ def writes_its_buffer(op: Any) -> bool:
     namespace, _, name = op._schema.name.partition("::")
     if namespace == "c10d":
         return name not in _NOT_COUNTED
-    return namespace == "_c10d_functional" and op._schema.is_mutable
+    return namespace == "_c10d_functional" and (op._schema.is_mutable or name in _POINT_TO_POINT)
 
 
 def is_called_by_fsdp() -> bool:
-    """Whether it is FSDP that calls here. It gathers and frees parameters by its own rules, in recompute, too."""
-    return any(frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp") for frame in _frames())
+    """Whether it is FSDP that calls here. It gathers and frees parameters by its own rules, in recompute, too.
+
+    What it calls in turn, such as a model inside FSDP1, calls for itself.
+    """
+    for frame in _frames():
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch.distributed.fsdp"):
+            return True
+        if not module.startswith(("torch.", "fastac.")):
+            return False
+    return False
 
 
 def _frames() -> Iterator[FrameType]:

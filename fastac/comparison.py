@@ -132,13 +132,14 @@ def as_found(model: torch.nn.Module) -> Iterator[None]:
     """Leave a model as it is now: gradients, buffers, generator states, checkpointing, its blocks' records."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     checkpointing = hook.snapshot(model)
-    latest = [(r, r.latest, r.latest_key) for m in model.modules() if (r := census.block_record(m)) is not None]
+    records = [record for module in model.modules() if (record := census.block_record(module)) is not None]
+    latest = [(record, record.latest, record.latest_key, record.communication) for record in records]
     try:
         with generators_preserved(_devices(model)), buffers_preserved(model):
             yield
     finally:
         hook.restore(model, checkpointing)
-        for record, before, key in latest:
-            record.latest, record.latest_key = before, key
+        for record, before, key, communication in latest:
+            record.latest, record.latest_key, record.communication = before, key, communication
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -248,7 +248,8 @@ def _modules_here() -> tuple[tuple[str, str], ...]:
     return tuple((".".join(_NAMES.findall(path)), class_name(kind)) for path, kind in stack if isinstance(kind, type))
 
 
-_NAMES = re.compile(r"(?<=\[')(?!_modules'|self'|fn')\w+(?='\])|(?<=\.)(?!__dict__|_modules|_orig_mod)\w+")
+_NOT_NAMES = r"(?!_modules\b|__dict__|_orig_mod\b|_checkpoint_wrapped_module\b)"
+_NAMES = re.compile(rf"(?<=\['){_NOT_NAMES}(?!self'|fn')\w+(?='\])|(?<=\.){_NOT_NAMES}\w+")
 """The parts of a name in a path such as L['self'].__dict__['_modules']['blocks'].0.attn1"""
 
 

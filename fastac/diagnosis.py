@@ -193,13 +193,20 @@ def look_again(
 
 
 def first_look(
-    recorded: Sequence[ResolvedOp], missed: Sequence[Decomposed], observer: observation.Observer | None
+    recorded: Sequence[ResolvedOp], missed: Sequence[Decomposed], observer: observation.Observer | None, expected: int
 ) -> Look:
-    """What is known without running the function again, which one rank must not do alone where it communicates."""
+    """What is known without running the function again, which one rank must not do alone where it communicates.
+
+    expected: how many attention calls it makes at least, by what others of its kind did.
+    """
     cause = "no fused kernel took it (it was not looked at more closely: its block communicates with other ranks)"
     small = [Attention("", found.attention, found.keys, cause) for found in missed]
     if observer is None:
-        return Look(tuple(recorded), small, [], [], [], [], [])
+        fewer = [
+            f"Others of its kind make {expected} attention calls. It was not run again to see which is missing: its "
+            f"block communicates with other ranks."
+        ] * (len(recorded) < expected)
+        return Look(tuple(recorded), small, [], fewer, [], [], [])
     small += [Attention(where, found.attention, found.keys, "it is not one op") for where, found in observer.missed]
     return Look(
         tuple(recorded), small, observer.unknown, observer.elsewhere, observer.silent, list(observer.joined), []

@@ -76,8 +76,7 @@ def enable(
         function = functools.partial(checkpoint, policy=selected, engine=engine)
         _switch_on(model, function)
         block_forward.take_off(model)
-        for name, wrapper in checkpoint_wrappers.wrappers_of(model):
-            checkpoint_wrappers.take_over(wrapper, function, name)
+        checkpoint_wrappers.take_over_all(model, function)
     else:
         disable(model)
         block_forward.put_on(model, named, Setting(selected, engine))

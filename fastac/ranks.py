@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
+
+_ENGINES = ("FSDP", "DDP", "Replicate")
+"""What `fully_shard` and `replicate` put before the name of a module's class."""
 
 
 def count() -> int:
@@ -42,6 +46,10 @@ class Together:
         """Whether a flag is set on any rank. Every rank must call it. Raises OtherRankFailed where another failed."""
         return any(self._exchange(flag))
 
+    def agree(self, value: Any) -> bool:
+        """Whether all ranks have the same value. Every rank must call it, as with `any`."""
+        return all(other == value for other in self._exchange(value))
+
     def run(self, function: Callable[[], Result]) -> Result:
         """Call a function, and raise on every rank what it raised on one: OtherRankFailed on the others."""
         if self._group is None:
@@ -73,6 +81,14 @@ class Together:
 def class_name(module: object) -> str:
     """The name of a module's class: of its own, where FSDP2 has made another of it (FSDPWanTransformerBlock)."""
     kind = module if isinstance(module, type) else type(module)
-    while len(kind.__bases__) == 2 and kind.__bases__[0].__module__.startswith("torch.distributed."):
+    while len(kind.__bases__) == 2 and kind.__name__.removesuffix(kind.__bases__[1].__name__) in _ENGINES:
         kind = kind.__bases__[1]
     return kind.__name__
+
+
+def is_sharded(module: object) -> bool:
+    """Whether FSDP gathers parameters while a module, or a part of it, is called."""
+    return isinstance(module, torch.nn.Module) and any(
+        class_name(inner) != type(inner).__name__ or "_fsdp_wrapped_module" in inner._modules
+        for inner in module.modules()
+    )

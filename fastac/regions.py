@@ -135,6 +135,7 @@ class Region:
             mine = known
             if known.keys != record.keys:
                 mine = dataclasses.replace(_census_of(record), compiled=known.compiled, writing=known.writing)
+                mine = dataclasses.replace(mine, communicates=known.communicates)
             self._remember(record, mine)
 
     def _is_odd(self, record: Record | SelectiveRecord, known: Census, outputs: Any) -> bool:
@@ -160,7 +161,8 @@ class Region:
         writing = known.writing if known is not None else ()
         if self.observer is not None:
             writing = tuple(self.observer.writing)
-        mine = dataclasses.replace(mine, compiled=compiled, writing=writing)
+        communicates = self._communicates(record)
+        mine = dataclasses.replace(mine, compiled=compiled, writing=writing, communicates=communicates)
         compiled_graphs.watch(nodes, self.policy)
         if self.block is not None:
             self.block.looked = compiled_graphs.time()
@@ -193,13 +195,22 @@ class Region:
     def _look_again(self, record: Record | SelectiveRecord, compiled: bool = False) -> diagnosis.Look:
         """A second look, unless it would leave this rank alone in a collective, and all hanging.
 
-        The first region of a compiled block is looked at again on every rank.
+        The first region of a class of compiled blocks is looked at again on every rank.
         """
-        observer = self.observer
-        watched = observer is not None and not observer.communicates
-        if ranks.count() == 1 or watched or (compiled and self._known is None):
+        kinds = census.known(self.function)
+        if ranks.count() == 1 or not self._communicates(record) or (compiled and not kinds):
             return diagnosis.look_again(self.function, self.args, self.kwargs, self.policy, compiled)
-        return diagnosis.first_look(record.calls, record.missed, observer)
+        alike = [len(one.ops) for key, one in kinds.items() if key[:2] == self.key[:2]]
+        return diagnosis.first_look(record.calls, record.missed, self.observer, min(alike, default=0))
+
+    def _communicates(self, record: Record | SelectiveRecord) -> bool:
+        """Whether the function issues collectives, as far as that is known."""
+        if record.communication is not None:
+            return True
+        if self.observer is not None:
+            return self.observer.communicates
+        known = census.known(self.function).values()
+        return any(one.communicates for one in known) or ranks.is_sharded(census.module_of(self.function))
 
     def _called_compiled(self, record: Record | SelectiveRecord) -> bool:
         """Whether it ran compiled code, also such as the graph does not show; eager flex_attention compiles itself."""

@@ -75,6 +75,8 @@ class Record(Scope):
                 self.observer.__exit__(*exception)  # type: ignore[arg-type]
         finally:
             self.tape.recording = False
+            if self.tape.communication is not None:
+                self.tape.communication.pending.clear()  # what is waited for outside is guarded by its version alone
             super().__exit__(*exception)
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import block_forward, errors, hook, interception, models
+from fastac import block_forward, checkpoint_wrappers, errors, hook, interception, models
 from fastac.checkpointing import checkpoint
 from fastac.comparison import Step, as_found, fresh, run_forward, run_step
 from fastac.errors import FastacError
@@ -112,6 +112,7 @@ def _verify_model(
 
     def reference_step() -> Step:
         hook.disable(inner)
+        checkpoint_wrappers.take_over_all(inner, checkpoint_wrappers.call_plainly)
         if blocks is not None:
             if reference == "full":
                 hook.enable(inner, "full", blocks=blocks)
@@ -149,9 +150,11 @@ def _verify_block(
     together: Together, block: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
 ) -> Verification:
     def reference_step() -> Step:
+        checkpoint_wrappers.take_over_all(block, checkpoint_wrappers.call_plainly)
         return run_step(block, _full_checkpoint if reference == "full" else _plain, (block, *args), kwargs)
 
     def policy_step() -> Step:
+        checkpoint_wrappers.give_back(block)
         function = functools.partial(checkpoint, policy=policy, engine=engine)
         return run_step(block, function, (block, *args), kwargs)
 
@@ -166,8 +169,11 @@ def _verify_blocks(
     selected = _selected(inner, policy, engine)
     regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     hook.disable(inner)
+    checkpoint_wrappers.take_over_all(inner, checkpoint_wrappers.call_plainly)
     inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
     run_forward(model, args, kwargs)
+    if not together.agree(len(regions)):
+        raise FastacError("verify(per_block=True): ranks have different numbers of blocks. Verify without per_block.")
     parts = [
         _verify_block(together, block, inputs, named, selected, engine, reference) for block, inputs, named in regions
     ]

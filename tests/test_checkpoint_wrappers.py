@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import io
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -18,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
+from fastac import scopes, tape
 from tests import support
 from tests.model_state import state_of
 from tests.support import CPU_ATTENTION, assert_same, stack, stack_inputs, train_step
@@ -197,3 +201,116 @@ def test_other_ways_to_checkpoint_are_refused(other: str, order: str) -> None:
     else:
         with pytest.raises(fastac.FastacError, match=match):
             support.loss_of(model(**batch)).backward()
+
+
+# Ways they are used
+
+
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    return copy.deepcopy(model)
+
+
+def saved_and_loaded(model: torch.nn.Module) -> torch.nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: torch.nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("again", [copied, saved_and_loaded], ids=lambda again: again.__name__)
+def test_a_copy_trains_and_is_given_its_own_back(again: Any, attention_executions: Counter[str]) -> None:
+    model, batch = build(WAN)
+    wrap_blocks(model)
+    fastac.enable(model)
+    expected, _ = steps(model, batch, attention_executions)
+    other = again(model)
+    found, counts = steps(other, batch, attention_executions)
+    assert counts == [4, 4]
+    assert_same(found, expected)
+    fastac.disable(other)
+    assert all(wrapper.checkpoint_fn.func is torch_checkpoint for wrapper in other.blocks)
+    assert steps(other, batch, attention_executions)[1] == [8, 8]
+    assert steps(model, batch, attention_executions)[1] == [4, 4]
+
+
+def test_blocks_below_an_offloading_wrapper(attention_executions: Counter[str]) -> None:
+    """save_on_cpu around all blocks, each of which is checkpointed inside it."""
+    model, inputs = torch.nn.Sequential(), stack_inputs()
+    model.inner = offload_wrapper(stack())
+    model.forward = lambda **inputs: model.inner(**inputs)
+    expected, counts = steps(model, inputs, attention_executions)
+    fastac.enable(model, blocks="inner.blocks")
+    found, again = steps(model, inputs, attention_executions)
+    assert again == counts
+    assert_same(found, expected)
+    assert fastac.report(model).rows[0].saved == 4
+
+
+def test_a_model_that_is_compiled_as_a_whole(attention_executions: Counter[str]) -> None:
+    torch._dynamo.reset()
+    model, batch = build(WAN)
+    wrap_blocks(model)
+    fastac.enable(model)
+    torch.compile(model, backend="aot_eager")(**batch)[0].sum().backward()
+    (row,) = fastac.report(model).rows
+    assert (row.blocks_seen, row.blocks_compiled, row.saved) == (2, 2, 4)
+
+
+def test_offloading_wrappers_alone_are_reported(attention_executions: Counter[str]) -> None:
+    model, batch = build(WAN)
+    wrap_blocks(model, offload_wrapper)
+    fastac.enable(model)
+    steps(model, batch, attention_executions)
+    (row,) = fastac.report(model).rows
+    assert (row.block_class, row.blocks_seen, row.saved) == ("WanTransformerBlock", 2, 4)
+
+
+def test_a_call_of_checkpoint_leaves_its_wrapper_as_it_was(attention_executions: Counter[str]) -> None:
+    block, inputs = alone(stack().blocks[0]), stack_inputs()
+    before = block.checkpoint_fn
+    attention_executions.clear()
+    fastac.checkpoint(block, *inputs.values()).sum().backward()
+    assert attention_executions[CPU_ATTENTION] == 2
+    assert block.checkpoint_fn is before
+
+
+def test_options_of_a_wrapper_that_hold_for_ours() -> None:
+    """Its determinism check is off: a recompute that saves other shapes is the user's own business."""
+    model, inputs = stack(), stack_inputs()
+    calls = []
+
+    class Odd(torch.nn.Module):
+        def forward(self, video: torch.Tensor) -> torch.Tensor:
+            calls.append(None)
+            return video * torch.ones(1 if len(calls) % 2 else 16)
+
+    for block in model.blocks:
+        block.norms[2] = torch.nn.Sequential(Odd(), block.norms[2])
+    wrap_blocks(model, functools.partial(checkpoint_wrapper, determinism_check="none"))
+    fastac.enable(model, blocks="blocks")
+    fastac.disable(model)
+    fastac.checkpoint(model.blocks[0], *inputs.values()).sum().backward()
+    assert len(calls) == 2
+
+
+def test_verify_compares_with_no_checkpointing(
+    monkeypatch: pytest.MonkeyPatch, attention_executions: Counter[str]
+) -> None:
+    """The wrappers' own checkpoint is no part of the reference: it would hide attention that runs again."""
+    model, batch = build(WAN)
+    wrap_blocks(model)
+    assert fastac.verify(model, **batch).reference_executions == (4, 0)
+    assert fastac.verify(model, **batch, reference="full").reference_executions == (4, 4)
+
+    def runs_again(self: Any, entry: Any, resolved: Any, args: Any, kwargs: Any) -> Any:
+        self.position += 1
+        for counter in scopes.execution_counters:
+            counter[resolved.name] += 1
+        return entry.kept
+
+    monkeypatch.setattr(tape.Replay, "_replay", runs_again)
+    with pytest.raises(fastac.PolicyNotAppliedError, match="ran 4 attention kernels in backward"):
+        fastac.verify(model, **batch)
+    with pytest.raises(fastac.PolicyNotAppliedError, match="ran 2 attention kernels in backward"):
+        fastac.verify(alone(stack().blocks[0]), **stack_inputs())

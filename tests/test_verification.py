@@ -254,8 +254,10 @@ def test_attention_outside_of_the_blocks_alone() -> None:
         def disable_gradient_checkpointing(self) -> None:
             self.gradient_checkpointing = False
 
-    with pytest.raises(fastac.PolicyNotAppliedError, match="none of them inside"):
-        fastac.verify(Outside(), **support.stack_inputs())
+    policies = ("attn_only", fastac.Policy("attn_only", collectives="recompute"))
+    for policy in policies:
+        with pytest.raises(fastac.PolicyNotAppliedError, match="none of them inside"):
+            fastac.verify(Outside(), **support.stack_inputs(), policy=policy)
 
 
 def test_nan_is_equal_to_nan_and_to_nothing_else() -> None:

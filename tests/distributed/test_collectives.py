@@ -11,17 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 
 import fastac
+from fastac import collectives
 from fastac.policy import Policy
 from tests import support
 from tests.distributed import ranks, steps
@@ -587,14 +589,19 @@ def test_gathered_parameters_are_not_held(tmp_path: Path) -> None:
 def _waited_outside(policy: str) -> tuple[dict[str, torch.Tensor], int]:
     """A region returns what is not waited for yet; what comes after it waits, and then writes."""
     x = batch_of(dist.get_rank())["x"]
+    made: list[collectives.Communication] = []
+    original = collectives.Communication.__init__
+    collectives.Communication.__init__ = lambda self: (made.append(self), original(self))[1]  # type: ignore[assignment]
 
     def region(x: torch.Tensor) -> torch.Tensor:
         return functional.all_to_all_single_autograd(torch.sin(x), [4, 4], [4, 4], _group())
 
     moved = support.run_checkpointed(region, x, policy=policy)
     assert isinstance(moved, functional.AsyncCollectiveTensor)
+    assert all(not one.pending for one in made), "kept until the next forward"
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         torch.cos(moved).sum().backward()
+    assert bool(made) == (policy == "attn_only")
     events: Any = profiled.profiler.kineto_results  # type: ignore[union-attr]
     sent = sum(event.name() == "gloo:all_to_all" for event in events.events())
     return {"result": torch.Tensor(moved.trigger_wait().detach()), "gradient": x.grad}, sent
@@ -623,15 +630,27 @@ class Shards(torch.nn.Module):
         return out
 
 
-def _sharded() -> tuple[int, Any, int]:
-    block = Shards()
-    for unit in (block.first, block.second):
-        fully_shard(unit)
+def _sharded(engine: str) -> tuple[int, Any, int]:
+    block: Any = Shards()
+    if engine == "fsdp1":
+        block = FullyShardedDataParallel(block, device_id=torch.device("cpu"))
+    else:
+        for unit in (block.first, block.second):
+            fully_shard(unit)
     with support.reported_blocks({"block": block}):
         support.loss_of(fastac.checkpoint(block, batch_of(dist.get_rank())["x"])).backward()
         (row,) = fastac.report(block).rows
     return row.saved, row.communication, row.writing
 
 
-def test_what_fsdp_gathers_for_itself_is_not_counted(tmp_path: Path) -> None:
-    assert ranks.run(tmp_path, _sharded) == [(1, None, 1)] * 2
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_what_fsdp_gathers_for_itself_is_not_counted(engine: str, tmp_path: Path) -> None:
+    """FSDP1's forward is around the model's own, whose collectives count."""
+    assert ranks.run(tmp_path, _sharded, engine) == [(1, None, 1)] * 2
+
+
+def test_what_is_sent_to_one_rank_is_never_saved() -> None:
+    for name in ("isend", "irecv", "batch_p2p_ops", "all_reduce_"):
+        assert collectives.writes_its_buffer(getattr(_c10d, name).default), name
+    for op in (torch.ops.c10d.barrier.default, _c10d.all_reduce.default, torch.ops.aten.add_.Tensor):
+        assert not collectives.writes_its_buffer(op), op

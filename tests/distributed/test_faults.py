@@ -22,9 +22,9 @@ import fastac
 from fastac import diagnosis
 from tests import support
 from tests.distributed import ranks, steps
-from tests.distributed.models import part_of_inputs, ulysses, ulysses_stack
+from tests.distributed.models import exchanged, part_of_inputs, ulysses, ulysses_stack
 from tests.support import assert_same, stack, stack_inputs
-from tests.ways.recipes import WAN, adamw, batches, build
+from tests.ways.recipes import WAN, adamw, batches, build, narrow
 
 LIMIT = 4.0
 """Seconds that a collective waits, in these tests."""
@@ -232,3 +232,75 @@ def test_a_restart_from_the_last_checkpoint(tmp_path: Path) -> None:
     assert "loss 1" not in found
     assert "loss 2" in found
     assert_same(found, {name: tensor for name, tensor in expected.items() if name in found})
+
+
+# A block that saves less than others of its class
+
+
+class Twice(torch.nn.Module):
+    """A block of the class of others, whose attention may be written out, where no op shows it."""
+
+    def __init__(self, communicates: bool, written_out: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(8, 8)
+        self.communicates, self.written_out = communicates, written_out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.linear(x)
+        if self.communicates:
+            heads = exchanged(heads[None], gather=0, split=2)[0]
+        if self.written_out:
+            return torch.softmax(heads @ heads.transpose(-1, -2), -1) @ heads
+        return F.scaled_dot_product_attention(heads, heads, heads)
+
+
+def _hidden_in_the_second(communicates: bool) -> tuple[str, int]:
+    looks = []
+    original = diagnosis.look_again
+    diagnosis.look_again = lambda *args, **kwargs: looks.append(args) or original(*args, **kwargs)  # type: ignore[func-returns-value]
+    x = torch.randn(1, 2, 12, 8).requires_grad_()
+    first, second = Twice(communicates, written_out=False), Twice(communicates, written_out=True)
+    try:
+        fastac.checkpoint(first, x).sum().backward()
+        fastac.checkpoint(second, x).sum().backward()
+    except fastac.PolicyNotAppliedError as error:
+        return str(error), len(looks)
+    return "", len(looks)
+
+
+@pytest.mark.parametrize("communicates", [False, True])
+def test_a_later_block_that_hides_its_attention(communicates: bool, tmp_path: Path) -> None:
+    """It is not watched as the first of its class was. Where it communicates, it is not run again to see why."""
+    for message, looks in ranks.run(tmp_path, _hidden_in_the_second, communicates, timeout=LIMIT):
+        assert "not every attention call at Twice was saved" in message
+        if communicates:
+            assert "Others of its kind make 1 attention calls. It was not run again" in message
+        assert looks == (0 if communicates else 1)
+
+
+def _other_sizes_on_one_rank(order: str) -> list[float]:
+    """Compiled blocks of FSDP2 get a new size on rank 1 alone, as aspect-ratio buckets do."""
+    model, batch = build(WAN)
+    fastac.enable(model)
+    if order == "compile last":
+        _sharded(model)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", dynamic=False)
+    if order == "compile first":
+        _sharded(model)
+    losses = []
+    for number in range(3):
+        own = narrow(batch) if number == 1 and dist.get_rank() == 1 else batch
+        loss = support.loss_of(model(**own))
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["compile first", "compile last"])
+def test_other_sizes_on_one_rank_of_compiled_blocks(order: str, tmp_path: Path) -> None:
+    first, second = ranks.run(tmp_path, _other_sizes_on_one_rank, order)
+    assert first == [first[0]] * 3
+    assert second == [first[0], second[1], first[0]]

@@ -162,3 +162,36 @@ def test_a_difference_on_one_rank(tmp_path: Path) -> None:
     assert (first, second) == ("FastacError", "FastacError"), class_and_message
     assert message.startswith("rank 0 of 2: verify failed on another rank. rank 1 of 2: ")
     assert own in message
+
+
+def _reported() -> tuple[str, str]:
+    """The report of a step, before and after a verification under another policy."""
+    model, batch = _split()
+    fastac.enable(model, fastac.Policy("attn_only", collectives="recompute"), blocks="blocks")
+    model(**batch).sum().backward()
+    before = str(fastac.report(model))
+    fastac.verify(model, policy="attn_only", blocks="blocks", **batch)
+    return before, str(fastac.report(model))
+
+
+def test_it_leaves_the_report_as_it_was(tmp_path: Path) -> None:
+    for before, after in ranks.run(tmp_path, _reported):
+        assert "16 issued again in backward" in before
+        assert before == after
+
+
+def _unequal() -> str:
+    model, batch = build(WAN)
+    if dist.get_rank() == 1:
+        del model.blocks[1]
+    try:
+        fastac.verify(model, per_block=True, **batch)
+    except fastac.FastacError as error:
+        return str(error)
+    return ""
+
+
+def test_unequal_numbers_of_blocks(tmp_path: Path) -> None:
+    for rank, message in enumerate(ranks.run(tmp_path, _unequal, timeout=LIMIT)):
+        assert f"rank {rank} of 2" in message
+        assert "ranks have different numbers of blocks" in message
