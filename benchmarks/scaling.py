@@ -108,7 +108,17 @@ def rows() -> list[Row]:
     return found
 
 
-HEADINGS = ("GPUs", "Ulysses", "policy", "held GiB", "all-to-all GiB", "share", "FSDP GiB", "share", "step over full")
+HEADINGS = (
+    "GPUs",
+    "Ulysses",
+    "policy",
+    "held GiB",
+    "all-to-all GiB",
+    "their share",
+    "FSDP GiB",
+    "FSDP share",
+    "step over full",
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:

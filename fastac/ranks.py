@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 Result = TypeVar("Result")
 
+_CONNECTION = ("DistBackendError", "DistNetworkError", "RuntimeError")
+"""What torch raises on a rank that waits for another in vain."""
+
 _ENGINES = ("FSDP", "DDP", "Replicate")
 """What `fully_shard` and `replicate` put before the name of a module's class."""
 
@@ -60,12 +63,21 @@ class Together:
             except OtherRankFailed:
                 raise
             except Exception as error:
-                self._exchange((type(error).__name__, str(error)))
+                self._tell(error)
                 raise
             self._exchange(False)
             return result
         finally:
             dist.destroy_process_group(self._group)
+
+    def _tell(self, error: Exception) -> None:
+        """Tell the others what was raised here; where it was only that a rank was missed, raise what that one says."""
+        kind, told = type(error).__name__, str(error)
+        own = (kind, told if told.startswith(name()) else f"{name()}: {kind}: {told}")
+        failed = [other for other in self._exchange(own) if isinstance(other, tuple) and other != own]
+        causes = [other for other in failed if other[0] not in _CONNECTION]
+        if kind in _CONNECTION and causes:
+            raise OtherRankFailed(*causes[0]) from error
 
     def _exchange(self, mine: Any) -> list[Any]:
         if self._group is None:
