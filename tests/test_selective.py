@@ -45,7 +45,7 @@ def doubled_in_place(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     [
         (F.scaled_dot_product_attention, twice, "backpropagated already.*retain_graph=True works"),
         (F.scaled_dot_product_attention, gradients_twice, "backpropagated already"),
-        (doubled_in_place, once, "changed in place after it was saved"),
+        (doubled_in_place, once, "was changed in place"),
         (F.scaled_dot_product_attention, after_a_switch, "made a call that the forward did not.*took another path"),
     ],
 )

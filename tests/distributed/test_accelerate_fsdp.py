@@ -221,7 +221,8 @@ def test_sharded(tmp_path: Path) -> None:
     wrappers_and_shards(WAN, cases, found)
 
 
-@pytest.mark.parametrize("name", [HUNYUAN, *(pytest.param(name, marks=pytest.mark.slow) for name in (LTX, COGVIDEOX))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [HUNYUAN, LTX, COGVIDEOX])
 def test_other_models(name: str, tmp_path: Path) -> None:
     """Hunyuan has blocks of two kinds, and an attention outside of them."""
     cases = [

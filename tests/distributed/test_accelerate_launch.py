@@ -164,6 +164,7 @@ def assert_trained_like(found: Launched, expected: Path) -> None:
     assert not list(found.output.glob(".partial-*"))
 
 
+@pytest.mark.slow
 def test_each_with_all_weights(parallel: Launched, alone: Path) -> None:
     assert_trained_like(parallel, alone)
 
@@ -175,6 +176,7 @@ def test_each_with_a_share_of_the_weights(sharded: Launched, alone: Path) -> Non
     assert len(shards) == 2 * 2  # of the model and of the optimizer, from each process
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_all_and_resume_goes_on(runs: Runs, sharded: Launched) -> None:
     """The launcher's summary has what the process raised. The rest of the training is that of one never interrupted."""
     (runs.folder / "faulty.py").write_text(FAULTY)
@@ -192,6 +194,7 @@ def test_a_process_that_fails_ends_all_and_resume_goes_on(runs: Runs, sharded: L
     assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.slow
 def test_bad_input_of_one_process(runs: Runs) -> None:
     (runs.folder / "faulty.py").write_text(FAULTY)
     failed = runs.launch("unused", *TORCHRUN, runs.folder / "faulty.py", "--video", "gone.mp4")
@@ -203,12 +206,14 @@ def test_bad_input_of_one_process(runs: Runs) -> None:
     assert not failed.output.exists()
 
 
+@pytest.mark.slow
 def test_another_number_of_processes(runs: Runs, sharded: Launched, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint belongs to as many processes as there were: the order of clips and the noise follow from that."""
     assert main(*runs.arguments, "--output", sharded.output, "--resume", "--steps", 6) == 2
     assert "processes was 2 and is 1, sharded was True and is False" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["pytorch_model_fsdp_0/__1_0.distcp", "optimizer_0/.metadata"])
 def test_a_broken_shard(runs: Runs, sharded: Launched, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     broken = runs.folder / file.replace("/", "-")
