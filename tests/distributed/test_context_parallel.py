@@ -199,13 +199,11 @@ def _compiled(policies: list[str], backend: str) -> dict[Way, Trained]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_blocks(tmp_path: Path, backend: str) -> None:
-    for found in ranks.run(tmp_path, _compiled, ["none", "full", "attn_only"], backend):
-        assert [found[way].step.collectives for way in (NONE, FULL, ATTN_ONLY)] == [(9, 8), (9, 16), (9, 8)]
-        assert [found[way].step.attention for way in (NONE, FULL, ATTN_ONLY)] == [(4, 2), (4, 6), (4, 2)]
-        for way in (FULL, ATTN_ONLY):
-            support.assert_same(found[way].step.tensors, found[NONE].step.tensors)
+def test_compiled_blocks(tmp_path: Path) -> None:
+    for found in ranks.run(tmp_path, _compiled, ["none", "attn_only"], "aot_eager"):
+        assert [found[way].step.collectives for way in (NONE, ATTN_ONLY)] == [(9, 8), (9, 8)]
+        assert [found[way].step.attention for way in (NONE, ATTN_ONLY)] == [(4, 2), (4, 2)]
+        support.assert_same(found[ATTN_ONLY].step.tensors, found[NONE].step.tensors)
 
 
 # torch
