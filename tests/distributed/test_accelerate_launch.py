@@ -246,10 +246,3 @@ def test_adapters_and_half_precision_with_shared_weights(runs: Runs, alone: Path
     assert (launched.output / "lora").is_dir()
     norms = [line["gradient_norm"] for line in metrics(launched.output)]
     assert min(norms) > 0, "what is clipped is not what is trained"
-
-
-@pytest.mark.slow
-def test_full_checkpointing_with_shared_weights(runs: Runs, sharded: Launched) -> None:
-    launched = runs.trained("full", *TORCHRUN, SCRIPT, "--fsdp", "--policy", "full")
-    assert "2 in forward, 2 again in backward" in launched.told
-    assert losses(launched.output) == losses(sharded.output)

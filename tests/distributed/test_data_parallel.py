@@ -296,7 +296,6 @@ COMPILED = [
         Setup(blocks, enable=compile_blocks, compiles=True),
         Setup(every_linear, enable=compile_blocks, compiles=True),
         Setup(default, enable=compile_blocks, compiles=True),
-        Setup(default, enable=compile_blocks, compiles=True, order="enable, wrap"),
         Setup(default, enable=compile_whole, compiles=True, order="enable, wrap"),
     ),
 ]

@@ -26,7 +26,7 @@ from tests.distributed.models import exchanged, part_of_inputs, ulysses, ulysses
 from tests.support import assert_same, stack, stack_inputs
 from tests.ways.recipes import WAN, adamw, batches, build, narrow
 
-LIMIT = 4.0
+LIMIT = 2.5
 """Seconds that a collective waits, in these tests."""
 
 SLACK = 20.0

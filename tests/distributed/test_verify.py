@@ -18,7 +18,7 @@ from tests.distributed import ranks
 from tests.distributed.models import part_of_inputs, ulysses, ulysses_stack
 from tests.ways.recipes import WAN, build
 
-LIMIT = 5.0
+LIMIT = 3.0
 
 
 def _sharded() -> tuple[Any, dict[str, Any]]:
