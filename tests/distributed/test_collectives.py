@@ -649,6 +649,27 @@ def test_what_fsdp_gathers_for_itself_is_not_counted(engine: str, tmp_path: Path
     assert ranks.run(tmp_path, _sharded, engine) == [(1, None, 1)] * 2
 
 
+def _writing_later() -> list[int]:
+    """Two blocks of a class, whose attention is as long as their input: what is reported after each of three steps."""
+    blocks = [Block(WRITING["all_reduce"]) for _ in range(2)]
+    x = batch_of(dist.get_rank())["x"].detach()
+    with torch.no_grad():
+        for block in blocks:
+            block(x)
+    found = []
+    for tokens in (ROWS, ROWS, ROWS // 2):
+        for block in blocks:
+            fastac.checkpoint(block, x[:tokens].clone().requires_grad_()).sum().backward()
+        with support.reported_blocks({f"blocks.{i}": block for i, block in enumerate(blocks)}):
+            found.append(fastac.report(blocks[0]).rows[0].writing)
+    return found
+
+
+def test_what_writes_a_buffer_is_reported_of_every_block(tmp_path: Path) -> None:
+    """Only the first of a class is watched."""
+    assert ranks.run(tmp_path, _writing_later) == [[2, 2, 2]] * 2
+
+
 def test_what_is_sent_to_one_rank_is_never_saved() -> None:
     for name in ("isend", "irecv", "batch_p2p_ops", "all_reduce_"):
         assert collectives.writes_its_buffer(getattr(_c10d, name).default), name

@@ -255,12 +255,12 @@ class Twice(torch.nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads)
 
 
-def _hidden_in_the_second(communicates: bool) -> tuple[str, int]:
+def _hidden(communicates: bool, in_first: bool = False) -> tuple[str, int]:
     looks = []
     original = diagnosis.look_again
     diagnosis.look_again = lambda *args, **kwargs: looks.append(args) or original(*args, **kwargs)  # type: ignore[func-returns-value]
     x = torch.randn(1, 2, 12, 8).requires_grad_()
-    first, second = Twice(communicates, written_out=False), Twice(communicates, written_out=True)
+    first, second = Twice(communicates, written_out=in_first), Twice(communicates, written_out=True)
     try:
         fastac.checkpoint(first, x).sum().backward()
         fastac.checkpoint(second, x).sum().backward()
@@ -272,11 +272,18 @@ def _hidden_in_the_second(communicates: bool) -> tuple[str, int]:
 @pytest.mark.parametrize("communicates", [False, True])
 def test_a_later_block_that_hides_its_attention(communicates: bool, tmp_path: Path) -> None:
     """It is not watched as the first of its class was. Where it communicates, it is not run again to see why."""
-    for message, looks in ranks.run(tmp_path, _hidden_in_the_second, communicates, timeout=LIMIT):
+    for message, looks in ranks.run(tmp_path, _hidden, communicates, timeout=LIMIT):
         assert "not every attention call at Twice was saved" in message
         if communicates:
             assert "Others of its kind make 1 attention calls. It was not run again" in message
         assert looks == (0 if communicates else 1)
+
+
+def test_a_first_block_that_hides_its_attention(tmp_path: Path) -> None:
+    """It is watched; what was seen then is what is told."""
+    for message, looks in ranks.run(tmp_path, _hidden, True, True, timeout=LIMIT):
+        assert "in Twice over 12 keys ran as small ops" in message
+        assert looks == 0
 
 
 def _other_sizes_on_one_rank() -> list[float]:
