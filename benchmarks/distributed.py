@@ -145,9 +145,8 @@ def measure(name: str, world: int) -> list[dict[str, Any]]:
             torch.manual_seed(0 if engine.communicates else dist.get_rank())
             batch = wan_inputs(torch.float32) | {"return_dict": False}
         wrapped = engine.prepare(model)
-        for _ in range(2):
+        for _ in range(3):  # the first ones warm up
             found = steps.measured(wrapped, batch)
-        found = steps.measured(wrapped, batch)
         expected = expected or found.tensors
         # What gloo's own threads free, the profiler may miss: the least of some forwards is what is held.
         held = min(allocated_bytes(functools.partial(_forward, wrapped, batch)).held for _ in range(8))

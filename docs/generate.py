@@ -12,7 +12,7 @@ import functools
 import importlib.metadata
 import json
 import runpy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -193,7 +193,7 @@ def readme() -> str:
         "remarks",
     )
     rows = ((f"`{one.name}`", *_counts(one), one.backend, _remark(one)) for one in _checked())
-    return _with_table("README.md", "models", _table(headings, rows))
+    return _with_tables("README.md", {"models": _table(headings, rows)})
 
 
 def compositions() -> str:
@@ -219,7 +219,7 @@ def compositions() -> str:
         )
         for row in measured["results"]
     )
-    return _with_table("docs/compile.md", "compositions", f"{shapes}\n\n{_table(headings, rows)}")
+    return _with_tables("docs/compile.md", {"compositions": f"{shapes}\n\n{_table(headings, rows)}"})
 
 
 def distributed() -> str:
@@ -242,19 +242,21 @@ def distributed() -> str:
         )
         for row in measured["results"]
     )
-    document = _with_table("docs/distributed.md", "engines", f"{shapes}\n\n{_table(headings, rows)}")
     scaling = runpy.run_path(str(ROOT / "benchmarks" / "scaling.py"))
     computed = _table(scaling["HEADINGS"], map(scaling["cells"], scaling["rows"]()))
-    return _with_table(document, "scaling", computed)
+    tables = {"engines": f"{shapes}\n\n{_table(headings, rows)}", "scaling": computed}
+    return _with_tables("docs/distributed.md", tables)
 
 
-def _with_table(document: str, name: str, table: str) -> str:
-    """A document, given by its path or its text, with the table between its two marks made anew."""
-    begin, end = f"<!-- Written by docs/generate.py: {name} -->", f"<!-- {name} -->"
-    text = document if "\n" in document else (ROOT / document).read_text(encoding="utf-8")
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n{table}\n{end}{after}"
+def _with_tables(path: str, tables: Mapping[str, str]) -> str:
+    """A document with the tables between their marks made anew, by name."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    for name, table in tables.items():
+        begin, end = f"<!-- Written by docs/generate.py: {name} -->", f"<!-- {name} -->"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{table}\n{end}{after}"
+    return text
 
 
 @functools.cache

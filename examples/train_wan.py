@@ -241,9 +241,7 @@ def train(args: argparse.Namespace) -> None:
         num_training_steps=args.steps * accelerator.num_processes,
     )
     model, optimizer, dataloader, lr_scheduler = accelerator.prepare(transformer, optimizer, dataloader, lr_scheduler)
-    trainable = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]  # others, if they are sharded
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]  # sharding makes others
     if args.resume:
         try:
             accelerator.load_state(str(checkpoint))

@@ -192,21 +192,29 @@ class Watch:
     def before(self, model: torch.nn.Module, args: Any) -> None:
         """Raise PolicyNotAppliedError for a block that is not checkpointed as it was enabled."""
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self.check(model)
-            self.take_over(model)
+            paths = self._paths(model)
+            self._check(model, paths)
+            self._take_over(model, paths)
+
+    def _paths(self, model: torch.nn.Module) -> dict[str, list[torch.nn.Module | None]]:
+        return {name: list(_path(model, name)) for name in self.names}
 
     def take_over(self, model: torch.nn.Module) -> None:
         """Let wrappers around the blocks, also such as came since, call them without a checkpoint of their own."""
-        for name in self.names:
-            block = list(_path(model, name))[-1]
-            if block is not inside(block):
-                take_over(block, call_plainly, f"{class_name(model)}.{name}")
+        self._take_over(model, self._paths(model))
+
+    def _take_over(self, model: torch.nn.Module, paths: Mapping[str, list[torch.nn.Module | None]]) -> None:
+        for name, path in paths.items():
+            if path[-1] is not inside(path[-1]):
+                take_over(path[-1], call_plainly, f"{class_name(model)}.{name}")
 
     def check(self, model: torch.nn.Module) -> None:
         """Raise PolicyNotAppliedError for a block that is not checkpointed as it was enabled, or is so twice."""
+        self._check(model, self._paths(model))
+
+    def _check(self, model: torch.nn.Module, paths: Mapping[str, list[torch.nn.Module | None]]) -> None:
         above = {model}
-        for name in self.names:
-            path = list(_path(model, name))
+        for name, path in paths.items():
             block = inside(path[-1])
             own = _find(block) if block is not None else None
             if own is None or own.watch is not self:

@@ -50,6 +50,9 @@ def _chain(module: Any) -> Iterator[Any]:
 
 def inside(module: Any) -> Any:
     """What is inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); what is in none, itself."""
+    children = getattr(module, "_modules", ())
+    if _INNER not in children and _FSDP1 not in children:  # of most, and asked for at every call of a block
+        return module
     found = module
     for one in _chain(module):
         found = one._modules[_INNER] if _INNER in getattr(one, "_modules", ()) else found
@@ -59,6 +62,11 @@ def inside(module: Any) -> Any:
 def _is_wrapper(module: Any) -> bool:
     loaded = sys.modules.get(_MODULE)  # where nobody has loaded it, there are none
     return loaded is not None and isinstance(module, loaded.CheckpointWrapper)
+
+
+def _wrappers_around(module: Any) -> list[Any]:
+    """The CheckpointWrappers around a module's inner one."""
+    return [one for one in _chain(module) if _is_wrapper(one)]
 
 
 def plain_name(name: str) -> str:
@@ -91,7 +99,7 @@ def take_over(module: Any, function: Callable[..., Any], where: str) -> bool:
 
     Returns whether there is one. Raises FastacError where it does not checkpoint as torch's does by default.
     """
-    wrappers = [wrapper for wrapper in _chain(module) if _is_wrapper(wrapper)]
+    wrappers = _wrappers_around(module)
     for wrapper in wrappers:
         _refuse_other(wrapper, where)
         before = wrapper.checkpoint_fn
@@ -108,14 +116,14 @@ def take_over_all(model: torch.nn.Module, function: Callable[..., Any]) -> None:
 
 def calls_fastac(module: Any) -> bool:
     """Whether a CheckpointWrapper around a module's inner one was taken over, so as to checkpoint it."""
-    functions = [one.checkpoint_fn for one in _chain(module) if _is_wrapper(one)]
+    functions = [wrapper.checkpoint_fn for wrapper in _wrappers_around(module)]
     return any(isinstance(one, TakenOver) and one.function is not call_plainly for one in functions)
 
 
 @contextlib.contextmanager
 def taken_over(module: Any, function: Callable[..., Any], where: str) -> Iterator[bool]:
     """As `take_over`, for one call."""
-    before = [(wrapper, wrapper.checkpoint_fn) for wrapper in _chain(module) if _is_wrapper(wrapper)]
+    before = [(wrapper, wrapper.checkpoint_fn) for wrapper in _wrappers_around(module)]
     try:
         yield take_over(module, function, where)
     finally:

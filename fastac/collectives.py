@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac import torch_internals
 from fastac.entries import Entry, described
@@ -36,7 +34,7 @@ class Communication:
     saved_bytes: int = 0
     again: int = 0
     again_bytes: int = 0
-    pending: dict[int, list[tuple[Entry, int]]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    pending: dict[object, list[tuple[Entry, int]]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __add__(self, other: Communication) -> Communication:
         """Both together."""
@@ -66,33 +64,22 @@ class Communication:
 
     def keep(self, entry: Entry, outputs: Any, guarded: bool) -> None:
         """Keep what a collective has returned. guarded: autograd notices an in-place change of it."""
-        entry.single = isinstance(outputs, torch.Tensor)
-        entry.guarded = guarded
-        entry.kept = torch_internals.aliases((outputs,) if entry.single else outputs)
-        entry.versions = torch_internals.versions(entry.kept)
+        entry.keep(outputs, guarded, copied=False)
         self.save(outputs)
         if not guarded:
-            for position, tensor in enumerate(entry.kept):
-                self.pending.setdefault(_memory(tensor), []).append((entry, position))
+            for position, tensor in enumerate(entry.kept or ()):
+                self.pending.setdefault(torch_internals.memory(tensor), []).append((entry, position))
 
     def complete(self, tensor: torch.Tensor) -> None:
         """A collective was waited for: copy what it returned, where nobody guards it."""
-        for entry, position in self.pending.pop(_memory(tensor), ()) if self.pending else ():
-            kept = list(entry.kept or ())
-            kept[position : position + 1] = torch_internals.clones(kept[position : position + 1])
-            entry.kept = tuple(kept)
-            entry.versions = torch_internals.versions(entry.kept)
+        for entry, position in self.pending.pop(torch_internals.memory(tensor), ()) if self.pending else ():
+            entry.copy(position)
 
 
 def inputs_of(args: Sequence[Any]) -> list[Any]:
     """What of a collective's arguments must be alike in forward and recompute: tensors, splits, operation, group."""
     first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     return [one for i in range(0, len(first), 3) for one in described(first[i : i + 3])] + list(args[1:])
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    memory: int = StorageWeakRef(tensor.untyped_storage()).cdata
-    return memory
 
 
 def _bytes(outputs: Any) -> int:
@@ -114,17 +101,12 @@ def is_called_by_fsdp() -> bool:
 
     What it calls in turn, such as a model inside FSDP1, calls for itself.
     """
-    for frame in _frames():
+    frame = sys._getframe().f_back
+    while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("torch.distributed.fsdp"):
             return True
         if not module.startswith(("torch.", "fastac.")):
             return False
-    return False
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
         frame = frame.f_back
+    return False

@@ -208,9 +208,8 @@ def first_look(
         ] * (len(recorded) < expected)
         return Look(tuple(recorded), small, [], fewer, [], [], [])
     small += [Attention(where, found.attention, found.keys, "it is not one op") for where, found in observer.missed]
-    return Look(
-        tuple(recorded), small, observer.unknown, observer.elsewhere, observer.silent, list(observer.joined), []
-    )
+    # What it saw elsewhere is its caller's to add, as after a second look.
+    return Look(tuple(recorded), small, list(observer.unknown), [], list(observer.silent), list(observer.joined), [])
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

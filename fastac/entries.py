@@ -1,4 +1,4 @@
-"""One attention call of a region: what is kept of it, and what its replay is checked by."""
+"""One attention call or collective of a region: what is kept of it, and what its replay is checked by."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
+from fastac import torch_internals
 from fastac.registry import ResolvedOp
 from fastac.selection import Selection
 
 
 class Entry:
-    """One attention call of a region. `kept` is None where the policy recomputes it."""
+    """One attention call or collective of a region.
+
+    kept: its outputs; None where the policy recomputes it. single: whether it returns one tensor and no sequence.
+    guarded: whether autograd notices an in-place change of them; versions: how often each was changed when it was kept.
+    """
 
     kept: Sequence[Any] | None = None
     single = False
@@ -26,6 +31,22 @@ class Entry:
         self.resolved = resolved
         self.keys = keys
         self.inputs = inputs
+
+    def keep(self, outputs: Any, guarded: bool, copied: bool) -> None:
+        """Keep what the call has returned, or a copy of it."""
+        self.single = isinstance(outputs, torch.Tensor)
+        self.guarded = guarded
+        sequence = (outputs,) if self.single else outputs
+        self._hold(torch_internals.clones(sequence) if copied else torch_internals.aliases(sequence))
+
+    def copy(self, position: int) -> None:
+        """Keep a copy of one output in the place of itself."""
+        kept = list(self.kept or ())
+        kept[position : position + 1] = torch_internals.clones(kept[position : position + 1])
+        self._hold(tuple(kept))
+
+    def _hold(self, kept: Sequence[Any]) -> None:
+        self.kept, self.versions = kept, torch_internals.versions(kept)
 
     @property
     def saved_bytes(self) -> int:

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from fastac import registry, torch_internals
+from fastac import dispatcher_internals, registry
+from fastac.dispatcher_internals import BELOW_BACKEND_SELECT
 from fastac.entries import generation
 from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
 from fastac.rows import AttentionOp, CollectiveOp, DecompositionOp, SelectionOp
 from fastac.scopes import run_kernel, thread
-from fastac.torch_internals import BELOW_BACKEND_SELECT
 
 logger = logging.getLogger("fastac")
 
@@ -67,7 +67,7 @@ def install() -> list[str]:
     with _installing:
         if install not in registry.after_registration:
             registry.after_registration.append(install)
-        count = len(torch_internals.op_names()) + len(registry.rows())
+        count = len(dispatcher_internals.op_names()) + len(registry.rows())
         if count == _known_op_names and not any(_was_defined_again(holder.resolved) for holder in _holders.values()):
             return []
         made = []
@@ -107,7 +107,7 @@ def loaded_modules() -> tuple[int, int, str]:
 
 def _intercept(resolved: ResolvedOp) -> None:
     name = resolved.qualified_name
-    if torch_internals.has_kernel(name, "BackendSelect"):
+    if dispatcher_internals.has_kernel(name, "BackendSelect"):
         raise FastacError(
             f"{name} can not be saved: another package has registered a function at its BackendSelect dispatch key, "
             f'where fastac must stand. Load fastac without that package, or use policy="full".'
@@ -116,12 +116,12 @@ def _intercept(resolved: ResolvedOp) -> None:
     functions = {
         AttentionOp: _attention,
         DecompositionOp: _decomposition,
-        SelectionOp: _choice,
-        CollectiveOp: _collective,
+        SelectionOp: _other,
+        CollectiveOp: _other,
     }
     function = functions[type(resolved.row)](holder)
     if isinstance(resolved.op, torch._ops.HigherOrderOperator):
-        torch_internals.at_backend_select(resolved.op, function)
+        dispatcher_internals.at_backend_select(resolved.op, function)
     else:
         namespace, _, rest = name.partition("::")
         holder.library = torch.library.Library(namespace, "IMPL")
@@ -158,23 +158,14 @@ def _decomposition(holder: _Holder) -> Callable[..., Any]:
     return attention_decomposed
 
 
-def _choice(holder: _Holder) -> Callable[..., Any]:
-    def chosen(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+def _other(holder: _Holder) -> Callable[..., Any]:
+    """For what is no attention: choices and collectives."""
+
+    def called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
         resolved = holder.resolved
         if scope is not None:
-            return scope.choose(resolved, keyset, args, kwargs)
+            return scope.receive(resolved, keyset, args, kwargs)
         return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
 
-    return chosen
-
-
-def _collective(holder: _Holder) -> Callable[..., Any]:
-    def collective_called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = thread.scope
-        resolved = holder.resolved
-        if scope is not None:
-            return scope.communicate(resolved, keyset, args, kwargs)
-        return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
-
-    return collective_called
+    return called

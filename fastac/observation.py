@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastac import census, interception, opaque, registry, torch_internals
+from fastac import census, interception, opaque, registry
 from fastac.autograd_graph import graph_roots, leads_to, tensors_of
 from fastac.collectives import is_called_by_fsdp, writes_its_buffer
+from fastac.dispatcher_internals import is_composite
 from fastac.entries import CountedOps
 from fastac.inductor_internals import CompiledCalls
 from fastac.policy import Policy
@@ -154,7 +155,7 @@ class Observer(TorchDispatchMode):
         found = self._softmax_attention.follow(op, args, outputs)
         if found is not None and self.policy.saves(found.keys):
             self.missed.append((self.where(), found))
-        elif looks_like_attention_forward(op._schema.name, args) and not torch_internals.is_composite(op._schema.name):
+        elif looks_like_attention_forward(op._schema.name, args) and not is_composite(op._schema.name):
             self.unknown.append(UnknownOp(*op._schema.name.split("::")))
 
     def _outside(self, resolved: ResolvedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

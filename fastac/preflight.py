@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fastac import census, checkpoint_wrappers, opaque, registry, torch_internals
+from fastac import census, checkpoint_wrappers, dispatcher_internals, opaque, registry
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.policy import BlockPolicies, Policy, is_inside, saves_nothing
 from fastac.ranks import class_name
@@ -88,7 +88,7 @@ def unavailable(family: str, name: str = "") -> str | None:
         return f"no op of {family} is loaded in this process: its library is not installed, or was not imported"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     keys = ["CPU", "CompositeExplicitAutograd"] + ([accelerator.type.upper()] if accelerator is not None else [])
-    if not any(torch_internals.has_kernel(op.qualified_name, key) for op in ops for key in keys):
+    if not any(dispatcher_internals.has_kernel(op.qualified_name, key) for op in ops for key in keys):
         device = "the CPU" if accelerator is None else f"the CPU or {accelerator.type}"
         return f"{ops[0].name} has no kernel for {device}, which is all this machine has"
     return None

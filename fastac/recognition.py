@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastac import torch_internals
+from fastac import dispatcher_internals, torch_internals
 from fastac.registry import ResolvedOp
 from fastac.rows import DecompositionOp
 
@@ -93,7 +93,7 @@ class UnknownOp(NamedTuple):
         name = self.name.partition(".")[0]
         op = getattr(getattr(torch.ops, self.namespace), name)
         overloads = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else ()
-        arguments = torch_internals.arguments_of(getattr(op, overloads[0]) if overloads else op)
+        arguments = dispatcher_internals.arguments_of(getattr(op, overloads[0]) if overloads else op)
         key = arguments[1].name if len(arguments) > 1 else "key"
         drawing = [argument.name for argument in arguments if "dropout" in argument.name or argument.name == "p"]
         dropout = repr(drawing[0]) if drawing else "None"

@@ -134,8 +134,9 @@ class Region:
                 self.block.looked = now
             mine = known
             if known.keys != record.keys:
-                mine = dataclasses.replace(_census_of(record), compiled=known.compiled, writing=known.writing)
-                mine = dataclasses.replace(mine, communicates=known.communicates)
+                mine = dataclasses.replace(
+                    _census_of(record), compiled=known.compiled, writing=known.writing, communicates=known.communicates
+                )
             self._remember(record, mine)
 
     def _is_odd(self, record: Record | SelectiveRecord, known: Census, outputs: Any) -> bool:
@@ -158,9 +159,8 @@ class Region:
         compiled = (
             is_compiled(self.function) or autograd_graph.ran_compiled_code(nodes) or self._called_compiled(record)
         )
-        writing = known.writing if known is not None else ()
-        if self.observer is not None:
-            writing = tuple(self.observer.writing)
+        watched = self.observer or known
+        writing = tuple(watched.writing) if watched is not None else ()
         communicates = self._communicates(record)
         mine = dataclasses.replace(mine, compiled=compiled, writing=writing, communicates=communicates)
         compiled_graphs.watch(nodes, self.policy)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastac import torch_internals
+from fastac import dispatcher_internals
 from fastac.errors import FastacError, UnsupportedBackendError
 from fastac.rows import (
     ALWAYS,
@@ -49,11 +49,11 @@ class ResolvedOp:
 
     def __init__(self, op: Op, row: Row) -> None:
         self.op = op
-        self.redispatch = torch_internals.redispatch_of(op)
+        self.redispatch = dispatcher_internals.redispatch_of(op)
         self.row = row
         self.name = str(op)
         self.qualified_name = qualified_name(op)
-        arguments = torch_internals.arguments_of(op)
+        arguments = dispatcher_internals.arguments_of(op)
         self._positions = {argument.name: i for i, argument in enumerate(arguments)}
         self._defaults = {argument.name: argument.default for argument in arguments}
         self.written: list[str] = []
@@ -67,7 +67,7 @@ class ResolvedOp:
         if isinstance(row, AttentionOp):
             self._key, self._dimension = self._positions.get(row.key, 0), KEYS_DIMENSION[row.layout]
 
-    def _check_schema(self, row: Row, arguments: Sequence[torch_internals.Argument]) -> None:
+    def _check_schema(self, row: Row, arguments: Sequence[dispatcher_internals.Argument]) -> None:
         for argument in arguments:
             if argument.written:
                 self.written.append(argument.name)
@@ -76,7 +76,7 @@ class ResolvedOp:
                         f"register: {self.name} writes its argument {argument.name!r}. On replay the kernel does not "
                         f"run and the write would be missing, with wrong gradients. Register a functional op."
                     )
-        if not torch_internals.returns_tensors(self.op):
+        if not dispatcher_internals.returns_tensors(self.op):
             raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save")
         if not isinstance(row, AttentionOp):
             return
@@ -222,14 +222,14 @@ def _row_of(op: Op) -> Row | None:
     for row in _rows:
         if row.name == name and re.fullmatch(row.namespace, namespace):
             told_by = getattr(row, "with_argument", "")
-            if not told_by or any(argument.name == told_by for argument in torch_internals.arguments_of(op)):
+            if not told_by or any(argument.name == told_by for argument in dispatcher_internals.arguments_of(op)):
                 found.append(row)
     if len(found) > 1:
         raise FastacError(
             f"register: {namespace}::{name} is claimed by {len(found)} rows: "
             + "; ".join(f"{row.namespace}::{row.name} of {getattr(row, 'backend', 'fastac')}" for row in found)
         )
-    if found and isinstance(found[0], SelectionOp) and any(a.written for a in torch_internals.arguments_of(op)):
+    if found and isinstance(found[0], SelectionOp) and any(a.written for a in dispatcher_internals.arguments_of(op)):
         return None  # an overload with `out`: what it writes is the caller's own
     return found[0] if found else None
 
@@ -271,7 +271,7 @@ def present_ops(strictly: Collection[Row] = ()) -> list[ResolvedOp]:
     for row in _rows:
         rows_by_name.setdefault(row.name, []).append(row)
     found = []
-    for qualified in [*torch_internals.op_names(), *(f"higher_order::{name}" for name in rows_by_name)]:
+    for qualified in [*dispatcher_internals.op_names(), *(f"higher_order::{name}" for name in rows_by_name)]:
         namespace, _, rest = qualified.partition("::")
         if not any(re.fullmatch(row.namespace, namespace) for row in rows_by_name.get(rest.partition(".")[0], ())):
             continue

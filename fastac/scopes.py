@@ -14,9 +14,9 @@ from typing import Any
 from fastac import torch_internals
 from fastac.choices import Choices
 from fastac.collectives import Communication
+from fastac.dispatcher_internals import BELOW_BACKEND_SELECT
 from fastac.entries import CountedOps, Entry
 from fastac.registry import ResolvedOp
-from fastac.torch_internals import BELOW_BACKEND_SELECT
 
 Calls = collections.Counter[str]
 
@@ -88,11 +88,15 @@ class Scope:
             outer = outer.outer  # a backward inside the region: the forward around this recompute is its own
         if outer is None:
             return run_kernel(resolved, keyset, args, kwargs)
+        return outer.receive(resolved, keyset, args, kwargs)
+
+    def receive(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A registered op was called in this thread while the scope is open."""
         if resolved.is_attention:
-            return outer.call(resolved, keyset, args, kwargs)
+            return self.call(resolved, keyset, args, kwargs)
         if resolved.is_collective:
-            return outer.communicate(resolved, keyset, args, kwargs)
-        return outer.choose(resolved, keyset, args, kwargs)
+            return self.communicate(resolved, keyset, args, kwargs)
+        return self.choose(resolved, keyset, args, kwargs)
 
     def inner(self) -> int:
         """How many regions are open inside this one."""

@@ -27,7 +27,10 @@ from fastac.scopes import Scope, Tape, thread
 from fastac.selection import Selection
 
 
-def _requires_grad(args: Sequence[Any]) -> bool:
+def _is_differentiable(args: Sequence[Any]) -> bool:
+    """Whether autograd differentiates through a call of these arguments."""
+    if not torch.is_grad_enabled():
+        return False
     for value in args:  # noqa: SIM110 a generator costs more than the rest
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return True
@@ -113,19 +116,11 @@ class Record(Scope):
             entry.generator_states = {
                 device: state for device, state in after.items() if not torch.equal(state, before[device])
             }
-        sequence = outputs
-        if isinstance(outputs, torch.Tensor):
-            entry.single, sequence = True, (outputs,)
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
         # grad the user may write into the output. Keep a copy there.
-        if torch.is_grad_enabled() and _requires_grad(args):
-            entry.guarded = True
-            entry.kept = torch_internals.aliases(sequence)
-            entry.versions = torch_internals.versions(entry.kept)
-        else:
-            entry.kept = torch_internals.clones(sequence)
-            entry.versions = torch_internals.versions(entry.kept)
+        guarded = _is_differentiable(args)
+        entry.keep(outputs, guarded, copied=not guarded)
         return outputs
 
     @property
@@ -160,14 +155,14 @@ class Record(Scope):
             return outputs
         if communication is None:
             communication = self.tape.communication = Communication()
-        entry = Entry(resolved, 0, inputs_of(args))
+        entry = None
         if kind == "exchange":
+            entry = Entry(resolved, 0, inputs_of(args))
             self.tape.append(entry)
         outputs = self.run(resolved, keyset, args, kwargs)
         communication.forward(outputs)
-        if kind == "exchange" and self.policy.saves_collectives:
-            guarded = torch.is_grad_enabled() and _requires_grad(args)
-            communication.keep(entry, outputs, guarded)
+        if entry is not None and self.policy.saves_collectives:
+            communication.keep(entry, outputs, guarded=_is_differentiable(args))
         return outputs
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

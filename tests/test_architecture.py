@@ -15,6 +15,7 @@ ORDER = (
     "ranks",
     "errors",
     "probing",
+    "dispatcher_internals",
     "torch_internals",
     "compiler_internals",
     "inductor_internals",
@@ -115,7 +116,7 @@ PRIVATE_BUT_DOCUMENTED = {
     "torch._ops",  # OpOverload, the type of an op: it has no public name
     "torch.utils._python_dispatch",  # TorchDispatchMode, documented under this path
 }
-PRIVATE = ("torch_internals", "compiler_internals", "inductor_internals", "graph.internals")
+PRIVATE = ("dispatcher_internals", "torch_internals", "compiler_internals", "inductor_internals", "graph.internals")
 """Modules that hold what is private in torch, probed there."""
 
 LONGEST = 300

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import fastac
-from fastac import census, entries, interception, registry, torch_internals
+from fastac import census, dispatcher_internals, entries, interception, registry
 from fastac.policy import Policy
 from fastac.scopes import Tape
 from fastac.tape import Record
@@ -222,12 +222,13 @@ def test_somebody_else_at_the_dispatch_key_is_refused(first: str) -> None:
 def test_attention_ops_leave_the_dispatch_key_to_us() -> None:
     """Looked up in a process of its own: here it is taken, by fastac."""
     code = """
-    from fastac import registry, torch_internals
     import fastac
-    print([op.name for op in registry.present_ops() if torch_internals.has_kernel(op.qualified_name, "BackendSelect")])
+    from fastac import registry
+    from fastac.dispatcher_internals import has_kernel
+    print([op.name for op in registry.present_ops() if has_kernel(op.qualified_name, "BackendSelect")])
     """
     assert subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], text=True).strip() == "[]"
-    assert torch_internals.has_kernel(support.CPU_ATTENTION, "BackendSelect")
+    assert dispatcher_internals.has_kernel(support.CPU_ATTENTION, "BackendSelect")
 
 
 def test_an_op_that_is_defined_again_is_read_by_its_new_schema() -> None:

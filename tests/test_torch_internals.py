@@ -8,19 +8,24 @@ import sys
 import threading
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastac import probing, torch_internals
+from fastac import dispatcher_internals, probing, torch_internals
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
-def test_this_torch_has_every_name() -> None:
-    assert probing.missing(torch_internals._REQUIRED) == []
+PRIVATE = pytest.mark.parametrize("module", [dispatcher_internals, torch_internals], ids=lambda one: one.__name__)
+
+
+@PRIVATE
+def test_this_torch_has_every_name(module: Any) -> None:
+    assert probing.missing(module._REQUIRED) == []
 
 
 def test_a_name_that_is_not_there_is_reported() -> None:
@@ -34,9 +39,11 @@ def test_names_are_found_where_they_are() -> None:
     assert probing.find("_inductor.config.fx_graph_cache") in (True, False)  # of a module that is imported for it
 
 
-def test_every_private_name_in_use_is_required() -> None:
+@PRIVATE
+def test_every_private_name_in_use_is_required(module: Any) -> None:
     """`_REQUIRED` and the code of the module name the same things."""
-    module = ast.parse(Path(torch_internals.__file__).read_text())
+    required = module._REQUIRED
+    module = ast.parse(Path(module.__file__).read_text())
     imported = {
         alias.asname or alias.name: f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
         for node in ast.walk(module)
@@ -50,11 +57,13 @@ def test_every_private_name_in_use_is_required() -> None:
             names.add(f"{imported.get(root, root)}.{rest}")
     private = {name.removeprefix("torch.") for name in names if name.startswith(("torch._C.", "torch._guards."))}
     # An attribute of a name is looked up after it, and a name is looked up by looking up an attribute of it.
-    parts = {full.rsplit(".", count)[0] for full in torch_internals._REQUIRED for count in range(full.count("."))}
+    parts = {full.rsplit(".", count)[0] for full in required for count in range(full.count("."))}
     assert private <= parts, f"used, and not probed at import: {sorted(private - parts)}"
 
 
-@pytest.mark.parametrize("name", ["_C._autograd._get_current_graph_task_keep_graph", "_C._has_storage"])
+@pytest.mark.parametrize(
+    "name", ["_C._autograd._get_current_graph_task_keep_graph", "_C._dispatch_get_all_op_names", "_C._has_storage"]
+)
 def test_import_without_one_of_them_names_it(name: str) -> None:
     owner, _, attribute = name.rpartition(".")
     code = f"import torch; del torch.{owner}.{attribute}; import fastac"
@@ -138,9 +147,9 @@ def test_a_trace_is_seen_by_its_own_thread_alone() -> None:
 
 
 def test_kernels_are_looked_up_by_op_and_key() -> None:
-    assert torch_internals.has_kernel(ATTENTION, "CPU")
-    assert not torch_internals.has_kernel("aten::_scaled_dot_product_flash_attention", "CPU")
-    assert ATTENTION in torch_internals.op_names()
+    assert dispatcher_internals.has_kernel(ATTENTION, "CPU")
+    assert not dispatcher_internals.has_kernel("aten::_scaled_dot_product_flash_attention", "CPU")
+    assert ATTENTION in dispatcher_internals.op_names()
 
 
 def test_checkpoint_debug_mode_is_seen() -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastac import preservation
+from fastac import preservation, torch_internals
 from fastac.errors import FastacError
 from fastac.graph import internals
 
@@ -65,7 +65,7 @@ def describe(
         structure=structure,
         leaves=[_kind(leaf) for leaf in leaves],
         same=_first_places([*state.values(), *leaves], id),
-        shared=_first_places([*state.values(), *leaves], internals.memory) if writes else None,
+        shared=_first_places([*state.values(), *leaves], torch_internals.memory) if writes else None,
         training={name: module.training for name, module in model.named_modules()},
         settings={
             f"{name}.{key}": value

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fastac import torch_internals
 from fastac.errors import FastacError
 from fastac.graph import internals
 from fastac.graph.nodes import constants, mark, marks, writer_of
@@ -84,4 +85,4 @@ def _written(node: Node) -> FastacError:
 
 def _memory(node: Node) -> object:
     value = node.meta.get("val")
-    return internals.memory(value) if isinstance(value, torch.Tensor) else None
+    return torch_internals.memory(value) if isinstance(value, torch.Tensor) else None

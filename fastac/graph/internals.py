@@ -22,7 +22,6 @@ import torch.autograd.graph
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.traceback import annotate, preserve_node_meta
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -243,14 +242,6 @@ def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:
 def path_text(path: Iterable[Any]) -> str:
     """Keys as they are written in Python: ['x'][0]."""
     return keystr(tuple(path))
-
-
-def memory(tensor: torch.Tensor) -> object:
-    """What tells the memory of a tensor from others'; views share it. Of a tensor without one, itself."""
-    try:
-        return StorageWeakRef(tensor.untyped_storage()).cdata
-    except NotImplementedError:  # sparse tensors
-        return id(tensor), "tensor"
 
 
 Unsupported = torch._dynamo.exc.Unsupported

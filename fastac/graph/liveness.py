@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from fastac.graph.internals import memory
-from fastac.torch_internals import has_storage, tree_leaves
+from fastac.torch_internals import has_storage, memory, tree_leaves
 
 
 def peak_bytes(graph: Graph, counts: Callable[[Node], bool] = lambda node: True) -> int:

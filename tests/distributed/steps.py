@@ -63,8 +63,8 @@ def measured(
     return Measured(
         {name: whole(tensor) for name, tensor in tensors.items()},
         (_runs(forward, attention), _runs(backward, attention)),
-        _collectives(forward),
-        _collectives(backward),
+        collectives(forward),
+        collectives(backward),
     )
 
 
@@ -96,6 +96,7 @@ def _inside(event: Any, other: Any) -> bool:
     return bool(begins and event.start_thread_id() == other.start_thread_id())
 
 
-def _collectives(profiled: profile) -> Counter[str]:
+def collectives(profiled: profile) -> Counter[str]:
+    """Collectives of gloo or NCCL that ran, by name, such as "gloo:all_to_all"."""
     names = [event.name() for event in _events(profiled)]
     return Counter(name for name in names if name.startswith(("gloo:", "nccl:")))

@@ -492,7 +492,7 @@ def _nested_and_twice() -> tuple[dict[str, Measured], dict[str, Any]]:
         loss.backward(retain_graph=True)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as second:
             loss.backward()
-        twice[way] = support.gradients(support.leaves_of(region, {"x": x})), steps._collectives(second).total()
+        twice[way] = support.gradients(support.leaves_of(region, {"x": x})), steps.collectives(second).total()
     return nested, twice
 
 

@@ -119,11 +119,22 @@ def _needs_a_mask_gradient(query: torch.Tensor, key: torch.Tensor, value: torch.
     return ulysses(query, key, value, attn_mask=torch.zeros(tokens, keys, requires_grad=True))
 
 
+def _counted_looks() -> list[Any]:
+    """Grows with every second look of this rank, from now on."""
+    looks: list[Any] = []
+    original = diagnosis.look_again
+
+    def look_again(function: Any, *args: Any) -> diagnosis.Look:
+        looks.append(function)
+        return original(function, *args)
+
+    diagnosis.look_again = look_again
+    return looks
+
+
 def _refused_on_one_rank(engine: str) -> tuple[str, int]:
     """What this rank raised, and how often a region was looked at again."""
-    looks = []
-    original = diagnosis.look_again
-    diagnosis.look_again = lambda *args, **kwargs: looks.append(args) or original(*args, **kwargs)  # type: ignore[func-returns-value]
+    looks = _counted_looks()
     model: Any = ulysses_stack() if engine == "ulysses" else stack()
     for block in model.blocks:
         if engine == "ulysses":
@@ -256,9 +267,7 @@ class Twice(torch.nn.Module):
 
 
 def _hidden(communicates: bool, in_first: bool = False) -> tuple[str, int]:
-    looks = []
-    original = diagnosis.look_again
-    diagnosis.look_again = lambda *args, **kwargs: looks.append(args) or original(*args, **kwargs)  # type: ignore[func-returns-value]
+    looks = _counted_looks()
     x = torch.randn(1, 2, 12, 8).requires_grad_()
     first, second = Twice(communicates, written_out=in_first), Twice(communicates, written_out=True)
     try:
