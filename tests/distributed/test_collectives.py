@@ -236,10 +236,11 @@ WRITING: dict[str, Op] = {
 
 
 class Block(torch.nn.Module):
-    """A linear layer, a collective, attention over the rows, a linear layer."""
+    """A linear layer, a collective, attention over the rows, or the first of them, a linear layer."""
 
-    def __init__(self, call: Op) -> None:
+    def __init__(self, call: Op, rows: int | None = None) -> None:
         super().__init__()
+        self.rows = rows
         torch.manual_seed(0)
         self.before, self.after = torch.nn.Linear(COLUMNS, COLUMNS), torch.nn.LazyLinear(COLUMNS)
         self.call = call
@@ -247,7 +248,8 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         moved = torch.tanh(self.call(torch.sin(self.before(x))))
         heads = moved[None, None]
-        attended = F.scaled_dot_product_attention(heads, heads * 2, heads)[0, 0]
+        seen = heads[:, :, : self.rows]
+        attended = F.scaled_dot_product_attention(heads, seen * 2, seen)[0, 0]
         out: torch.Tensor = self.after(attended * moved)
         return out
 
@@ -650,8 +652,8 @@ def test_what_fsdp_gathers_for_itself_is_not_counted(engine: str, tmp_path: Path
 
 
 def _writing_later() -> list[int]:
-    """Two blocks of a class, whose attention is as long as their input: what is reported after each of three steps."""
-    blocks = [Block(WRITING["all_reduce"]) for _ in range(2)]
+    """Two blocks of a class, the second with a shorter attention: what is reported after each of three steps."""
+    blocks = [Block(WRITING["all_reduce"], rows) for rows in (None, 2)]
     x = batch_of(dist.get_rank())["x"].detach()
     with torch.no_grad():
         for block in blocks:

@@ -72,12 +72,21 @@ def every_linear(model: torch.nn.Module) -> torch.nn.Module:
     return blocks(model)
 
 
+def queries_apart(model: torch.nn.Module) -> torch.nn.Module:
+    """When the block has run, some of an attention's parameters are shards again, and others are not."""
+    for name, module in model.named_modules():
+        if name.endswith("to_q"):
+            fully_shard(module)
+    return blocks_kept(model)
+
+
 SHARDED = [
     Setup(root),
     Setup(blocks),
     Setup(blocks, order="enable, wrap"),
     Setup(blocks_kept),
     Setup(every_linear),
+    Setup(queries_apart),
     Setup(blocks, name=HUNYUAN),
     *slow(
         Setup(blocks_to_one),

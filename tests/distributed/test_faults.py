@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,48 @@ def test_a_first_block_that_hides_its_attention(tmp_path: Path) -> None:
     """It is watched; what was seen then is what is told."""
     for message, looks in ranks.run(tmp_path, _hidden, True, True, timeout=LIMIT):
         assert "in Twice over 12 keys ran as small ops" in message
+        assert looks == 0
+
+
+class FlashAttention(torch.autograd.Function):
+    """Says that it is attention, and shows no op."""
+
+    @staticmethod
+    def forward(context: Any, *heads: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(*heads)
+        return heads[0] * heads[1] * heads[2]
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, third = context.saved_tensors
+        return gradient * second * third, gradient * first * third, gradient * first * second
+
+
+class Elsewhere(Twice):
+    """Attends in another thread, and in a Function."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = super().forward(x)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(F.scaled_dot_product_attention, heads, heads, heads).result()
+        out: torch.Tensor = FlashAttention.apply(other, other * 2, other * 3)
+        return out
+
+
+def _unseen_in_two_ways() -> tuple[str, int]:
+    looks = _counted_looks()
+    try:
+        fastac.checkpoint(Elsewhere(True, False), torch.randn(1, 2, 12, 8).requires_grad_())
+    except fastac.PolicyNotAppliedError as error:
+        return str(error), len(looks)
+    return "", len(looks)
+
+
+def test_what_a_first_look_has_seen_counts_once(tmp_path: Path) -> None:
+    for message, looks in ranks.run(tmp_path, _unseen_in_two_ways, timeout=LIMIT):
+        assert "(1 of 3 reached a registered op)" in message
+        assert "was called in another thread" in message
+        assert "FlashAttention" in message
         assert looks == 0
 
 
