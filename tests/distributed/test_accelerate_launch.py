@@ -100,7 +100,7 @@ class Runs:
 
     def trained(self, name: str, *command: object) -> Launched:
         launched = self.launch(name, *command)
-        assert launched.code == 0, launched.told[-4000:]
+        assert launched.code == 0, launched.told
         return launched
 
     def alone(self, name: str, *arguments: object) -> Path:
