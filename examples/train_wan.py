@@ -303,6 +303,7 @@ def train(args: argparse.Namespace) -> None:
     if trained is not None:
         save_results(args, trained, dataset, clips, positions, output, metrics)
         print_summary(args, transformer, attention, output, metrics)
+    accelerator.wait_for_everyone()  # a process that leaves closes its connections to one that is not done
     accelerator.end_training()
 
 
