@@ -25,6 +25,8 @@ from fastac.ranks import class_name
 
 logger = logging.getLogger("fastac")
 
+Paths = Mapping[str, list[torch.nn.Module | None]]
+
 _OPTIONS = frozenset(inspect.signature(checkpoint).parameters) - {"args", "kwargs"}
 
 
@@ -68,7 +70,7 @@ def put_on(model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], settin
             policy = policy[getattr(block, "_orig_mod", block)]
         own = _Block(block, vars(block).get("forward"), policy, setting.engine, watch)
         _set(block, functools.partial(_run, own))
-    watch.take_over(model)
+    watch.take_over(model, watch.paths(model))
     model.register_forward_pre_hook(watch.before)
     model.register_forward_hook(watch.after)
 
@@ -176,7 +178,7 @@ def refuse_lost(model: torch.nn.Module) -> None:
         for hook in module._forward_pre_hooks.values():
             watch = getattr(hook, "__self__", None)
             if isinstance(watch, Watch):
-                watch.check(module)
+                watch.check(module, watch.paths(module))
 
 
 @dataclasses.dataclass(eq=False)
@@ -192,27 +194,22 @@ class Watch:
     def before(self, model: torch.nn.Module, args: Any) -> None:
         """Raise PolicyNotAppliedError for a block that is not checkpointed as it was enabled."""
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            paths = self._paths(model)
-            self._check(model, paths)
-            self._take_over(model, paths)
+            paths = self.paths(model)
+            self.check(model, paths)
+            self.take_over(model, paths)
 
-    def _paths(self, model: torch.nn.Module) -> dict[str, list[torch.nn.Module | None]]:
+    def paths(self, model: torch.nn.Module) -> Paths:
+        """The modules from the model down to each block, by the block's name."""
         return {name: list(_path(model, name)) for name in self.names}
 
-    def take_over(self, model: torch.nn.Module) -> None:
+    def take_over(self, model: torch.nn.Module, paths: Paths) -> None:
         """Let wrappers around the blocks, also such as came since, call them without a checkpoint of their own."""
-        self._take_over(model, self._paths(model))
-
-    def _take_over(self, model: torch.nn.Module, paths: Mapping[str, list[torch.nn.Module | None]]) -> None:
         for name, path in paths.items():
             if path[-1] is not inside(path[-1]):
                 take_over(path[-1], call_plainly, f"{class_name(model)}.{name}")
 
-    def check(self, model: torch.nn.Module) -> None:
+    def check(self, model: torch.nn.Module, paths: Paths) -> None:
         """Raise PolicyNotAppliedError for a block that is not checkpointed as it was enabled, or is so twice."""
-        self._check(model, self._paths(model))
-
-    def _check(self, model: torch.nn.Module, paths: Mapping[str, list[torch.nn.Module | None]]) -> None:
         above = {model}
         for name, path in paths.items():
             block = inside(path[-1])

@@ -50,13 +50,15 @@ def _chain(module: Any) -> Iterator[Any]:
 
 def inside(module: Any) -> Any:
     """What is inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); what is in none, itself."""
-    children = getattr(module, "_modules", ())
-    if _INNER not in children and _FSDP1 not in children:  # of most, and asked for at every call of a block
-        return module
     found = module
-    for one in _chain(module):
-        found = one._modules[_INNER] if _INNER in getattr(one, "_modules", ()) else found
-    return found
+    while True:  # asked for at every call of a block: no generator
+        children: Any = getattr(module, "_modules", ())
+        if _INNER in children:
+            found = module = children[_INNER]
+        elif _FSDP1 in children:
+            module = children[_FSDP1]
+        else:
+            return found
 
 
 def _is_wrapper(module: Any) -> bool:
