@@ -303,7 +303,9 @@ def train(args: argparse.Namespace) -> None:
     if trained is not None:
         save_results(args, trained, dataset, clips, positions, output, metrics)
         print_summary(args, transformer, attention, output, metrics)
-    accelerator.wait_for_everyone()  # a process that leaves closes its connections to one that is not done
+    # Before Python 3.14 a process that ends right after a collective may be aborted: gloo's thread lets go of its
+    # tensors, for which it needs an interpreter. A barrier leaves the time for that.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
