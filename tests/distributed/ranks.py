@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime as dt
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -42,8 +43,9 @@ def _processes() -> Any:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one rank did. error: the traceback of what it raised; seconds: until it was done."""
+    """What one rank did. told: whether it came to tell; error: the traceback of what it raised; seconds: until done."""
 
+    told: bool = False
     result: Any = None
     error: str = ""
     exit_code: int | None = None
@@ -83,6 +85,7 @@ def outcomes(
             outcome = found[rank]
             with contextlib.suppress(EOFError):
                 outcome.result, outcome.error = pickle.loads(connection.recv_bytes())
+                outcome.told = True
             process.join(max(1.0, began + patience - time.monotonic()))
             outcome.exit_code = process.exitcode
             outcome.seconds = time.monotonic() - began
@@ -98,7 +101,10 @@ def run(folder: Path, function: Callable[..., Any], *args: Any, world: int = 2, 
     found = outcomes(folder, function, *args, world=world, **options)
     for rank, outcome in enumerate(found):
         assert not outcome.error, f"rank {rank}: {outcome.error}"
-        assert outcome.exit_code == 0, f"rank {rank} ended with exit code {outcome.exit_code}"
+        when = "after" if outcome.told else "before"
+        assert outcome.exit_code == 0, (
+            f"rank {rank} ended with exit code {outcome.exit_code}, {when} it told its result"
+        )
     return [outcome.result for outcome in found]
 
 
@@ -112,6 +118,7 @@ def _rank(
     function: Any,
     args: tuple[Any, ...],
 ) -> None:
+    faulthandler.enable()  # for where a rank was that is aborted
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     result, error = None, ""

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -53,4 +54,9 @@ def _one_leaves() -> None:
 
 def test_one_that_is_gone(tmp_path: Path) -> None:
     _, second = ranks.outcomes(tmp_path, _one_leaves, timeout=2)
-    assert second.exit_code == 7
+    assert (second.exit_code, second.told) == (7, False)
+
+
+def test_one_that_is_gone_without_a_word_is_no_success(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 1 ended with exit code 7, before it told its result"):
+        ranks.run(tmp_path, _one_leaves, timeout=2)
