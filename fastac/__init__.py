@@ -21,7 +21,7 @@ from fastac.reporting import Report, report
 from fastac.rows import AttentionOp, OpaqueFunction
 from fastac.verification import verify
 
-_torch_internals.run_eagerly([module for name, module in _sys.modules.items() if name.startswith("fastac.")])
+_torch_internals.run_eagerly([module for name, module in _sys.modules.copy().items() if name.startswith("fastac.")])
 
 __version__ = "0.1.0"
 

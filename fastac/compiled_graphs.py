@@ -98,7 +98,7 @@ _resets = 0
 
 
 def _complete() -> None:
-    for traced in _traced.values():
+    for traced in list(_traced.values()):
         traced.complete()
 
 
@@ -225,7 +225,7 @@ def decided(
     """
     _forget_after_reset()
     found: dict[str, list[Call]] = {}
-    for traced in [traced for name, traced in _traced.items() if ids is None or name in ids]:
+    for traced in [traced for name, traced in _traced.copy().items() if ids is None or name in ids]:
         mine: dict[str, list[Call]] = collections.defaultdict(list)
         for call in traced.calls:
             paths = {(f".{name}", class_name) for name, class_name in call.modules}

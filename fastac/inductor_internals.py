@@ -6,6 +6,7 @@ import, is looked up where it is first needed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ _REQUIRED = (
 COMPILER = (
     "_dynamo.callback.callback_handler.register_start_callback",
     "_dynamo.callback.callback_handler.remove_start_callback",
+    "_dynamo.callback.callback_handler.start_callbacks",
     "_inductor.compile_fx.compile_fx_inner",
     "_inductor.config.patch",
     "_inductor.config.post_grad_custom_pre_pass",
@@ -130,15 +132,21 @@ class CompiledCalls:
         self._thread = 0
 
     def __enter__(self) -> CompiledCalls:
-        from torch._dynamo.callback import callback_handler
-
         self._thread = threading.get_ident()
         with self._lock:
             if not self._open:
                 CompiledCalls._before = _eval_frame.set_guard_complete_hook(self._found)  # type: ignore[arg-type]
-                callback_handler.register_start_callback(self._begun)
             self._open.append(self)
+        self.listen()
         return self
+
+    def listen(self) -> None:
+        """Be told of compilations, also after a reset of dynamo, in whatever thread, which takes callbacks away."""
+        from torch._dynamo.callback import callback_handler
+
+        with self._lock:
+            if self._begun not in callback_handler.start_callbacks:
+                callback_handler.register_start_callback(self._begun)
 
     def __exit__(self, *exception: object) -> None:
         from torch._dynamo.callback import callback_handler
@@ -146,8 +154,9 @@ class CompiledCalls:
         with self._lock:
             self._open.remove(self)
             if not self._open:
-                callback_handler.remove_start_callback(self._begun)
                 _eval_frame.set_guard_complete_hook(CompiledCalls._before)
+                with contextlib.suppress(ValueError):  # dynamo was reset
+                    callback_handler.remove_start_callback(self._begun)
 
     @classmethod
     def _found(cls, hit: bool) -> bool:

@@ -137,7 +137,7 @@ def _attention(holder: _Holder) -> Callable[..., Any]:
         resolved = holder.resolved
         if scope is not None:
             return scope.call(resolved, keyset, args, kwargs)
-        for watcher in watchers:
+        for watcher in tuple(watchers):
             watcher(resolved, args, kwargs)
         return run_kernel(resolved, keyset, args, kwargs)
 
@@ -151,7 +151,7 @@ def _decomposition(holder: _Holder) -> Callable[..., Any]:
         if scope is not None:
             scope.decomposed(resolved, args, kwargs)
         else:
-            for watcher in watchers:
+            for watcher in tuple(watchers):
                 watcher(resolved, args, kwargs)
         return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
 

@@ -70,15 +70,16 @@ class Observer(TorchDispatchMode):
 
     def __enter__(self) -> Observer:
         self._thread = threading.get_ident()
-        interception.watchers.append(self._outside)
         if self._module is not None:
             for use in registry.backend_uses(self._module):
                 self._watch(use.module, self._module.get_submodule(use.module))
+        interception.watchers.append(self._outside)
         self.compiled_calls.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         interception.watchers.remove(self._outside)
         self.compiled_calls.__exit__(*exception)
         while self._handles:
@@ -86,10 +87,10 @@ class Observer(TorchDispatchMode):
         self.progress, self.let_in = lambda: 0, lambda _: None  # they held the record, which holds this
         counting = without_coarse([found for _, found in self.missed], self._coarse)
         self.missed = [missed for missed in self.missed if missed[1] in counting]
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._join_late(func)
+        self.compiled_calls.listen()
         self._running = func
         with autocast_as_called(func):
             outputs = func(*args, **(kwargs or {}))

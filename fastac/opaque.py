@@ -194,7 +194,7 @@ def make_known_visible() -> list[str]:
     made: list[str] = []
     with _looking:
         complete = True
-        for module_name, module in list(sys.modules.items()):
+        for module_name, module in sys.modules.copy().items():  # other threads import meanwhile; copy() is atomic
             for known in _known:
                 if (known, module_name) not in _settled and re.fullmatch(known.module, module_name):
                     complete = _make_visible(known, module_name, module, made) and complete

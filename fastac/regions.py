@@ -197,7 +197,7 @@ class Region:
 
         The first region of a class of compiled blocks is looked at again on every rank.
         """
-        kinds = census.known(self.function)
+        kinds = census.known(self.function).copy()  # other threads add to it
         if ranks.count() == 1 or not self._communicates(record) or (compiled and not kinds):
             return diagnosis.look_again(self.function, self.args, self.kwargs, self.policy, compiled)
         alike = [len(one.ops) for key, one in kinds.items() if key[:2] == self.key[:2]]
@@ -209,8 +209,8 @@ class Region:
             return True
         if self.observer is not None:
             return self.observer.communicates
-        known = census.known(self.function).values()
-        return any(one.communicates for one in known) or ranks.is_sharded(census.module_of(self.function))
+        known = census.known(self.function).copy()  # other threads add to it
+        return any(one.communicates for one in known.values()) or ranks.is_sharded(census.module_of(self.function))
 
     def _called_compiled(self, record: Record | SelectiveRecord) -> bool:
         """Whether it ran compiled code, also such as the graph does not show; eager flex_attention compiles itself."""

@@ -65,11 +65,11 @@ class Record(Scope):
         self.checkpoint: object = None  # the one that this is the forward of
 
     def __enter__(self) -> Record:
-        self.entered = self.tape.recording = True
-        super().__enter__()
         if self.observer is not None:
             self.checkpoint = torch_internals.innermost_checkpoint()
             self.observer.__enter__()
+        self.entered = self.tape.recording = True
+        super().__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:

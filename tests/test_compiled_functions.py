@@ -17,12 +17,15 @@ import pytest
 import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.callback import callback_handler
 from torch.nn.attention import flex_attention as flex
 
 import fastac
 from fastac import diagnosis
 from fastac.autograd_graph import nodes_between, ran_compiled_code
 from fastac.inductor_internals import CompiledCalls
+from fastac.observation import Observer
+from fastac.policy import resolve
 from tests import support
 from tests.support import train_step
 
@@ -205,6 +208,37 @@ def test_compiled_calls_are_counted_in_their_thread() -> None:
         assert set_guard_complete_hook(theirs) is theirs
     finally:
         set_guard_complete_hook(before)
+
+
+def test_compiled_calls_are_counted_over_a_reset() -> None:
+    """A reset of dynamo, perhaps in another thread, takes callbacks away."""
+
+    def step(video: torch.Tensor, reset: Callable[[], None]) -> torch.Tensor:
+        reset()
+        return video * torch.compile(lambda x: x.sin(), backend="eager")(video.detach() + 1)
+
+    for reset in (torch._dynamo.reset, lambda: None):
+        observer = Observer(step, (), resolve("attn_only"))
+        with observer:
+            step(torch.ones(3, requires_grad=True), reset)
+        assert observer.compiled_calls.count == 1
+    assert CompiledCalls._begun not in callback_handler.start_callbacks
+
+
+def test_training_goes_on_over_a_reset() -> None:
+    """In the middle of a block that is seen for the first time."""
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.reset()
+        return torch.nn.functional.scaled_dot_product_attention(*qkv)
+
+    expected = train_step(functools.partial(torch.nn.Module.__call__, block(attend)), inputs())
+    support.count_cpu_attention()
+    support.executions.clear()
+    found = train_step(functools.partial(fastac.checkpoint, block(attend)), inputs())
+    support.assert_same(found, expected)
+    assert support.executions.total() == 1
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_eager_flex_attention_is_not_taken_for_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:

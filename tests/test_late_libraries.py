@@ -7,6 +7,7 @@ region on; and no call is taken for another.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import sys
 import types
@@ -358,3 +359,22 @@ def test_a_library_that_may_not_be_imported(module: types.ModuleType, counted: C
     finally:
         del sys.modules[f"more_{module.__name__}"]
     assert counted == {KERNEL: 1}
+
+
+def test_modules_that_other_threads_import_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python 3.12 the garbage collector, and so any other thread, may run between two items of a list."""
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+    monkeypatch.setattr(opaque, "_looked_at", None)
+
+    def another_is_imported(*_: Any) -> None:
+        sys.modules[f"imported_{len(sys.modules)}"] = sys
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(another_is_imported)
+    gc.set_threshold(1)
+    try:
+        opaque.make_known_visible()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(another_is_imported)
+    assert any(name.startswith("imported_") for name in sys.modules)
