@@ -135,7 +135,9 @@ class CompiledCalls:
         self._thread = threading.get_ident()
         with self._lock:
             if not self._open:
-                CompiledCalls._before = _eval_frame.set_guard_complete_hook(self._found)  # type: ignore[arg-type]
+                before: Any = _eval_frame.set_guard_complete_hook(self._found)  # type: ignore[arg-type]
+                # Ours, where somebody came while one was open, and put back what had been there after it had closed.
+                CompiledCalls._before = None if before == self._found else before
             self._open.append(self)
         self.listen()
         return self

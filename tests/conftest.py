@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
 from fastac import census, compiled_graphs, interception, opaque, registry, scopes
 from tests import support
@@ -44,6 +45,8 @@ def _as_in_a_fresh_process() -> Iterator[None]:
     compiled_graphs._watched.clear()
     left = [name for name, open_ in (("scope", scopes.thread.scope), ("watchers", interception.watchers)) if open_]
     left += ["execution counters"] if scopes.execution_counters else []
+    left += ["hook on dynamo's guards"] if set_guard_complete_hook(None) is not None else []
+    left += ["dispatch modes"] if torch._C._len_torch_dispatch_stack() else []
     scopes.thread.scope = None
     interception.watchers.clear()
     scopes.execution_counters.clear()

@@ -210,6 +210,21 @@ def test_compiled_calls_are_counted_in_their_thread() -> None:
         set_guard_complete_hook(before)
 
 
+def test_compiled_calls_among_hooks_that_close_out_of_turn() -> None:
+    compiled = torch.compile(lambda x: x.sin(), backend="eager")
+    tensor = torch.ones(3)
+    compiled(tensor)
+    with CompiledCalls():
+        theirs = set_guard_complete_hook(lambda hit: hit)
+    try:
+        set_guard_complete_hook(theirs)
+        with CompiledCalls() as counted:
+            compiled(tensor)
+        assert counted.count == 1
+    finally:
+        set_guard_complete_hook(None)
+
+
 def test_compiled_calls_are_counted_over_a_reset() -> None:
     """A reset of dynamo, perhaps in another thread, takes callbacks away."""
 
