@@ -135,9 +135,9 @@ class CompiledCalls:
         self._thread = threading.get_ident()
         with self._lock:
             if not self._open:
-                before: Any = _eval_frame.set_guard_complete_hook(self._found)  # type: ignore[arg-type]
+                before: Any = _eval_frame.set_guard_complete_hook(self._found)
                 # Ours, where somebody came while one was open, and put back what had been there after it had closed.
-                CompiledCalls._before = None if before == self._found else before
+                CompiledCalls._before = None if before is self._found else before
             self._open.append(self)
         self.listen()
         return self
@@ -160,16 +160,17 @@ class CompiledCalls:
                 with contextlib.suppress(ValueError):  # dynamo was reset
                     callback_handler.remove_start_callback(self._begun)
 
-    @classmethod
-    def _found(cls, hit: bool) -> bool:
+    @staticmethod  # one object for good: dynamo does not hold it while it calls it, and another thread may close
+    def _found(cache_hit: bool) -> bool:
         """dynamo has looked for compiled code; what this returns says whether it was found."""
-        if hit:
-            cls._noted()
-        return hit if cls._before is None else cls._before(hit)
+        if cache_hit:
+            CompiledCalls._noted()
+        before = CompiledCalls._before
+        return cache_hit if before is None else before(cache_hit)
 
-    @classmethod
-    def _begun(cls, _: object) -> None:
-        cls._noted()
+    @staticmethod
+    def _begun(_: object) -> None:
+        CompiledCalls._noted()
 
     @classmethod
     def _noted(cls) -> None:
