@@ -444,7 +444,7 @@ class TestWithDiffusers:
             ("WanTransformer3DModel", "compile_repeated_blocks"),
             pytest.param("WanTransformer3DModel", "compile_repeated_blocks before", marks=pytest.mark.slow),
             ("WanTransformer3DModel", "compile"),
-            ("WanTransformer3DModel", "inside"),
+            pytest.param("WanTransformer3DModel", "inside", marks=pytest.mark.slow),
             pytest.param("LTXVideoTransformer3DModel", "compile_repeated_blocks", marks=pytest.mark.slow),
             pytest.param("LTXVideoTransformer3DModel", "compile", marks=pytest.mark.slow),
             pytest.param("HunyuanVideoTransformer3DModel", "compile_repeated_blocks before", marks=pytest.mark.slow),
@@ -504,7 +504,7 @@ class TestWithDiffusers:
             assert mine.saved_bytes == theirs.saved_bytes
 
     @INDUCTOR_WHEN_SLOW
-    @pytest.mark.parametrize("lora", [False, True], ids=["ffn", "ffn_lora"])
+    @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ffn", "ffn_lora"])
     @pytest.mark.parametrize(
         "class_name", ["WanTransformer3DModel", pytest.param("CogVideoXTransformer3DModel", marks=pytest.mark.slow)]
     )

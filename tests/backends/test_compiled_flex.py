@@ -244,6 +244,7 @@ class TestSaved:
             fastac.compile(built, blocks="blocks")
             assert_steps(built, reference, inputs(), 2)
 
+    @pytest.mark.slow
     def test_long_attention_alone(self) -> None:
         """Of two calls a block, one is over half of the keys, and recomputed."""
         reference = eagerly(model(cross), inputs())

@@ -74,12 +74,13 @@ def test_classification(tmp_path: Path) -> None:
     assert result["target_ns"] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
         ("host_time.py", ["--rounds", "0"]),
-        pytest.param("held_bytes.py", ["--layers", "0"], marks=pytest.mark.slow),
-        pytest.param("classification.py", ["--calls", "0"], marks=pytest.mark.slow),
+        ("held_bytes.py", ["--layers", "0"]),
+        ("classification.py", ["--calls", "0"]),
     ],
 )
 def test_nothing_to_measure_is_refused(script: str, arguments: list[str], tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ def wrappers_and_shards(name: str, cases: list[Case], found: list[list[Found]]) 
             assert one.sharded > blocks
 
 
+@pytest.mark.slow
 def test_sharded(tmp_path: Path) -> None:
     full = ATTENTION[WAN].in_blocks
     cases = [

@@ -169,6 +169,7 @@ def test_each_with_all_weights(parallel: Launched, alone: Path) -> None:
     assert_trained_like(parallel, alone)
 
 
+@pytest.mark.slow
 def test_each_with_a_share_of_the_weights(sharded: Launched, alone: Path) -> None:
     """A checkpoint has the shards of each; what is saved in the end has all weights, under their names."""
     assert_trained_like(sharded, alone)

@@ -79,6 +79,7 @@ def test_without_the_guard_all_of_them_are_saved() -> None:
     assert bare.held_bytes - gathered <= guarded.held_bytes < bare.held_bytes
 
 
+@pytest.mark.slow
 def test_tagging_the_gather_alone_saves_what_follows() -> None:
     """Parameters that are sharded by columns are cut and joined after the gather."""
     partly = partitioned(gathers_alone, columns=True)

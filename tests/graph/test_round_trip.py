@@ -112,6 +112,7 @@ def test_min_cut_decides_anew_without_it(make: Any) -> None:
     assert second.held_bytes > 1.2 * first.held_bytes
 
 
+@pytest.mark.slow
 def test_attention_runs_again_without_it() -> None:
     model, args = stack()
     watched = Watched(min_cut)
@@ -284,6 +285,7 @@ def test_order_and_common_subexpressions_do_not_matter(change: Any, cse: bool) -
     assert same(gradients, gradients_of(model, model, args))
 
 
+@pytest.mark.slow
 def test_mixed_nodes_are_no_longer_in_the_order_of_forward_and_backward() -> None:
     model, args = llama()
     positions: list[bool] = []

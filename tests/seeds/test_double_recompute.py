@@ -26,8 +26,8 @@ def compiled_twice(guarded: bool, budget: float, cse: bool) -> tuple[Split, Spli
 @pytest.mark.parametrize(
     ("budget", "cse"),
     [
-        (1.0, False),
         (0.3, True),
+        pytest.param(1.0, False, marks=pytest.mark.slow),
         pytest.param(1.0, True, marks=pytest.mark.slow),
         pytest.param(0.3, False, marks=pytest.mark.slow),
     ],
@@ -39,11 +39,13 @@ def test_gathers_attention_and_saved_bytes_are_those_of_the_first_compile(budget
     assert second.figures == first.figures
 
 
+@pytest.mark.slow
 def test_without_the_guard_more_is_saved() -> None:
     first, second = compiled_twice(False, 0.3, True)
     assert second.held_bytes > 2 * first.held_bytes
 
 
+@pytest.mark.slow
 def test_without_the_guard_the_forward_gathers_twice() -> None:
     """The recompute of the first backward stands in the second forward: a wait is never dead to torch."""
     first, second = compiled_twice(False, 1.0, False)

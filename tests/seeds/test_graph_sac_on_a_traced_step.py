@@ -82,6 +82,7 @@ def test_the_graph_needs_no_more_memory_than_eager_mode(case: Case) -> None:
     assert graph.peak <= eager.peak < none.peak
 
 
+@pytest.mark.slow
 def test_without_the_pass_the_regions_are_as_without_checkpointing() -> None:
     """The tracer does nothing of its own: a step that is only traced needs what it needs without checkpointing."""
     case = CASES["Llama"]
