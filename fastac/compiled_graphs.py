@@ -92,7 +92,7 @@ def _attention(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
             yield node
 
 
-_traced: dict[str, Traced] = {}  # by the id of the compilation
+_traced: dict[str, Traced] = {}  # by the id of the compilation; other threads add to it
 _watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()  # graphs called inside regions
 _resets = 0
 

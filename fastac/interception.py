@@ -131,14 +131,18 @@ def _intercept(resolved: ResolvedOp) -> None:
     logger.debug("intercepting %s", name)
 
 
+def _tell_watchers(resolved: ResolvedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for watcher in tuple(watchers):  # one that leaves meanwhile, in another thread, must not hide the next
+        watcher(resolved, args, kwargs)
+
+
 def _attention(holder: _Holder) -> Callable[..., Any]:
     def attention_called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
         resolved = holder.resolved
         if scope is not None:
             return scope.call(resolved, keyset, args, kwargs)
-        for watcher in tuple(watchers):
-            watcher(resolved, args, kwargs)
+        _tell_watchers(resolved, args, kwargs)
         return run_kernel(resolved, keyset, args, kwargs)
 
     return attention_called
@@ -151,8 +155,7 @@ def _decomposition(holder: _Holder) -> Callable[..., Any]:
         if scope is not None:
             scope.decomposed(resolved, args, kwargs)
         else:
-            for watcher in tuple(watchers):
-                watcher(resolved, args, kwargs)
+            _tell_watchers(resolved, args, kwargs)
         return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
 
     return attention_decomposed

@@ -209,8 +209,8 @@ class Region:
             return True
         if self.observer is not None:
             return self.observer.communicates
-        known = census.known(self.function).copy()  # other threads add to it
-        return any(one.communicates for one in known.values()) or ranks.is_sharded(census.module_of(self.function))
+        known = list(census.known(self.function).values())  # other threads add to it
+        return any(one.communicates for one in known) or ranks.is_sharded(census.module_of(self.function))
 
     def _called_compiled(self, record: Record | SelectiveRecord) -> bool:
         """Whether it ran compiled code, also such as the graph does not show; eager flex_attention compiles itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import subprocess
@@ -17,11 +18,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastac
 from fastac import census, dispatcher_internals, entries, interception, registry
 from fastac.policy import Policy
-from fastac.scopes import Tape
+from fastac.scopes import Tape, thread
 from fastac.tape import Record
 from tests import support
 
@@ -104,6 +106,38 @@ def test_without_a_region_a_call_goes_to_the_kernel_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(interception, "run_kernel", lambda *call: kernels.append(1) or run_kernel(*call))
     assert torch.equal(F.scaled_dot_product_attention(*qkv()), expected)
     assert kernels == [1]
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_a_watcher_that_leaves_hides_no_other(decomposed: bool) -> None:
+    """It leaves in its own thread, while an attention call in this one is told to all."""
+    told: list[str] = []
+
+    def leaves(*_: Any) -> None:
+        interception.watchers.remove(leaves)
+        told.append("the one that leaves")
+
+    def stays(*_: Any) -> None:
+        told.append("the one behind it")
+
+    interception.install()
+    interception.watchers += [leaves, stays]
+    try:
+        with sdpa_kernel(SDPBackend.MATH if decomposed else SDPBackend.FLASH_ATTENTION):
+            F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 8, 4))
+    finally:
+        interception.watchers.remove(stays)
+    assert told == ["the one that leaves", "the one behind it"]
+
+
+def test_a_region_whose_observer_can_not_begin_is_not_open() -> None:
+    class Fails(contextlib.nullcontext[None]):
+        def __enter__(self) -> None:
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"), Record(Tape(), Policy("attn_only"), observer=Fails()):
+        pass
+    assert thread.scope is None
 
 
 def test_outputs_and_gradients_are_those_of_the_kernel() -> None:
