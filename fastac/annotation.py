@@ -19,6 +19,7 @@ import torch
 from torch.fx.traceback import annotate
 
 from fastac import census
+from fastac.errors import FastacError
 from fastac.policy import Policy
 
 logger = logging.getLogger("fastac")
@@ -38,6 +39,11 @@ def run_annotated(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
     """Call a function whose operators the trace is to know as one region; as it is where gradients are off."""
+    if policy.linear or policy.is_budget:
+        raise FastacError(
+            f"{policy}: outputs of Linear modules, and budgets, are for eager mode; this is a trace. Use a policy of "
+            f'attention in it, such as "long_attn_only".'
+        )
     if not _expected.get():
         _tell()
     if not torch.is_grad_enabled():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fastac import linear
 from fastac.block_selection import container_of
 from fastac.checkpoint_wrappers import call_plainly, inside, plain_name, take_over
 from fastac.checkpointing import checkpoint
@@ -76,12 +77,13 @@ def put_on(model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], settin
 
 
 def take_off(model: torch.nn.Module) -> None:
-    """Give every block inside a model its own forward back.
+    """Give every block inside a model its own forward back, and take the hooks off its Linear modules.
 
     Raises FastacError where somebody wrapped the forward since: taking ours out would take theirs along. Nothing is
     changed then.
     """
     refuse_hooked(model)
+    linear.take_off(model)
     for own in checkpointed(model).values():
         _set(own.module, own.before)
     for hooks, key, _ in _watches(model):
@@ -143,8 +145,9 @@ def setting_of(model: torch.nn.Module) -> Setting | None:
     if not blocks:
         return None
     policies = {own.policy for own in blocks}
-    mixed = BlockPolicies({own.module: own.policy for own in blocks})
-    return Setting(policies.pop() if len(policies) == 1 else mixed, blocks[0].engine)
+    if len(policies) == 1 and not blocks[0].policy.is_budget:
+        return Setting(blocks[0].policy, blocks[0].engine)
+    return Setting(BlockPolicies({own.module: own.policy for own in blocks}), blocks[0].engine)
 
 
 def _find(block: torch.nn.Module) -> _Block | None:

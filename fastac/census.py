@@ -43,6 +43,14 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
+class Product:
+    """The output of one Linear module of a region that is saved. saved_bytes: memory that it holds."""
+
+    name: str
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Census:
     """The attention calls of one region, in order. ops: what a later region of this kind must record.
 
@@ -57,6 +65,7 @@ class Census:
     compiled: bool = False
     writing: tuple[str, ...] = ()
     communicates: bool = False
+    products: tuple[Product, ...] = ()
     others: list[list[ResolvedOp]] = dataclasses.field(default_factory=list)
     """What a function that is no block was found to record as well: one function may run several unlike layers."""
 
@@ -65,16 +74,23 @@ class Census:
         """Over how many keys each call attends, which may depend on the values of a mask."""
         return [call.keys for call in self.calls]
 
+    @functools.cached_property
+    def linear(self) -> list[str]:
+        """The Linear modules whose outputs are saved, in the order of their calls."""
+        return [product.name for product in self.products]
+
     @classmethod
     def of_tape(cls, record: Record) -> Census:
         """From a region that has just been recorded on a tape."""
-        calls = []
+        calls, products = [], []
         for entry in filter(None, record.tape):
+            if entry.linear:
+                products.append(Product(entry.linear, entry.saved_bytes))
             if not entry.resolved.is_attention:
                 continue
             extra = opaque.extra_bytes(entry.resolved, entry.kept or ())
             calls.append(Call(entry.resolved.name, int(entry.keys), entry.kept is not None, entry.saved_bytes, extra))
-        return cls(list(record.calls), tuple(calls), record.tape.choices.held_bytes)
+        return cls(list(record.calls), tuple(calls), record.tape.choices.held_bytes, products=tuple(products))
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastac import autograd_graph, census, compiled_graphs, hook, scopes
-from fastac.census import Call, Census
+from fastac.census import Call, Census, Product
 from fastac.errors import FastacError
 from fastac.preservation import buffers_preserved, generators_preserved
 from fastac.ranks import class_name
@@ -32,6 +32,7 @@ class Step:
     calls: list[Call]
     graphs: set[str]
     in_graph: bool = False
+    products: list[Product] = dataclasses.field(default_factory=list)
 
     def rounding(self, name: str) -> float:
         """What two orders of adding up may make of a tensor: a few units in the last place of its largest number."""
@@ -88,7 +89,8 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     tensors |= {f"gradient of input {i}": _local(leaf.grad) for i, leaf in enumerate(leaves)}
     model.zero_grad(set_to_none=True)
     calls = [call for region in regions for call in region.calls]
-    return Step(tensors, (forward, counter.total() - forward), calls, graphs)
+    products = [product for region in regions for product in region.products]
+    return Step(tensors, (forward, counter.total() - forward), calls, graphs, products=products)
 
 
 def _local(tensor: Any) -> Any:

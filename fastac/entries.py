@@ -24,6 +24,7 @@ class Entry:
     single = False
     versions: Sequence[int | None] = ()
     guarded = False
+    linear = ""  # the Linear module whose product it is, by its name in the block
     generator_states: Mapping[torch.device, torch.Tensor] = {}
     selection: Selection | None = None
 
@@ -38,6 +39,10 @@ class Entry:
         self.guarded = guarded
         sequence = (outputs,) if self.single else outputs
         self._hold(torch_internals.clones(sequence) if copied else torch_internals.aliases(sequence))
+
+    def forget(self) -> None:
+        """Keep nothing after all: the call runs again."""
+        self.kept, self.versions, self.selection, self.generator_states = None, (), None, {}
 
     def copy(self, position: int) -> None:
         """Keep a copy of one output in the place of itself."""

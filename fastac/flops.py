@@ -28,6 +28,12 @@ def attention_flops(resolved: ResolvedOp, args: Sequence[Any], kwargs: Mapping[s
     return int(2 * queries * resolved.keys(args, kwargs) * (key.shape[-1] + output.shape[-1]))
 
 
+def product_flops(args: Sequence[Any]) -> int:
+    """FLOPs of the matrix product that ends a call's arguments: (rows, inner) by (inner, columns)."""
+    left, right = args[-2:]
+    return int(2 * left.shape[0] * left.shape[1] * right.shape[1])
+
+
 def register_formulas() -> list[str]:
     """Give every registered attention op of this process, for which torch has no FLOP formula, the one above.
 

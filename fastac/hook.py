@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from fastac import block_forward, block_selection, census, checkpoint_wrappers, interception, models, partitioner
+from fastac import (
+    block_forward,
+    block_selection,
+    census,
+    checkpoint_wrappers,
+    interception,
+    models,
+    partitioner,
+    shares,
+)
 from fastac.block_forward import Setting
 from fastac.checkpointing import ENGINES, checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
@@ -70,6 +79,7 @@ def enable(
     partitioner.inform_if_loaded()
     check_backends(model, selected)
     refuse_only_linear(model, containers, selected)
+    selected = shares.shared(selected, named)
 
     if blocks is None:
         block_forward.refuse_hooked(model)
@@ -216,7 +226,11 @@ def policy_as_given(model: torch.nn.Module, setting: Setting) -> Policy | dict[s
     if isinstance(setting.policy, Policy):
         return setting.policy
     blocks = {name: block for container in containers_of(model) for name, block in container.blocks.items()}
-    return {name: policy for name, block in blocks.items() if (policy := setting.policy_of(block)) is not None}
+    return {
+        name: shares.as_given(policy)
+        for name, block in blocks.items()
+        if (policy := setting.policy_of(block)) is not None
+    }
 
 
 def containers_of(model: torch.nn.Module) -> list[BlockContainer]:

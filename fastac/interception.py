@@ -21,7 +21,7 @@ from fastac.dispatcher_internals import BELOW_BACKEND_SELECT
 from fastac.entries import generation
 from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
-from fastac.rows import AttentionOp, CollectiveOp, DecompositionOp, SelectionOp
+from fastac.rows import AttentionOp, CollectiveOp, DecompositionOp, LinearOp, SelectionOp
 from fastac.scopes import run_kernel, thread
 
 logger = logging.getLogger("fastac")
@@ -43,6 +43,9 @@ class _Holder:
     def __init__(self, resolved: ResolvedOp) -> None:
         self.resolved = resolved
 
+
+LINEAR_OPS = ("aten::addmm", "aten::mm")
+"""What a Linear module ends in (torch 2.13): with a bias in one op, but for inputs that can not be flattened."""
 
 _holders: dict[str, _Holder] = {}
 _installing = threading.Lock()
@@ -88,6 +91,16 @@ def _was_defined_again(resolved: ResolvedOp) -> bool:
     return found is not None and found is not resolved.op
 
 
+def install_linear() -> None:
+    """Intercept the products that Linear modules end in, once. From then on each costs a few microseconds."""
+    with _installing:
+        for name in LINEAR_OPS:
+            op = registry.find_op(name)
+            if op is not None and name not in _holders:
+                namespace, _, rest = name.partition("::")
+                _intercept(ResolvedOp(op, LinearOp(namespace=namespace, name=rest)))
+
+
 def install_if_loaded() -> None:
     """Intercept what modules that were imported since bring along. Costs nothing when none was."""
     global _known_modules
@@ -118,6 +131,7 @@ def _intercept(resolved: ResolvedOp) -> None:
         DecompositionOp: _decomposition,
         SelectionOp: _other,
         CollectiveOp: _other,
+        LinearOp: _product,
     }
     function = functions[type(resolved.row)](holder)
     if isinstance(resolved.op, torch._ops.HigherOrderOperator):
@@ -172,3 +186,13 @@ def _other(holder: _Holder) -> Callable[..., Any]:
         return resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
 
     return called
+
+
+def _product(holder: _Holder) -> Callable[..., Any]:
+    def product_called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = thread.scope
+        if scope is not None and scope.linear is not None:
+            return scope.multiply(holder.resolved, keyset, args, kwargs)
+        return holder.resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
+
+    return product_called

@@ -9,11 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
+from fastac.budget import readable_bytes
 from fastac.comparison import Step, differences
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import BlockPolicies, Policy
 from fastac.ranks import Together
-from fastac.reporting import readable_bytes, render
+from fastac.reporting import render
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Verification:
     recomputed: int
     saved_bytes: int
     allowed_again: int
+    linear_saved: int = 0
 
     def __str__(self) -> str:
         table = Table(title=f"{self.subject}: {self.policy} against {self.reference}", title_justify="left")
@@ -50,6 +52,8 @@ class Verification:
         once = self.policy_executions[1] <= self.allowed_again
         table.add_row("attention runs in backward", str(backward[0]), str(backward[1]), _yes(once))
         table.add_row("attention calls saved", "", f"{self.saved} of {self.saved + self.recomputed}", "")
+        if self.linear_saved:
+            table.add_row("outputs of Linear modules saved", "", str(self.linear_saved), "")
         table.add_row("bytes saved", "", readable_bytes(self.saved_bytes), "")
         return render(table)
 
@@ -106,8 +110,9 @@ def compare(
         policy_executions=later.executions,
         saved=len(saved),
         recomputed=len(later.calls) - len(saved),
-        saved_bytes=sum(call.saved_bytes for call in saved),
+        saved_bytes=sum(call.saved_bytes for call in saved) + sum(product.saved_bytes for product in later.products),
         allowed_again=_allowed_again(expected, later, len(saved), policy, reference),
+        linear_saved=sum(product.saved_bytes > 0 for product in later.products),
     )
 
 

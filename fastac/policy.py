@@ -6,9 +6,10 @@ import dataclasses
 import fnmatch
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from fastac.budget import parse_bytes, readable_bytes
 from fastac.checkpoint_wrappers import inside
 from fastac.errors import FastacError
 
@@ -25,34 +26,90 @@ class Policy:
     FLOPs saved per byte kept grow with the number of keys alone, so that is what `min_kv` bounds.
     collectives: "save" keeps what functional collectives return, but for gathers, so that recompute does not issue them
     again; "recompute" issues them again and keeps nothing of them: fewer bytes, more communication.
-    Raises FastacError for another name, a `min_kv` that is not a whole number of keys, other words for `collectives`.
+    linear: Linear modules whose outputs are saved as well, by their names in a block, with wildcards:
+    ("ffn.net.2", "attn1.*"). "linear_only" saves these alone.
+    limit, per_block: of `Policy.budget`.
+    Raises FastacError for another name, a `min_kv` that is not a whole number of keys, other words for `collectives`,
+    names that are no texts, and what has no meaning together.
     """
 
     name: str = "attn_only"
     min_kv: int = 0
     collectives: str = "save"
+    linear: tuple[str, ...] = ()
+    limit: int | None = None
+    per_block: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in ("full", "attn_only"):
+        if self.name not in ("full", "attn_only", "linear_only", "budget"):
             raise FastacError(
                 f"Policy({self.name!r}): no such policy. There are {_quoted(NAMED)}, "
-                f'and Policy("attn_only", min_kv=...).'
+                f'Policy("attn_only", min_kv=..., linear=(...)) and Policy.budget("24GiB").'
             )
         if not isinstance(self.min_kv, int) or isinstance(self.min_kv, bool) or self.min_kv < 0:
             raise FastacError(f"Policy(min_kv={self.min_kv!r}): a number of keys, 0 or more, was expected")
         if self.collectives not in ("save", "recompute"):
             raise FastacError(f'Policy(collectives={self.collectives!r}): there are "save" and "recompute"')
-        if self.name == "full" and (self.min_kv or self.collectives != "save"):
-            raise FastacError('Policy("full", ...): full saves nothing, so min_kv and collectives have no meaning')
+        if self.name == "full" and (self.min_kv or self.collectives != "save" or self.linear):
+            raise FastacError(
+                'Policy("full", ...): full saves nothing, so min_kv, collectives and linear have no meaning'
+            )
+        if not isinstance(self.linear, tuple) or not all(isinstance(name, str) and name for name in self.linear):
+            raise FastacError(f'Policy(linear={self.linear!r}): a tuple of names was expected, as ("ffn.net.2",)')
+        if self.name == "linear_only" and (self.min_kv or not self.linear):
+            raise FastacError(
+                'Policy("linear_only"): it saves the outputs of the Linear modules named by linear=(...), which must '
+                "be there, and no attention, so min_kv has no meaning"
+            )
+        if self.name == "budget" and self.limit is None:
+            raise FastacError('Policy("budget"): of how many bytes? Policy.budget("24GiB"), or per_block="600MiB"')
+        if self.name != "budget" and (self.limit is not None or self.per_block):
+            raise FastacError(f"Policy({self.name!r}, limit=..., per_block=...): these are of Policy.budget")
+
+    @classmethod
+    def budget(
+        cls,
+        total: str | int | None = None,
+        *,
+        per_block: str | int | None = None,
+        linear: bool = True,
+        collectives: str = "save",
+    ) -> Policy:
+        """The policy that avoids the most recompute with so many bytes of saved outputs.
+
+        total: bytes that the saved outputs of all blocks hold together after one forward; "24GiB", "500MB" or a number.
+        per_block: the same for each block, in the place of it.
+        linear: whether outputs of Linear modules may be among them, or attention alone.
+        What is saved is decided after the first step with inputs of a shape, which saves nothing and is watched.
+        Raises FastacError when neither or both are given, for what is no number of bytes.
+        """
+        if (total is None) == (per_block is None):
+            raise FastacError(
+                'Policy.budget: one of two, as in Policy.budget("24GiB"), Policy.budget(per_block="1GiB")'
+            )
+        given = total if per_block is None else per_block
+        assert given is not None
+        return cls(
+            "budget",
+            collectives=collectives,
+            linear=("*",) * linear,
+            limit=parse_bytes(given),
+            per_block=per_block is not None,
+        )
 
     @property
     def saves_nothing(self) -> bool:
         """Whether this is plain full checkpointing."""
         return self.name == "full"
 
+    @property
+    def is_budget(self) -> bool:
+        """Whether what is saved is still to be decided."""
+        return self.limit is not None
+
     def saves(self, keys: int) -> bool:
-        """Whether an attention call over so many keys is saved."""
-        return self.name == "attn_only" and (self.min_kv == 0 or keys >= self.min_kv)
+        """Whether an attention call over so many keys is saved; under a budget, whether it may be."""
+        return self.name in ("attn_only", "budget") and (self.min_kv == 0 or keys >= self.min_kv)
 
     @property
     def saves_collectives(self) -> bool:
@@ -65,6 +122,11 @@ class Policy:
                 return name
         options = [f"min_kv={self.min_kv}"] * bool(self.min_kv)
         options += [f"collectives={self.collectives!r}"] * (self.collectives != "save")
+        if self.limit is not None:
+            options.insert(0, readable_bytes(self.limit) + " per block" * self.per_block)
+            options += ["linear=False"] * (not self.linear)
+        elif self.linear:
+            options.append(f"linear={'+'.join(self.linear)}")
         return f"{self.name}({', '.join(options)})"
 
 
@@ -77,12 +139,18 @@ class BlockPolicies(dict[Any, Policy]):
         return self.get(getattr(block, "_orig_mod", block))
 
     def __str__(self) -> str:
-        return "mixed (" + ", ".join(sorted({str(policy) for policy in self.values()})) + ")"
+        names = sorted({str(policy) for policy in self.values()})
+        return names[0] if len(names) == 1 else f"mixed ({', '.join(names)})"
+
+
+def policies_in(policy: Policy | BlockPolicies) -> Collection[Policy]:
+    """The policies of all blocks."""
+    return policy.values() if isinstance(policy, BlockPolicies) else [policy]
 
 
 def saves_nothing(policy: Policy | BlockPolicies) -> bool:
     """Whether a policy is full checkpointing throughout."""
-    return all(one.saves_nothing for one in (policy.values() if isinstance(policy, BlockPolicies) else [policy]))
+    return all(one.saves_nothing for one in policies_in(policy))
 
 
 def is_inside(name: str, block: str) -> bool:
@@ -107,7 +175,7 @@ def resolve(policy: str | Policy) -> Policy:
     if isinstance(policy, str):
         if policy not in NAMED:
             raise FastacError(
-                f"policy={policy!r}: no such policy. There are {_quoted(NAMED)}, "
+                f'policy={policy!r}: no such policy. There are {_quoted(NAMED)}, Policy.budget("24GiB"), '
                 f'Policy("attn_only", min_kv=...), and a mapping of block names to these.'
             )
         policy = NAMED[policy]

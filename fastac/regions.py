@@ -16,6 +16,7 @@ from fastac import (
     diagnosis,
     explanation,
     interception,
+    linear,
     opaque,
     partitioner,
     ranks,
@@ -26,9 +27,12 @@ from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.observation import Observer
 from fastac.policy import Policy
 from fastac.preflight import is_compiled, refuse_switched, refuse_wrapped
+from fastac.replay import Replay
 from fastac.scopes import Tape, thread
 from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts
-from fastac.tape import Record, Replay
+from fastac.shares import Share
+from fastac.survey import SurveyRecord, SurveyReplay
+from fastac.tape import Record
 
 logger = logging.getLogger("fastac")
 
@@ -94,6 +98,8 @@ class Region:
             partitioner.inform_if_loaded()
             if not is_compiled(self.function):
                 self.observer = Observer(self.function, (self.args, self.kwargs), self.policy)
+        if self.policy.linear or self.policy.is_budget:
+            return self._contexts_with_linear(self.policy)
         if self.engine == "sac":
             if is_compiled(self.function):
                 raise FastacError(COMPILED_CODE)
@@ -104,6 +110,27 @@ class Region:
         self.record = record = Record(tape, self.policy, self.preserves_generators, self.observer)
         self._be_told(record)
         return record, Replay(tape)
+
+    def _contexts_with_linear(self, policy: Policy) -> Contexts:
+        if self.engine != "tape":
+            raise FastacError(
+                f'engine="sac": {policy} is for the default engine, which knows which Linear module a product belongs '
+                f"to. Leave engine out, or use a policy of attention alone."
+            )
+        linears = linear.watched(self.function, policy) if policy.linear else {}
+        tape = Tape()  # after that: it counts what is intercepted when it begins
+        tape.linears = linears
+        record: Record
+        replay: Replay
+        if isinstance(policy, Share):
+            survey = policy.begin_survey()
+            record = SurveyRecord(tape, policy, self.preserves_generators, self.observer, survey)
+            replay = SurveyReplay(tape, survey)
+        else:
+            record, replay = Record(tape, policy, self.preserves_generators, self.observer), Replay(tape)
+        self.record = record
+        self._be_told(record)
+        return record, replay
 
     def _be_told(self, record: Record | SelectiveRecord) -> None:
         if self.observer is not None:
@@ -122,6 +149,7 @@ class Region:
             or record.missed
             or record.late
             or (known.ops != record.calls and record.calls not in known.others)
+            or known.linear != record.products
             or (self.block is not None and self.key not in self.block.censuses and self._is_odd(record, known, outputs))
         ):
             self._settle(record, outputs)
@@ -181,6 +209,9 @@ class Region:
             return  # nothing is remembered: the next region is taken as the first of its kind
         if seen is not None:
             self._judge(record, mine, seen)
+        if self.policy.linear:
+            before = self.block.censuses.get(self.key) if self.block is not None else None
+            linear.judge(self.function, self.policy, record.products, before.linear if before else [], compiled)
         kinds = census.known(self.function)
         if len(kinds) >= census.MANY:
             kinds.clear()

@@ -23,6 +23,7 @@ from fastac.rows import (
     AttentionOp,
     CollectiveOp,
     DecompositionOp,
+    LinearOp,
     Row,
     SelectionOp,
     Verdict,
@@ -61,6 +62,7 @@ class ResolvedOp:
         self.may_draw = isinstance(row, AttentionOp) and row.dropout is not None
         self.is_attention = isinstance(row, AttentionOp)
         self.is_collective = isinstance(row, CollectiveOp)
+        self.is_linear = isinstance(row, LinearOp)
         self.has_selection = isinstance(row, AttentionOp) and bool(row.selection)
         if self.trains and not isinstance(row, DecompositionOp):
             self._check_schema(row, arguments)
@@ -98,7 +100,7 @@ class ResolvedOp:
     def keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Number of keys each query of this call may attend to (a SymInt under a trace with dynamic shapes)."""
         row = self.row
-        if isinstance(row, (SelectionOp, CollectiveOp)):
+        if isinstance(row, (SelectionOp, CollectiveOp, LinearOp)):
             raise TypeError(f"{self.name} is no attention, and attends to no keys")
         if isinstance(row, DecompositionOp):
             keys: int = args[row.scores].shape[-1]
@@ -150,9 +152,9 @@ class ResolvedOp:
 class BackendUse:
     """Which backend the attention of one module uses, and what fastac can do for it.
 
-    family: the `backend` of the rows that serve it, for savable backends; op: the one op among them it ends in.
-    processor: the class that runs it. linear: it is linear attention, which has no kernel to save. cross: it is known
-    to attend to something else than its own input. ignores: the backend that is set and that it does not look at.
+    family: the `backend` of the rows that serve it, for savable ones; op: the one among their ops that it ends in.
+    processor: the class that runs it. linear: linear attention, which has no kernel to save. cross: it is known to
+    attend to something else than its own input. ignores: the backend that is set and that it does not look at.
     """
 
     module: str

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastac import census, compiled_graphs, hook, models
+from fastac import census, compiled_graphs, hook, models, shares
+from fastac.budget import readable_bytes
 from fastac.census import Call
 from fastac.collectives import Communication
 from fastac.policy import BlockPolicies, saves_nothing
@@ -29,6 +31,7 @@ class ContainerReport:
     graph was traced, for the input sizes of that trace; nothing of them is seen while the graph runs.
     communication: of functional collectives, sums over the latest region of each block. `again` grows in backward.
     writing: collectives that write a buffer of their caller's, which are never saved; FSDP's own are not counted.
+    linear_saved, linear_bytes: outputs of Linear modules that are saved, and what they hold beside saved_bytes.
     """
 
     container: str
@@ -46,6 +49,8 @@ class ContainerReport:
     blocks_compiled: int = 0
     communication: Communication | None = None
     writing: int = 0
+    linear_saved: int = 0
+    linear_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +78,10 @@ class Report:
         headings = ["blocks", "class", "attention calls", "saved", "recomputed", "bytes saved", "ops"]
         communicates = any(row.communication or row.writing for row in self.rows)
         headings += ["collectives"] * communicates
+        multiplies = any(row.linear_saved for row in self.rows)
+        headings += ["outputs of Linear saved"] * multiplies
         for heading in headings:
-            words = heading in ("blocks", "class", "ops", "collectives")
+            words = heading in ("blocks", "class", "ops", "collectives", "outputs of Linear saved")
             table.add_column(heading, justify="left" if words else "right", no_wrap=True)
         for row in self.rows:
             notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
@@ -90,6 +97,7 @@ class Report:
                 _bytes_of(row),
                 "\n".join(row.ops) or "none seen",
                 *[_collectives_of(row)] * communicates,
+                *[f"{row.linear_saved} ({readable_bytes(row.linear_bytes)})"] * multiplies,
             )
         return render(table)
 
@@ -114,6 +122,7 @@ def report(model: torch.nn.Module) -> Report:
         calls = [call for latest in seen.values() for call in latest.calls]
         calls += [call for decided in compiled.values() for call in decided]
         saved = sum(call.saved for call in calls)
+        products = [product for latest in seen.values() for product in latest.products]
         parts = [record.communication for name in seen if (record := records[name]) is not None]
         rows.append(
             ContainerReport(
@@ -135,6 +144,8 @@ def report(model: torch.nn.Module) -> Report:
                 blocks_compiled=len(compiled),
                 communication=sum(filter(None, parts), Communication()) if any(parts) else None,
                 writing=sum(len(latest.writing) for latest in seen.values()),
+                linear_saved=sum(product.saved_bytes > 0 for product in products),
+                linear_bytes=sum(product.saved_bytes for product in products),
             )
         )
     return Report(
@@ -144,7 +155,7 @@ def report(model: torch.nn.Module) -> Report:
         active=setting is not None,
         problem=_problem(model, setting, rows),
         rows=tuple(rows),
-        remarks=remarks(model, containers),
+        remarks=(*remarks(model, containers), *_shared_out(setting, containers)),
     )
 
 
@@ -191,6 +202,17 @@ def _problem(model: torch.nn.Module, setting: Any, rows: list[ContainerReport]) 
     return ""
 
 
+def _shared_out(setting: Any, containers: Iterable[models.BlockContainer]) -> list[str]:
+    """What became of a budget."""
+    blocks = [block for container in containers for block in container.blocks.values()] if setting is not None else []
+    policies = [policy for block in blocks if (policy := setting.policy_of(block)) is not None and policy.is_budget]
+    counts = Counter(str(shares.decided(policy) or "") for policy in policies)
+    waiting = counts.pop("", 0)
+    parts = ", ".join(f"{count} x {policy}" for policy, count in counts.items())
+    told = [f"the budget was shared out: {parts}"] * bool(counts)
+    return told + [f"{waiting} blocks are watched first: until a step was recomputed they save nothing"] * bool(waiting)
+
+
 def _bytes_of(row: ContainerReport) -> str:
     notes = [(row.extra_bytes, "of it extra"), (row.selection_bytes, "choices")]
     parts = [f"{readable_bytes(count)} {note}" for count, note in notes if count]
@@ -206,16 +228,6 @@ def _collectives_of(row: ContainerReport) -> str:
     if row.writing:
         lines.append(f"{row.writing} more write a buffer: never saved, issued again")
     return "\n".join(lines) or "none"
-
-
-def readable_bytes(count: int) -> str:
-    """A number of bytes for people, in powers of 1024."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def render(table: Table) -> str:

@@ -100,6 +100,14 @@ class CollectiveOp:
     kind: str = "exchange"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearOp:
+    """One dispatcher op that a Linear module ends in. Part of the engine: nobody registers one."""
+
+    namespace: str
+    name: str
+
+
 KINDS = {
     "exchange": "returns no more than it was given: saved, so that it is not issued again",
     "gather": "returns a multiple of what it was given, such as unsharded weights: issued again, never saved",
@@ -107,7 +115,7 @@ KINDS = {
 }
 """What a collective does -> what that means for its outputs."""
 
-Row = AttentionOp | DecompositionOp | SelectionOp | CollectiveOp
+Row = AttentionOp | DecompositionOp | SelectionOp | CollectiveOp | LinearOp
 
 
 def check_row(row: Row) -> None:

@@ -1,21 +1,25 @@
 """What is open in a thread while a checkpointed region runs, and the tape it runs on.
 
-`fastac.interception` reaches the innermost scope, below autograd, with every registered op. `Record` and `Replay` in
-`fastac.tape` say what a scope does with it.
+`fastac.interception` reaches the innermost scope, below autograd, with every registered op. `Record` in
+`fastac.tape` and `Replay` in `fastac.replay` say what a scope does with it.
 """
 
 from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from fastac import torch_internals
 from fastac.choices import Choices
 from fastac.collectives import Communication
 from fastac.dispatcher_internals import BELOW_BACKEND_SELECT
 from fastac.entries import CountedOps, Entry
+from fastac.errors import PolicyNotAppliedError
+from fastac.ranks import class_name
 from fastac.registry import ResolvedOp
 
 Calls = collections.Counter[str]
@@ -27,13 +31,14 @@ execution_counters: list[Calls] = []
 class Tape(list[Entry | None]):
     """The entries of one region, and what goes with them."""
 
-    __slots__ = ("choices", "communication", "companions", "ops", "recording")
+    __slots__ = ("choices", "communication", "companions", "linears", "ops", "recording")
 
     def __init__(self) -> None:
         super().__init__()
         self.choices = Choices()
         self.communication: Communication | None = None  # of a region that has any
         self.companions: list[object] = []  # what kept outputs need besides, which is no tensor
+        self.linears: Mapping[int, str] = {}  # Linear modules whose outputs are saved, by id, and their names
         self.ops = CountedOps()
         self.recording = False
 
@@ -69,6 +74,7 @@ class Scope:
     """What is open while a region runs in this thread. Scopes nest as checkpointed regions do."""
 
     outer: Scope | None = None
+    linear: str | None = None  # the Linear module that runs now and whose output is saved, by its name in the block
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -115,6 +121,22 @@ class Scope:
     def let_by(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run such a call. What it calls in turn was seen in the forward, where this op was not one yet."""
         return run_kernel(resolved, keyset, args, kwargs, inside=self)
+
+    def begin_linear(self, module: torch.nn.Linear) -> None:
+        """A Linear module that is watched begins its forward in this thread while the scope is open."""
+        self.linear = self.tape.linears.get(id(module))
+
+    def no_product(self, module: torch.nn.Linear, name: str) -> None:
+        """A Linear module whose output is saved has run, and no product of it was called."""
+        raise PolicyNotAppliedError(
+            f"the output of the Linear module {name!r} was to be saved, and it ran no product that could be seen: "
+            f"{class_name(module)} computes in its own way (quantized, fused or compiled). Leave it out of "
+            f"the policy's linear=(...)."
+        )
+
+    def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The product of a Linear module whose output is saved was called in this thread while the scope is open."""
+        raise NotImplementedError
 
     def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An attention op was called in this thread while the scope is open."""

@@ -72,6 +72,12 @@ def traced_contexts(policy: Policy) -> Contexts:
 
     Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
     """
+    if policy.linear or policy.is_budget:
+        raise CompiledPolicyNotAppliedError(
+            f"{policy}: which Linear module a product belongs to, and how much a budget holds, is seen in eager mode "
+            f"alone, and this region is in a graph that is compiled. Use a policy of attention there, as "
+            f'"long_attn_only"; `fastac plan` says what it holds.'
+        )
     traced = compiled_graphs.region(policy)
     decisions = Decisions(policy)
 
@@ -169,6 +175,7 @@ class SelectiveRecord:
         self.missed: list[Decomposed] = []
         self._found: list[Call] = []
         self.owners: list[int] = []
+        self.products: list[str] = []  # outputs of Linear modules are saved on the tape alone
         self._choices = Choices()
         self.communicated = Communication()
         self._selections: list[Selection | None] = []  # of every sparse call, None for one that is recomputed

@@ -1,13 +1,12 @@
 """The tape of one region: attention outputs, and what they depend on, recorded in forward, replayed in recompute.
 
-Reading order: `Record.call` is what happens to an attention call in the forward, `Replay.call` what happens to it in
-the recompute. Both are reached from `fastac.interception`, below autograd, with the thread's open scope. Every guard
-here was put in after a run with wrong gradients; `tests/test_tape.py` has one test for each.
+Reading order: `Record.call` is what happens to an attention call in the forward, `Replay.call` in `fastac.replay` what
+happens to it in the recompute. Both are reached from `fastac.interception`, below autograd, with the thread's open
+scope. Every guard here was put in after a run with wrong gradients; `tests/test_tape.py` has one test for each.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,16 +14,18 @@ from typing import Any
 import torch
 
 from fastac import torch_internals
-from fastac.choices import Reader
 from fastac.collectives import Communication, inputs_of
-from fastac.entries import Entry, described, readable
-from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.entries import Entry, described
+from fastac.errors import PolicyNotAppliedError
 from fastac.policy import Policy
-from fastac.preservation import devices_of, generator_state, set_generator_state
+from fastac.preservation import devices_of, generator_state
 from fastac.recognition import Decomposed
 from fastac.registry import ResolvedOp
-from fastac.scopes import Scope, Tape, thread
+from fastac.scopes import Scope, Tape, run_kernel, thread
 from fastac.selection import Selection
+
+PRODUCT_ALONE = "aten.mm.default"
+"""The op to whose output a Linear module adds its bias in place, where it has one."""
 
 
 def _is_differentiable(args: Sequence[Any]) -> bool:
@@ -56,6 +57,8 @@ class Record(Scope):
         self.preserves_generators = preserves_generators
         self.observer = observer
         self.entered = False
+        self.products: list[str] = []  # the Linear modules whose outputs are on the tape, by name
+        self.adds_bias = False  # whether the Linear module that runs now does so after its product, in place
         self.ops = tape.ops
         self.calls: list[ResolvedOp] = []
         self.keys: list[int] = []  # over how many each call on the tape attends
@@ -165,114 +168,27 @@ class Record(Scope):
             communication.keep(entry, outputs, guarded=_is_differentiable(args))
         return outputs
 
+    def begin_linear(self, module: torch.nn.Linear) -> None:
+        super().begin_linear(module)
+        self.adds_bias = module.bias is not None
+
+    def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Keep the product of a Linear module."""
+        name, self.linear = self.linear, None
+        if self.passes_by(resolved, args):
+            return self.let_by(resolved, keyset, args, kwargs)
+        entry = Entry(resolved, 0, described(args))
+        entry.linear = name or ""
+        self.tape.append(entry)
+        outputs = run_kernel(resolved, keyset, args, kwargs)
+        self.products.append(entry.linear)
+        guarded = _is_differentiable(args)
+        changes = self.adds_bias and resolved.name == PRODUCT_ALONE
+        entry.keep(outputs, guarded, copied=changes or not guarded)
+        return outputs
+
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         found = Decomposed.from_call(resolved, args, kwargs)
         if self.policy.saves(found.keys):
             self.missed.append(found)
         super().decomposed(resolved, args, kwargs)
-
-
-class Replay(Scope):
-    """The recompute of a region: returns what was kept, runs what was not."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__(tape)
-        self.position = 0
-        self.choices = Reader(tape.choices)
-
-    def __enter__(self) -> Replay:
-        self.position = 0
-        self.choices.used.clear()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        # torch ends a recompute early by an exception; one that came to its end must have made the same calls.
-        if exception[0] is None and self.position != len(self.tape):
-            raise FastacError(
-                f"recompute made {self.position} {self._calls} where the forward made {len(self.tape)}: the "
-                f"checkpointed function took another path. Make it depend on its arguments alone."
-            )
-
-    def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if self.passes_by(resolved, args):
-            return self.let_by(resolved, keyset, args, kwargs)
-        entry = self._next(resolved, described(args))
-        if entry.kept is None:
-            self.position += 1
-            return self.run(resolved, keyset, args, kwargs)
-        return self._replay(entry, resolved, args, kwargs)
-
-    def communicate(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what a collective returned in the forward; issue again what was not kept."""
-        kind = resolved.row.kind  # type: ignore[union-attr]
-        if self.passes_by(resolved, args):
-            return self.let_by(resolved, keyset, args, kwargs)
-        if kind == "wait":
-            return self.run(resolved, keyset, args, kwargs)
-        if kind == "exchange":
-            entry = self._next(resolved, inputs_of(args))
-            if entry.kept is not None:
-                return self._replay(entry, resolved, args, kwargs)
-            self.position += 1
-        outputs = self.run(resolved, keyset, args, kwargs)
-        if self.tape.communication is not None:
-            self.tape.communication.repeat(outputs)
-        return outputs
-
-    @property
-    def _calls(self) -> str:
-        return "attention calls" if self.tape.communication is None else "attention calls and collectives"
-
-    def _next(self, resolved: ResolvedOp, inputs: Sequence[Any]) -> Entry:
-        """The entry of the call that recompute makes now. Raises FastacError where it is another one."""
-        if self.position >= len(self.tape):
-            raise FastacError(
-                f"recompute called {resolved.name} after the {len(self.tape)} {self._calls} the forward made: the "
-                f"checkpointed function took another path. Make it depend on its arguments alone."
-            )
-        entry = self.tape[self.position]
-        if entry is None:
-            raise FastacError(
-                "this checkpointed region was backpropagated already and its saved outputs are freed. Use "
-                "retain_graph=True on the first backward to go through it again. A schedule that computes gradients of "
-                'inputs and of weights apart (zero bubble) goes through it many times: use policy="full" there.'
-            )
-        # By name: torch may hand out another object for the same op once an older definition of it is collected.
-        if entry.resolved.qualified_name != resolved.qualified_name or entry.inputs != inputs:
-            kind = "attention call" if resolved.is_attention else "collective"
-            raise FastacError(
-                f"{kind} {self.position} of recompute is not the one of the forward: {resolved.name} on "
-                f"{readable(inputs)} where {entry.resolved.name} on {readable(entry.inputs)} was recorded. "
-                f"The checkpointed function took another path, or the attention backend changed in between."
-            )
-        return entry
-
-    def _replay(self, entry: Entry, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        # A backward inside the region replays what the forward that is still open will be asked for again.
-        keep_graph = torch_internals.keeps_graph() or self.tape.recording
-        position, self.position = self.position, self.position + 1
-        kept: Sequence[Any] = entry.kept or ()
-        if torch_internals.versions(kept) != entry.versions:
-            raise FastacError(
-                f"the output of {resolved.name} was changed in place after it was saved, so recompute can not use it. "
-                f'Replace the in-place operation, or use policy="full" for this block.'
-            )
-        for device, state in entry.generator_states.items():
-            set_generator_state(state, device)  # what runs next must draw what it drew before
-        if entry.selection is not None:
-            entry.selection.put_into(resolved, resolved.selection(args, kwargs))
-        outputs = kept
-        if not keep_graph:
-            self.tape[position] = None
-        else:  # for a second backward; an output that nobody guards must not be handed out itself
-            outputs = torch_internals.aliases(outputs) if entry.guarded else torch_internals.clones(outputs)
-        return outputs[0] if entry.single else outputs
-
-    def choose(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Choose as the forward did."""
-        run = functools.partial(super().choose, resolved, keyset, args, kwargs)
-        if self.passes_by(resolved, args):
-            return run()
-        return self.choices.choose(resolved, args, kwargs, run, self.inner())

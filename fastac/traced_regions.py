@@ -9,9 +9,10 @@ from fastac.decisions import traced_failure
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.observation import Observer
 from fastac.policy import Policy
+from fastac.replay import Replay
 from fastac.scopes import Tape
 from fastac.selective import Contexts, traced_contexts
-from fastac.tape import Record, Replay
+from fastac.tape import Record
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces

@@ -15,7 +15,7 @@ from fastac.checkpointing import checkpoint
 from fastac.comparison import Step, as_found, fresh, run_forward, run_step
 from fastac.errors import FastacError
 from fastac.outcome import Verification, compare, raise_if_broken
-from fastac.policy import BlockPolicies, Policy, resolve
+from fastac.policy import BlockPolicies, Policy, policies_in, resolve
 from fastac.ranks import OtherRankFailed, Together, class_name
 from fastac.reporting import decided
 
@@ -123,8 +123,11 @@ def _verify_model(
         return step()
 
     def policy_step() -> Step:
+        nonlocal policy
         hook.enable(inner, policy, engine=engine, blocks=blocks)
         found = step()
+        if selected_is_budget:  # the next step is under what became of it
+            policy = hook.policy_as_given(inner, _setting(inner))
         if found.calls or not found.graphs:
             return found
         calls = decided(inner, lambda block: -1, found.graphs).values()
@@ -135,15 +138,20 @@ def _verify_model(
             return reference_step()
 
     selected = _selected(inner, policy, engine, blocks)
+    selected_is_budget = any(one.is_budget for one in policies_in(selected))
     return compare(together, reference_step, policy_step, selected, reference, eager_reference_step)
 
 
 def _selected(model: torch.nn.Module, policy: Any, engine: str, blocks: Any = None) -> Policy | BlockPolicies:
     hook.enable(model, policy, engine=engine, blocks=blocks)
+    return _setting(model).policy
+
+
+def _setting(model: torch.nn.Module) -> block_forward.Setting:
     setting = hook.setting_of(model)
     if setting is None:
         raise FastacError(f"verify: {class_name(model)} did not take a gradient checkpointing function")
-    return setting.policy
+    return setting
 
 
 def _verify_block(

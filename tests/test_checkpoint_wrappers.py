@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import scopes, tape
+from fastac import replay, scopes
 from tests import support
 from tests.model_state import state_of
 from tests.support import CPU_ATTENTION, assert_same, stack, stack_inputs, train_step
@@ -309,7 +309,7 @@ def test_verify_compares_with_no_checkpointing(
             counter[resolved.name] += 1
         return entry.kept
 
-    monkeypatch.setattr(tape.Replay, "_replay", runs_again)
+    monkeypatch.setattr(replay.Replay, "_replay", runs_again)
     with pytest.raises(fastac.PolicyNotAppliedError, match="ran 4 attention kernels in backward"):
         fastac.verify(model, **batch)
     with pytest.raises(fastac.PolicyNotAppliedError, match="ran 2 attention kernels in backward"):

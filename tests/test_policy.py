@@ -151,7 +151,7 @@ def test_a_pattern_behind_a_wider_one() -> None:
         fastac.FastacError, match=r'"blocks\.0" counts for no block.* put the narrower first, "\*" last'
     ):
         resolve_blocks({"*": "attn_only", "blocks.0": "full"}, blocks())
-    assert str(resolve_blocks({"blocks.*": "full", "*": "attn_only"}, blocks())) == "mixed (full)"
+    assert str(resolve_blocks({"blocks.*": "full", "*": "attn_only"}, blocks())) == "full"
 
 
 def test_something_else_in_the_place_of_a_policy() -> None:

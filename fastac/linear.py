@@ -1,0 +1,123 @@
+"""Linear modules whose outputs are saved: found by name, known by module hooks while they run.
+
+A hook tells the open scope which Linear module begins; the next product that passes `fastac.interception` is its
+output. Below autograd, as with attention: what autograd sees of a replayed module is what it saw in the forward.
+The hooks stay on a module until `take_off`. Without an open scope, or under another policy, they do nothing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from fastac import census, interception
+from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.policy import Policy
+from fastac.scopes import thread
+
+_found: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, ...], dict[int, str]]] = weakref.WeakKeyDictionary()
+
+
+def watched(function: Any, policy: Policy) -> Mapping[int, str]:
+    """The Linear modules of a block whose outputs a policy saves, by id, with their names in the block.
+
+    They get hooks where they have none. Raises FastacError for a function that is no block, and for a name of the
+    policy's that matches none of the block's Linear modules.
+    """
+    block = census.block_of(function)
+    if block is None:
+        raise FastacError(
+            f"{policy}: linear=... names Linear modules inside a block, and {census.describe(function)} is no module. "
+            f'Checkpoint the block itself, or use a policy without linear=..., such as "attn_only".'
+        )
+    by_names = _found.setdefault(block, {})
+    found = by_names.get(policy.linear)
+    if found is None:
+        interception.install_linear()
+        found = by_names[policy.linear] = _named(block, policy)
+    return found
+
+
+def _named(block: torch.nn.Module, policy: Policy) -> dict[int, str]:
+    modules = {name: module for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)}
+    chosen: dict[int, str] = {}
+    for pattern in policy.linear:
+        names = fnmatch.filter(modules, pattern)
+        if not names and pattern != "*":
+            raise FastacError(
+                f"{policy}: {pattern!r} names no Linear module of {census.describe(block)}. Its Linear modules are "
+                f"{', '.join(modules) or 'none'}."
+            )
+        chosen.update({id(modules[name]): name for name in names})
+    for name in chosen.values():
+        _watch(modules[name])
+    return chosen
+
+
+def _watch(module: torch.nn.Linear) -> None:
+    if _begin not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_begin)
+        module.register_forward_hook(_end)
+
+
+def take_off(model: torch.nn.Module) -> None:
+    """Take the hooks off every Linear module of a model, and look for them anew when they are needed again."""
+    for module in model.modules():
+        _found.pop(module, None)
+        if isinstance(module, torch.nn.Linear):
+            for hooks, mine in ((module._forward_pre_hooks, _begin), (module._forward_hooks, _end)):
+                for key in [key for key, hook in hooks.items() if hook is mine]:
+                    del hooks[key]
+
+
+def _begin(module: torch.nn.Linear, args: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return
+    scope = thread.scope
+    if scope is not None:
+        scope.begin_linear(module)
+
+
+def _end(module: torch.nn.Linear, args: Any, output: Any) -> None:
+    """Raise PolicyNotAppliedError when the module ran no product that could be seen."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    scope = thread.scope
+    if scope is not None and scope.linear is not None:
+        name, scope.linear = scope.linear, None
+        scope.no_product(module, name)
+
+
+def judge(
+    function: Any, policy: Policy, products: Collection[str], before: Collection[str], compiled: bool = False
+) -> None:
+    """Raise PolicyNotAppliedError when outputs of Linear modules that the policy saves were not saved.
+
+    products: the modules whose outputs are on the tape. before: those of an earlier region of this kind.
+    """
+    where = census.describe(function)
+    if compiled:
+        raise PolicyNotAppliedError(
+            f"{policy}: {where} is compiled, or runs compiled code, in which no Linear module can be told from others. "
+            f'Use a policy of attention there, such as "long_attn_only" or Policy.budget(..., linear=False).'
+        )
+    if policy.is_budget:
+        return
+    missing = [name for name in dict.fromkeys(before) if name not in products]
+    if missing or len(products) < len(before):
+        raise PolicyNotAppliedError(
+            f"{policy}: {where} saved the outputs of {len(products)} Linear modules, and {len(before)} before on "
+            f"inputs of these shapes ({', '.join(missing) or 'some are called less often'}). They were exchanged "
+            f"since, or the block took another path. Call fastac.enable again after a model was changed."
+        )
+    for pattern in policy.linear:
+        if not fnmatch.filter(products, pattern):
+            raise PolicyNotAppliedError(
+                f"{policy}: no Linear module {pattern!r} of {where} was called, so none of their outputs is saved. "
+                f"Called were {', '.join(products) or 'none of those that are named'}. Leave it out, or see whether "
+                f"the model computes with its weight in another way (fused projections)."
+            )

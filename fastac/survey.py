@@ -1,0 +1,106 @@
+"""A region under a budget that is not shared out yet: watched for what it could save, and nothing is saved.
+
+What is found: every output that could be saved, the bytes it would hold, and the FLOPs that recompute would not do.
+Those are known after the recompute: it ends early, once autograd has what it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fastac import flops, torch_internals
+from fastac.budget import Output
+from fastac.policy import Policy
+from fastac.registry import ResolvedOp
+from fastac.replay import Replay
+from fastac.scopes import Tape
+from fastac.tape import Record
+
+
+@dataclasses.dataclass
+class Survey:
+    """What one region could save. found: place on the tape -> output; communicated: bytes of saved collectives.
+
+    reached: how many calls of the tape recompute made, None before it ran.
+    """
+
+    found: dict[int, Output] = dataclasses.field(default_factory=dict)
+    communicated: int = 0
+    reached: int | None = None
+
+    @property
+    def outputs(self) -> list[Output]:
+        """The outputs, without FLOPs where recompute does not get to them anyhow."""
+        reached = self.reached or 0
+        return [
+            output if place < reached else dataclasses.replace(output, flops=0) for place, output in self.found.items()
+        ]
+
+
+class SurveyRecord(Record):
+    """Keeps what could be saved until the region ends, and looks how large it is."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        policy: Policy,
+        preserves_generators: bool,
+        observer: AbstractContextManager[Any] | None,
+        survey: Survey,
+    ) -> None:
+        super().__init__(tape, policy, preserves_generators, observer)
+        self.survey = survey
+        self._flops: dict[int, int] = {}
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            super().__exit__(*exception)
+        finally:
+            self._take_notes()
+
+    def call(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        place = len(self.tape)
+        outputs = super().call(resolved, keyset, args, kwargs)
+        if len(self.tape) > place:
+            self._flops[place] = flops.attention_flops(resolved, args, kwargs, outputs)
+        return outputs
+
+    def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        place = len(self.tape)
+        outputs = super().multiply(resolved, keyset, args, kwargs)
+        if len(self.tape) > place:
+            self._flops[place] = flops.product_flops(args)
+        return outputs
+
+    def no_product(self, module: torch.nn.Linear, name: str) -> None:
+        """It can not be saved, so it is no candidate."""
+
+    def _take_notes(self) -> None:
+        for place, entry in enumerate(self.tape):
+            if entry is None or entry.kept is None:
+                continue
+            if place not in self._flops:
+                self.survey.communicated += entry.saved_bytes
+                continue
+            changed = torch_internals.versions(entry.kept) != entry.versions
+            if not (entry.linear and changed):  # which is legal, and could not be saved
+                name = entry.linear or entry.resolved.name
+                self.survey.found[place] = Output(name, entry.saved_bytes, self._flops[place], int(entry.keys))
+            entry.forget()
+
+
+class SurveyReplay(Replay):
+    """Runs everything again, and notes how far it got."""
+
+    def __init__(self, tape: Tape, survey: Survey) -> None:
+        super().__init__(tape)
+        self.survey = survey
+
+    def __exit__(self, *exception: object) -> None:
+        self.survey.reached = max(self.survey.reached or 0, self.position)
+        super().__exit__(*exception)
