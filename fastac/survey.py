@@ -71,6 +71,7 @@ class SurveyRecord(Record):
         return outputs
 
     def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Keep a product, until the region ends."""
         place = len(self.tape)
         outputs = super().multiply(resolved, keyset, args, kwargs)
         if len(self.tape) > place:

@@ -169,6 +169,7 @@ class Record(Scope):
         return outputs
 
     def begin_linear(self, module: torch.nn.Linear) -> None:
+        """A Linear module that is watched begins its forward."""
         super().begin_linear(module)
         self.adds_bias = module.bias is not None
 
