@@ -23,10 +23,10 @@ from rich.table import Table
 from fastac import checks, interception, models, opaque, plugins, preflight, registry, verification
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
-from fastac.budget import readable_bytes
 from fastac.errors import FastacError
 from fastac.policy import NAMED, resolve
 from fastac.rows import AttentionOp, OpaqueFunction, Verdict
+from fastac.sizes import readable_bytes
 
 WIDTH, WIDE = 100, 160  # of what is printed where there is no terminal; of a table with many columns
 SHORT = 60  # letters of a remark that stands in a table

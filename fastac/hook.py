@@ -17,18 +17,19 @@ from fastac import (
     census,
     checkpoint_wrappers,
     interception,
+    linear,
     models,
     partitioner,
-    shares,
 )
 from fastac.block_forward import Setting
 from fastac.checkpointing import ENGINES, checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.models import BlockContainer
-from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks
+from fastac.policy import BlockPolicies, Policy, policy_of, resolve, resolve_blocks
 from fastac.preflight import check_backends
 from fastac.ranks import class_name
 from fastac.remarks import refuse_only_linear, remarks
+from fastac.shares import as_given, shared
 
 logger = logging.getLogger("fastac")
 
@@ -79,7 +80,8 @@ def enable(
     partitioner.inform_if_loaded()
     check_backends(model, selected)
     refuse_only_linear(model, containers, selected)
-    selected = shares.shared(selected, named)
+    linear.check_names({block: policy_of(selected, block) for block in named.values()})
+    selected = shared(selected, named)
 
     if blocks is None:
         block_forward.refuse_hooked(model)
@@ -226,11 +228,7 @@ def policy_as_given(model: torch.nn.Module, setting: Setting) -> Policy | dict[s
     if isinstance(setting.policy, Policy):
         return setting.policy
     blocks = {name: block for container in containers_of(model) for name, block in container.blocks.items()}
-    return {
-        name: shares.as_given(policy)
-        for name, block in blocks.items()
-        if (policy := setting.policy_of(block)) is not None
-    }
+    return {name: as_given(mine) for name, block in blocks.items() if (mine := setting.policy_of(block)) is not None}
 
 
 def containers_of(model: torch.nn.Module) -> list[BlockContainer]:

@@ -25,8 +25,8 @@ _found: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, ...], dict[in
 def watched(function: Any, policy: Policy) -> Mapping[int, str]:
     """The Linear modules of a block whose outputs a policy saves, by id, with their names in the block.
 
-    They get hooks where they have none. Raises FastacError for a function that is no block, and for a name of the
-    policy's that matches none of the block's Linear modules.
+    They get hooks where they have none. Raises FastacError for a function that is no block, and for a block without
+    any of them that `enable` did not see: there a name needs to be right for one of the blocks.
     """
     block = census.block_of(function)
     if block is None:
@@ -42,20 +42,32 @@ def watched(function: Any, policy: Policy) -> Mapping[int, str]:
     return found
 
 
+def check_names(policies: Mapping[torch.nn.Module, Policy]) -> None:
+    """Raise FastacError for a name in the policies of blocks that is right for none of them."""
+    for policy in dict.fromkeys(policies.values()):
+        names = [name for block, mine in policies.items() if mine == policy for name in linear_modules(block)]
+        for pattern in policy.linear:
+            if not fnmatch.filter(names, pattern) and pattern != "*":
+                raise FastacError(
+                    f"{policy}: {pattern!r} names no Linear module of the blocks. Their Linear modules are "
+                    f"{', '.join(dict.fromkeys(names)) or 'none'}."
+                )
+
+
+def linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """The Linear modules of a block, by their names in it."""
+    return {name: module for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)}
+
+
 def _named(block: torch.nn.Module, policy: Policy) -> dict[int, str]:
-    modules = {name: module for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)}
-    chosen: dict[int, str] = {}
-    for pattern in policy.linear:
-        names = fnmatch.filter(modules, pattern)
-        if not names and pattern != "*":
-            raise FastacError(
-                f"{policy}: {pattern!r} names no Linear module of {census.describe(block)}. Its Linear modules are "
-                f"{', '.join(modules) or 'none'}."
-            )
-        chosen.update({id(modules[name]): name for name in names})
-    for name in chosen.values():
+    modules = linear_modules(block)
+    names = [name for name in modules if any(fnmatch.fnmatchcase(name, pattern) for pattern in policy.linear)]
+    record = census.block_record(block)
+    if not names and not (record is not None and record.name):
+        check_names({block: policy})
+    for name in names:
         _watch(modules[name])
-    return chosen
+    return {id(modules[name]): name for name in names}
 
 
 def _watch(module: torch.nn.Linear) -> None:
@@ -114,8 +126,10 @@ def judge(
             f"inputs of these shapes ({', '.join(missing) or 'some are called less often'}). They were exchanged "
             f"since, or the block took another path. Call fastac.enable again after a model was changed."
         )
+    block = census.block_of(function)
+    names = linear_modules(block) if block is not None else {}
     for pattern in policy.linear:
-        if not fnmatch.filter(products, pattern):
+        if fnmatch.filter(names, pattern) and not fnmatch.filter(products, pattern):
             raise PolicyNotAppliedError(
                 f"{policy}: no Linear module {pattern!r} of {where} was called, so none of their outputs is saved. "
                 f"Called were {', '.join(products) or 'none of those that are named'}. Leave it out, or see whether "

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.table import Table
 
-from fastac.budget import readable_bytes
 from fastac.comparison import Step, differences
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import BlockPolicies, Policy
 from fastac.ranks import Together
 from fastac.reporting import render
+from fastac.sizes import readable_bytes
 
 
 @dataclasses.dataclass(frozen=True)

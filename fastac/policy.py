@@ -9,9 +9,9 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from fastac.budget import parse_bytes, readable_bytes
 from fastac.checkpoint_wrappers import inside
 from fastac.errors import FastacError
+from fastac.sizes import parse_bytes, readable_bytes
 
 logger = logging.getLogger("fastac")
 
@@ -146,6 +146,11 @@ class BlockPolicies(dict[Any, Policy]):
 def policies_in(policy: Policy | BlockPolicies) -> Collection[Policy]:
     """The policies of all blocks."""
     return policy.values() if isinstance(policy, BlockPolicies) else [policy]
+
+
+def policy_of(policies: Policy | BlockPolicies, block: Any) -> Policy:
+    """The policy of one block; "full" for one that has none."""
+    return policies if isinstance(policies, Policy) else policies.of(block) or Policy("full")
 
 
 def saves_nothing(policy: Policy | BlockPolicies) -> bool:

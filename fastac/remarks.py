@@ -9,7 +9,7 @@ import torch
 from fastac import models, registry
 from fastac.errors import FastacError
 from fastac.models import BlockContainer
-from fastac.policy import LONG_MIN_KV, BlockPolicies, Policy, is_inside
+from fastac.policy import LONG_MIN_KV, BlockPolicies, Policy, is_inside, policy_of
 from fastac.ranks import class_name
 
 
@@ -59,8 +59,8 @@ def refuse_only_linear(
     containers = list(containers)
     blocks = {name: block for container in containers for name, block in container.blocks.items()}
     linear = linear_attention(model, containers)
-    long = {name for name, block in blocks.items() if _policy_of(policy, block).min_kv >= LONG_MIN_KV}
-    saving = {name for name, block in blocks.items() if not _policy_of(policy, block).saves_nothing}
+    long = {name for name, block in blocks.items() if policy_of(policy, block).min_kv >= LONG_MIN_KV}
+    saving = {name for name, block in blocks.items() if not policy_of(policy, block).saves_nothing}
     crossing = [use.module for use in registry.backend_uses(model) if use.cross]
     other = [use.module for use in registry.backend_uses(model) if not (use.linear or use.cross)]
 
@@ -77,7 +77,3 @@ def refuse_only_linear(
             f"({linear[first]}), which has no kernel to save, and what is left attends to the text: nothing would be "
             f'saved. Use policy="attn_only", or a min_kv below the length of the text.'
         )
-
-
-def _policy_of(policies: Policy | BlockPolicies, block: torch.nn.Module) -> Policy:
-    return policies if isinstance(policies, Policy) else policies.of(block) or Policy("full")

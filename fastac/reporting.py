@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from fastac import census, compiled_graphs, hook, models, shares
-from fastac.budget import readable_bytes
 from fastac.census import Call
 from fastac.collectives import Communication
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.ranks import class_name
 from fastac.remarks import remarks
+from fastac.sizes import readable_bytes
 
 
 @dataclasses.dataclass(frozen=True)

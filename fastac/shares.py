@@ -17,6 +17,7 @@ import torch
 from fastac import budget, census
 from fastac.errors import FastacError
 from fastac.policy import BlockPolicies, Policy
+from fastac.sizes import readable_bytes
 from fastac.survey import Survey
 
 logger = logging.getLogger("fastac")
@@ -159,6 +160,6 @@ def _tell(budget_policy: Policy, choices: Mapping[str, budget.Choice], policies:
     held = sum(choice.bytes for choice in choices.values())
     kinds = ", ".join(f"{count} x {policy}" for policy, count in Counter(map(str, policies.values())).items())
     if held:
-        logger.info("%s: %s are saved from the next step on: %s", budget_policy, budget.readable_bytes(held), kinds)
+        logger.info("%s: %s are saved from the next step on: %s", budget_policy, readable_bytes(held), kinds)
     else:
         logger.warning("%s: no output of a block is small enough, so nothing is saved", budget_policy)

@@ -28,7 +28,7 @@ PRODUCT_ALONE = "aten.mm.default"
 """The op to whose output a Linear module adds its bias in place, where it has one."""
 
 
-def _is_differentiable(args: Sequence[Any]) -> bool:
+def is_differentiable(args: Sequence[Any]) -> bool:
     """Whether autograd differentiates through a call of these arguments."""
     if not torch.is_grad_enabled():
         return False
@@ -122,7 +122,7 @@ class Record(Scope):
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
         # grad the user may write into the output. Keep a copy there.
-        guarded = _is_differentiable(args)
+        guarded = is_differentiable(args)
         entry.keep(outputs, guarded, copied=not guarded)
         return outputs
 
@@ -165,7 +165,7 @@ class Record(Scope):
         outputs = self.run(resolved, keyset, args, kwargs)
         communication.forward(outputs)
         if entry is not None and self.policy.saves_collectives:
-            communication.keep(entry, outputs, guarded=_is_differentiable(args))
+            communication.keep(entry, outputs, guarded=is_differentiable(args))
         return outputs
 
     def begin_linear(self, module: torch.nn.Linear) -> None:
@@ -183,7 +183,7 @@ class Record(Scope):
         self.tape.append(entry)
         outputs = run_kernel(resolved, keyset, args, kwargs)
         self.products.append(entry.linear)
-        guarded = _is_differentiable(args)
+        guarded = is_differentiable(args)
         changes = self.adds_bias and resolved.name == PRODUCT_ALONE
         entry.keep(outputs, guarded, copied=changes or not guarded)
         return outputs

@@ -17,7 +17,12 @@ import torch
 import torch._C._dynamo.eval_frame as _eval_frame
 import torch.utils.checkpoint
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -32,6 +37,7 @@ _REQUIRED = (
     "_C._FunctionBase.to_save",
     "_C._TorchDispatchModeKey.PROXY",
     "_C._autograd._get_current_graph_task_keep_graph",
+    "_C._DisableTorchDispatch",
     "_C._current_graph_task_id",
     "_C._dynamo.eval_frame._FrameAction.DEFAULT",
     "_C._dynamo.eval_frame._FrameAction.SKIP",
@@ -53,6 +59,9 @@ _SKIP_FRAME = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eva
 
 COMPILED_NODE = "CompiledFunctionBackward"
 """Name of the autograd node that stands for code torch.compile made."""
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What an operation on fake tensors raises whose output depends on their values."""
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -142,6 +151,16 @@ def in_other_trace() -> bool:
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without data, as tracing and planning use them."""
     return isinstance(value, FakeTensor)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data."""
+    return FakeTensorMode()
+
+
+def without_modes() -> Any:
+    """A context in which no TorchDispatchMode sees what is computed."""
+    return torch._C._DisableTorchDispatch()
 
 
 def has_stand_ins(args: Sequence[object]) -> bool:

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fastac"
 ORDER = (
     "ranks",
     "errors",
+    "sizes",
     "budget",
     "probing",
     "dispatcher_internals",
@@ -66,6 +67,13 @@ ORDER = (
     "comparison",
     "outcome",
     "verification",
+    "known_values",
+    "simulation",
+    "timeline",
+    "plans",
+    "forecast",
+    "planning",
+    "plotting",
     "checks",
     "cli",
 )

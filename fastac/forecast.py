@@ -1,0 +1,236 @@
+"""What any policy holds and recomputes on one model and one size of inputs, from two simulations of a step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fastac import block_selection, budget, flops, models, shares, torch_internals
+from fastac.errors import FastacError
+from fastac.known_values import KnownValues
+from fastac.models import BlockContainer
+from fastac.plans import PolicyPlan
+from fastac.policy import Policy
+from fastac.ranks import class_name
+from fastac.simulation import Candidate, Place, Simulation, simulate
+from fastac.timeline import BlockList, Timeline, ends_of, repeated
+
+logger = logging.getLogger("fastac")
+
+BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
+"""What a model raises that can not run with some of its blocks left out."""
+
+
+class Forecast:
+    """A model's step, simulated without and with full checkpointing: what is common to all policies.
+
+    states: bytes on the device besides what the step allocates. gpus: among how many gradients are sharded.
+    """
+
+    def __init__(self, plain: Timeline, full: Timeline, states: int = 0, gpus: int = 1) -> None:
+        self.plain, self.full = plain, full
+        self.states, self.gpus = states, gpus
+
+    @property
+    def candidates(self) -> Mapping[str, Sequence[Candidate]]:
+        """What each block could save, by its name."""
+        return self.full.candidates
+
+    def outputs(self) -> dict[str, list[budget.Output]]:
+        """The same, as a budget takes it."""
+        return {
+            block: [budget.Output(one.name, one.bytes, one.flops, one.keys) for one in found if one.name]
+            for block, found in self.candidates.items()
+        }
+
+    def places(self, saves: Callable[[str, Candidate], bool]) -> list[Place]:
+        """The candidates for which a function says that they are saved."""
+        return [
+            (block, place)
+            for block, found in self.candidates.items()
+            for place, one in enumerate(found)
+            if saves(block, one)
+        ]
+
+    def of_policies(self, policies: Mapping[str, Policy]) -> list[Place]:
+        """What is saved where every block has a policy."""
+        return self.places(
+            lambda block, one: (
+                policies[block].saves(one.keys) if one.keys else one.name != "" and one.name in policies[block].linear
+            )
+        )
+
+    def without_checkpointing(self) -> PolicyPlan:
+        """The plan of training without checkpointing."""
+        total = sum(self.plain.flops.values())
+        peak = self.states + self.plain.peak(gradient_shards=self.gpus)
+        return PolicyPlan("none", 0, self.plain.held(), peak, 0, total, total / sum(self.full.flops.values()))
+
+    def plan(self, name: str, saved: Collection[Place]) -> PolicyPlan:
+        """The plan of a policy that saves so many candidates."""
+        full = sum(self.full.flops.values())
+        recomputed = self.full.recomputed(saved)
+        total = full - self.full.recomputed() + recomputed
+        return PolicyPlan(
+            policy=name,
+            saved_bytes=sum(self.candidates[block][place].bytes for block, place in saved),
+            held_bytes=self.full.held(saved),
+            peak_bytes=self.states + self.full.peak(saved, self.gpus),
+            recomputed_flops=recomputed,
+            flops=total,
+            relative=total / full,
+        )
+
+    def budgeted(self, limit: int) -> dict[str, Policy]:
+        """What every block saves under a budget."""
+        outputs = self.outputs()
+        return {
+            block: shares.policy_of(choice, outputs[block]) for block, choice in budget.choose(outputs, limit).items()
+        }
+
+    def every_second_product(self) -> list[Place]:
+        """What torchtitan's selective checkpointing by op saves: attention, and every second matrix product."""
+        saved = []
+        for block, found in self.candidates.items():
+            products = 0
+            for place, one in enumerate(found):
+                products += not one.keys
+                if one.keys or products % 2:
+                    saved.append((block, place))
+        return saved
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is simulated: a model and the keyword arguments of one call, all of fake tensors.
+
+    containers: of its blocks. known: the values of those inputs that say what the model does.
+    """
+
+    model: torch.nn.Module
+    inputs: Mapping[str, Any]
+    containers: Sequence[BlockContainer]
+    known: KnownValues
+
+
+def subject(model: torch.nn.Module, inputs: Mapping[str, Any], blocks: Any = None) -> Subject:
+    """A copy of a model and its inputs without their data. blocks: as in `enable`.
+
+    Raises FastacError for a model without blocks that are known.
+    """
+    known = KnownValues(torch_internals.fake_mode())
+    fake = _faked(model, known)
+    fakes = torch_internals.tree_map(functools.partial(_fake_input, known), dict(inputs))
+    if blocks is None:
+        containers = models.containers(fake, models.row_of(fake))
+    else:
+        containers = block_selection.select(fake, blocks, fake)
+    if not containers:
+        raise FastacError(f"plan: found no transformer blocks in {class_name(model)}. Name them: blocks=...")
+    return Subject(fake, fakes, containers, known)
+
+
+def _faked(model: torch.nn.Module, known: KnownValues) -> torch.nn.Module:
+    """A deep copy of a model with fake tensors in the place of its own."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [
+        value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)
+    ]
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        fake = _fake(tensor.detach(), known)
+        if isinstance(tensor, torch.nn.Parameter):
+            fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = fake
+    return copy.deepcopy(model, memo)
+
+
+def _fake(tensor: torch.Tensor, known: KnownValues) -> torch.Tensor:
+    """A tensor without data: on the device of one that has data, else on the CPU, where all operations are known."""
+    if torch_internals.is_fake(tensor) or tensor.device.type == "meta":
+        with known.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return known.mode.from_tensor(tensor)  # type: ignore[no-any-return]
+
+
+def _fake_input(known: KnownValues, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    fake = _fake(value.detach(), known).requires_grad_(value.requires_grad)
+    if value.device.type == "cpu" and not torch_internals.is_fake(value):
+        known.learn(fake, value.detach())
+    return fake
+
+
+def simulated(subject: Subject) -> list[Timeline]:
+    """A step without checkpointing, and one with full checkpointing.
+
+    Of long lists a few blocks are simulated, where that gives the same.
+    """
+    flops.register_formulas()
+    lists = [_ends(subject.model, container) for container in subject.containers]
+    found = []
+    for checkpoints in (False, True):
+        timeline = None
+        if not all(one.is_whole for one in lists):
+            try:
+                timeline = repeated(_step(subject, lists, checkpoints), lists)
+            except BREAKS as error:
+                logger.debug("%s does not run without its middle blocks: %s", class_name(subject.model), error)
+        if timeline is None:
+            logger.debug("%s: every block is simulated", class_name(subject.model))
+            lists = [BlockList(one.names, one.names) for one in lists]
+            timeline = repeated(_step(subject, lists, checkpoints), lists)
+            assert timeline is not None
+        found.append(timeline)
+    return found
+
+
+def _ends(model: torch.nn.Module, container: BlockContainer) -> BlockList:
+    names = tuple(container.blocks)
+    is_list = isinstance(model.get_submodule(container.name), (torch.nn.ModuleList, torch.nn.Sequential))
+    return BlockList(names, ends_of(names) if is_list else names)
+
+
+def _step(subject: Subject, lists: Sequence[BlockList], checkpoints: bool) -> Simulation:
+    blocks = {
+        name: container.blocks[name]
+        for container, one in zip(subject.containers, lists, strict=True)
+        for name in one.simulated
+    }
+    put_on = functools.partial(_put_on, subject.model, blocks)
+    with subject.known.mode, _shortened(subject, lists):
+        return simulate(subject.model, subject.inputs, blocks, put_on, checkpoints, subject.known)
+
+
+@contextmanager
+def _shortened(subject: Subject, lists: Sequence[BlockList]) -> Iterator[None]:
+    """A model with only those of its blocks in it that are simulated."""
+    before = []
+    for container, one in zip(subject.containers, lists, strict=True):
+        if not one.is_whole:
+            module = subject.model.get_submodule(container.name)
+            before.append((module, module._modules))
+            module._modules = {str(i): container.blocks[name] for i, name in enumerate(one.simulated)}
+    try:
+        yield
+    finally:
+        for module, modules in before:
+            module._modules = modules
+
+
+def _put_on(model: Any, blocks: Mapping[str, torch.nn.Module], function: Callable[..., Any]) -> None:
+    """Make a model, which is nobody else's, call a function in the place of its blocks."""
+    if models.has_switch(model) and hasattr(model, "enable_gradient_checkpointing"):
+        model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
+        return
+    for block in blocks.values():
+        vars(block).pop("forward", None)
+        vars(block)["forward"] = functools.partial(function, block.forward)

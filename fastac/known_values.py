@@ -1,0 +1,97 @@
+"""Values of small tensors in a simulation without data: of masks and indices, and of what is computed from them.
+
+Some models ask for values: how many tokens a mask leaves, at which places. Fake tensors have none. What follows from
+small inputs and constants alone is computed beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fastac import torch_internals
+from fastac.torch_internals import tree_leaves, tree_map
+
+LARGEST = 2**20
+"""Numbers in a tensor whose values are followed."""
+
+CONSTANTS = ("arange", "full", "linspace", "ones", "scalar_tensor", "zeros")
+LIKE = ("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")
+"""Operations of aten whose output depends on no values; on the shape of a tensor at most."""
+
+
+class KnownValues:
+    """Fake tensors whose values are known."""
+
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+        self._values: Any = WeakTensorKeyDictionary()
+
+    def learn(self, fake: torch.Tensor, value: torch.Tensor) -> None:
+        """Know the values of a tensor, and of what is computed from it."""
+        if value.numel() <= LARGEST:
+            self._values[fake] = value
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on fake tensors, and on what they stand for where all of that is known."""
+        known = self._is_known(func, args, kwargs)
+        try:
+            outputs = func(*args, **kwargs)
+        except torch_internals.NEEDS_VALUES:
+            if func is torch.ops.aten.index.Tensor and (places := self._places(args[1])) is not None:
+                return func(args[0], places)
+            if not known:
+                raise
+            return tree_map(self._faked, self._computed(func, args, kwargs))
+        if known and max((tensor.numel() for tensor in _tensors(outputs)), default=0) <= LARGEST:
+            computed = self._computed(func, args, kwargs)
+            for fake, value in zip(_tensors(outputs), _tensors(computed), strict=True):
+                self._values[fake] = value
+        elif isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            for tensor in _tensors((args, kwargs)):
+                self._values.pop(tensor, None)
+        return outputs
+
+    def _places(self, indices: Any) -> list[Any] | None:
+        """What a tensor is indexed with, masks by the places that they leave; None where these are not known."""
+        found: list[Any] = []
+        for index in indices:
+            if index is None or index.dtype is not torch.bool:
+                found.append(index)
+            elif index not in self._values:
+                return None
+            else:
+                with torch_internals.without_modes():
+                    left = self._values[index].nonzero(as_tuple=True)
+                found += map(self._faked, left)
+        return found
+
+    def _is_known(self, func: Any, args: Any, kwargs: Any) -> bool:
+        name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
+        if name in LIKE:
+            return True
+        tensors = list(_tensors((args, kwargs)))
+        return all(tensor in self._values for tensor in tensors) and (bool(tensors) or name in CONSTANTS)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        def value(one: Any) -> Any:
+            if not isinstance(one, torch.Tensor):
+                return one
+            return self._values[one] if one in self._values else torch.empty(one.shape, dtype=one.dtype)
+
+        with torch_internals.without_modes():
+            return func(*tree_map(value, args), **tree_map(value, kwargs))
+
+    def _faked(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        fake = self.mode.from_tensor(value)
+        self.learn(fake, value)
+        return fake
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))

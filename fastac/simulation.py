@@ -1,0 +1,272 @@
+"""One training step of a model without weights: every allocation, and every operation that has FLOPs, in their order.
+
+The model and its inputs are fake tensors, which have shapes and no memory. Each storage that an operation returns is an
+event, and its end is another. Of every block it is known which outputs could be saved, when they go in the forward, and
+when recompute makes them again: from one simulation of full checkpointing `fastac.timeline` reads what any policy
+holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from fastac import census, torch_internals
+from fastac.known_values import KnownValues
+from fastac.registry import classify
+from fastac.tape import PRODUCT_ALONE, is_differentiable
+from fastac.torch_internals import tree_leaves
+
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+
+START, FORWARD, LOSS, BACKWARD, RECOMPUTE = "start", "forward", "loss", "backward", "recompute"
+"""Kinds of segment: before the blocks, from a block's forward on, after the forward, from a block's backward on; and
+phases of FLOPs."""
+
+Place = tuple[str, int]
+"""A block, and which of its candidates."""
+
+
+@dataclasses.dataclass
+class Candidate:
+    """One output of a block that could be saved: of an attention call (keys > 0), or of a matrix product.
+
+    name: of the Linear module, or of the attention op; "" for a product outside Linear modules. bytes: what it holds
+    from the forward to recompute when it is saved. flops: of its recompute, 0 where that ends before it.
+    """
+
+    name: str
+    keys: int = 0
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclasses.dataclass
+class Event:
+    """Bytes that are allocated at one moment; freed, below 0.
+
+    change: what they are more where the candidate is saved. gradient: it is the gradient of a parameter.
+    """
+
+    bytes: int
+    candidate: Place | None = None
+    change: int = 0
+    gradient: bool = False
+
+
+@dataclasses.dataclass
+class Segment:
+    """What happens from one mark to the next. flops: by phase."""
+
+    kind: str
+    block: str = ""
+    events: list[Event] = dataclasses.field(default_factory=list)
+    flops: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Simulation:
+    """One simulated step. candidates: by block, in the order of their calls."""
+
+    segments: list[Segment]
+    candidates: dict[str, list[Candidate]]
+
+
+@dataclasses.dataclass(eq=False)
+class _Storage:
+    """A storage and the candidate it is a part of. copied: what would be kept is a copy, since nobody guards it."""
+
+    event: Event
+    candidate: Place | None = None
+    copied: bool = False
+    gone: bool = False
+
+
+class Meter(TorchDispatchMode):
+    """Notes every allocation and every operation that has FLOPs while it is on."""
+
+    def __init__(self, outside: Sequence[torch.Tensor], known: KnownValues) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
+        self.segments = [Segment(START)]
+        self.candidates: dict[str, list[Candidate]] = {}
+        self.forwards = True
+        self.block = ""  # the one that runs, in forward or recompute
+        self.linear = ""  # the Linear module that runs
+        self.adds_bias = False  # whether that does so after its product, in place
+        self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
+        self._alive: dict[int, _Storage] = {}
+        self._parts: dict[Place, list[_Storage]] = {}  # of the candidates
+        self._repeated: dict[str, int] = {}  # how many candidates of a block recompute has come to
+
+    def mark(self, kind: str, block: str = "") -> None:
+        """Something else begins."""
+        self.segments.append(Segment(kind, block))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        outputs = self.known.run(func, args, kwargs)
+        recomputes = not self.forwards and torch_internals.in_recompute()
+        formula = flop_registry.get(getattr(func, "overloadpacket", func))
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
+        if flops:
+            spent = self.segments[-1].flops
+            phase = FORWARD if self.forwards else RECOMPUTE if recomputes else BACKWARD
+            spent[phase] = spent.get(phase, 0) + flops
+        changes = self.linear != "" and self.adds_bias and str(func) == PRODUCT_ALONE
+        copied = self.forwards and (changes or not is_differentiable(args))
+        place = self._place(func, args, kwargs, flops) if self.block and (self.forwards or recomputes) else None
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and torch_internals.has_storage(tensor):
+                self._see(tensor.untyped_storage(), place, copied)
+        return outputs
+
+    def _place(self, func: Any, args: Any, kwargs: Any, flops: int) -> Place | None:
+        """The candidate that was called: a new one, or the one that recompute has come to."""
+        resolved = classify(func)
+        attends = resolved is not None and resolved.is_attention
+        if not attends and getattr(func, "overloadpacket", None) not in PRODUCTS:
+            return None
+        mine = self.candidates.setdefault(self.block, [])
+        if self.forwards:
+            keys = int(resolved.keys(args, kwargs)) if attends and resolved is not None else 0
+            mine.append(Candidate(str(func) if attends else self.linear, keys))
+            self.linear = self.linear if attends else ""
+            return self.block, len(mine) - 1
+        number = self._repeated.get(self.block, 0)
+        self._repeated[self.block] = number + 1
+        mine[number].flops = flops
+        return self.block, number
+
+    def _see(self, storage: torch.UntypedStorage, place: Place | None, copied: bool) -> None:
+        address = storage._cdata
+        if address in self._outside or address in self._alive:
+            return
+        event = Event(storage.nbytes())
+        mine = self._alive[address] = _Storage(event)
+        if place is not None and self.forwards:
+            mine.candidate, mine.copied = place, copied
+            self._parts.setdefault(place, []).append(mine)
+            if copied:
+                self._keep(event, place, storage.nbytes())
+        elif place is not None:
+            self._replay(event, place)
+        self.segments[-1].events.append(event)
+        weakref.finalize(storage, self._free, address).atexit = False
+
+    def _keep(self, event: Event, place: Place, size: int) -> None:
+        event.candidate, event.change = place, size
+        self.candidates[place[0]][place[1]].bytes += size
+
+    def _replay(self, event: Event, place: Place) -> None:
+        """A part of a candidate is made again, which it would not be if that were saved."""
+        kept = self._parts[place].pop(0)
+        if kept.gone or kept.copied:
+            event.candidate, event.change = place, -event.bytes
+
+    def _free(self, address: int) -> None:
+        mine = self._alive.pop(address, None)
+        if mine is None:
+            return  # the step is over
+        mine.gone = True
+        event = Event(-mine.event.bytes, gradient=mine.event.gradient)
+        if (
+            mine.candidate is not None
+            and not mine.copied
+            and self._repeated.get(mine.candidate[0], 0) <= mine.candidate[1]
+        ):
+            self._keep(event, mine.candidate, mine.event.bytes)
+        self.segments[-1].events.append(event)
+
+    def finish(self, parameters: Sequence[torch.nn.Parameter]) -> Simulation:
+        """What was simulated. What is still alive stays so; the gradients of parameters among it are known as such."""
+        for parameter in parameters:
+            if parameter.grad is not None and (found := self._alive.get(parameter.grad.untyped_storage()._cdata)):
+                found.event.gradient = True
+        self._alive.clear()
+        return Simulation(self.segments, self.candidates)
+
+
+def simulate(
+    model: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    blocks: Mapping[str, torch.nn.Module],
+    put_on: Callable[[Callable[..., Any]], None],
+    checkpoints: bool,
+    known: KnownValues,
+) -> Simulation:
+    """One forward and backward of the mean square of a model's outputs; all tensors are fake.
+
+    blocks: by name. put_on: makes the model call a function in the place of each block, with the block and its inputs.
+    checkpoints: under full checkpointing, without any otherwise. known: values of inputs.
+    """
+    names = {block: name for name, block in blocks.items()}
+    outside = [*model.parameters(), *model.buffers(), *(x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))]
+    meter = Meter(outside, known)
+
+    def call(block: Any, *args: Any, **kwargs: Any) -> Any:
+        name = names[census.block_of(block)]  # type: ignore[index]
+        meter.mark(FORWARD, name)
+        run = functools.partial(_run, meter, name, block)
+        outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpoints else run(*args, **kwargs)
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(_begin_backward, meter, name))
+                break
+        return outputs
+
+    put_on(call)
+    for parameter in model.parameters():
+        parameter.grad = None
+    with _named_linear(meter, blocks), meter:
+        outputs = [t for t in tree_leaves(model(**inputs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        meter.forwards = False
+        meter.mark(LOSS)
+        losses = [output.float().square().mean() for output in outputs]
+        torch.stack(losses).sum().backward()
+        del outputs, losses
+        return meter.finish(list(model.parameters()))
+
+
+def _run(meter: Meter, name: str, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, meter.block = meter.block, name
+    try:
+        return block(*args, **kwargs)
+    finally:
+        meter.block = before
+
+
+def _begin_backward(meter: Meter, name: str, gradient: torch.Tensor) -> None:
+    meter.mark(BACKWARD, name)
+
+
+@contextlib.contextmanager
+def _named_linear(meter: Meter, blocks: Mapping[str, torch.nn.Module]) -> Iterator[None]:
+    """Tells which Linear module of a block runs."""
+
+    def begin(name: str, module: torch.nn.Linear, args: Any) -> None:
+        meter.linear, meter.adds_bias = name, module.bias is not None
+
+    def end(module: torch.nn.Module, args: Any, output: Any) -> None:
+        meter.linear = ""
+
+    handles = []
+    for block in blocks.values():
+        for name, module in block.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                handles.append(module.register_forward_pre_hook(functools.partial(begin, name)))
+                handles.append(module.register_forward_hook(end))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
