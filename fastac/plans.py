@@ -59,7 +59,7 @@ class Plan:
     states: of the model. gradients: bytes of its gradients, which the peak of every policy has in it. frontier: bytes
     that are saved and FLOPs relative to full checkpointing, for growing budgets. blocks: what each block saves under
     the budget that was asked for, as `fastac.enable` takes it. largest: policy -> frames of the longest video whose
-    step fits the memory that was asked for, 0 for none.
+    step fits `memory`, 0 for none.
     """
 
     subject: str
@@ -70,6 +70,7 @@ class Plan:
     frontier: tuple[tuple[int, float], ...]
     blocks: Mapping[str, Policy] = dataclasses.field(default_factory=dict)
     largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    memory: int | None = None
     notes: tuple[str, ...] = NOT_MODELLED
 
     def as_json(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class Plan:
             caption_justify="left",
         )
         headings = ["policy", "saved", "held", "peak", "TFLOPs run again", "FLOPs of full"]
-        headings += ["longest video"] * bool(self.largest)
+        headings += [f"longest video in {readable_bytes(self.memory or 0)}"] * bool(self.largest)
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
         for one in self.policies:

@@ -32,6 +32,9 @@ START, FORWARD, LOSS, BACKWARD, RECOMPUTE = "start", "forward", "loss", "backwar
 """Kinds of segment: before the blocks, from a block's forward on, after the forward, from a block's backward on; and
 phases of FLOPs."""
 
+GENERATOR_STATE = torch.get_rng_state().nbytes
+"""Bytes that torch's checkpoint keeps of the CPU's random number generator for every block."""
+
 Place = tuple[str, int]
 """A block, and which of its candidates."""
 
@@ -217,6 +220,8 @@ def simulate(
         name = names[census.block_of(block)]  # type: ignore[index]
         meter.mark(FORWARD, name)
         run = functools.partial(_run, meter, name, block)
+        if checkpoints:
+            meter.segments[-1].events.append(Event(GENERATOR_STATE))
         outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpoints else run(*args, **kwargs)
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:

@@ -1,0 +1,233 @@
+"""What `fastac.plan` predicts against what is measured, on a CPU, for ten pairs of a model and a size of inputs.
+
+The models are of the classes that people train, with few and narrow blocks, so that a step fits a CPU: more blocks than
+are simulated, so that what is repeated is measured, too. Bytes are those of the allocator, from the profiler's memory
+events: held after the forward, and the most of a step. FLOPs are those of torch's FlopCounterMode, which counts calls;
+what a replayed call would have cost is taken off.
+
+    python benchmarks/plan_accuracy.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import fastac
+from common import RESULTS, allocated_bytes, write_result
+from fastac.forecast import Forecast, simulated, subject
+from fastac.models import MODELS, configurations, videos
+from fastac.policy import Policy, resolve
+from fastac.replay import Replay
+
+HELD, PEAK = 0.01, 0.03
+"""By how much a prediction of bytes may be off; one of FLOPs not at all."""
+
+WIDE = {"num_attention_heads": 4, "attention_head_dim": 32}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model and a size of inputs. change: of the configuration. lora: rank of LoRA weights, trained alone."""
+
+    name: str
+    configuration: str
+    change: dict[str, Any]
+    frames: int
+    height: int
+    width: int
+    batch: int = 1
+    text_tokens: int = 64
+    dtype: torch.dtype = torch.float32
+    lora: int = 0
+
+
+WAN = {**WIDE, "num_layers": 7, "ffn_dim": 512, "text_dim": 128, "freq_dim": 64}
+LTX = {**WIDE, "num_layers": 7, "cross_attention_dim": 128, "caption_channels": 128}
+HUNYUAN = {**WIDE, "num_layers": 6, "num_single_layers": 7, "num_refiner_layers": 1, "text_embed_dim": 128}
+HUNYUAN |= {"pooled_projection_dim": 128, "rope_axes_dim": (8, 12, 12)}
+COGVIDEOX = {**WIDE, "num_layers": 7, "text_embed_dim": 128, "time_embed_dim": 64}
+MOCHI = {**WIDE, "num_layers": 7, "pooled_projection_dim": 64, "text_embed_dim": 128, "time_embed_dim": 64}
+
+PAIRS = (
+    Pair("Wan", "wan2.1-t2v-1.3b", WAN, 9, 256, 256),
+    Pair("Wan, longer, bf16", "wan2.1-t2v-1.3b", WAN, 21, 256, 256, dtype=torch.bfloat16),
+    Pair("Wan, LoRA", "wan2.1-t2v-1.3b", WAN, 9, 256, 256, lora=8),
+    Pair("Wan 2.2 5B, batch 2", "wan2.2-ti2v-5b", WAN, 9, 512, 512, batch=2),
+    Pair("LTX", "ltx-video-2b", LTX, 25, 512, 512),
+    Pair("LTX, bf16", "ltx-video-2b", LTX, 41, 512, 512, dtype=torch.bfloat16),
+    Pair("HunyuanVideo", "hunyuanvideo", HUNYUAN, 9, 256, 256),
+    Pair("HunyuanVideo, taller", "hunyuanvideo", HUNYUAN, 5, 512, 256),
+    Pair("CogVideoX", "cogvideox-2b", COGVIDEOX, 9, 240, 360),
+    Pair("Mochi", "mochi-1", MOCHI, 19, 256, 256),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Predicted and measured figures of one policy."""
+
+    pair: str
+    tokens: str
+    policy: str
+    held: int
+    held_measured: int
+    peak: int
+    peak_measured: int
+    flops: int
+    flops_measured: int
+
+    @property
+    def off(self) -> tuple[float, float, int]:
+        """By how much the predictions are off: of bytes relative to what was measured, of FLOPs absolute."""
+        return self.held / self.held_measured - 1, self.peak / self.peak_measured - 1, self.flops - self.flops_measured
+
+    @property
+    def is_off(self) -> bool:
+        held, peak, flops = self.off
+        return abs(held) > HELD or abs(peak) > PEAK or flops != 0
+
+
+def build(pair: Pair) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model with random weights, and the keyword arguments of one call."""
+    torch.manual_seed(0)
+    found = configurations.load(pair.configuration)
+    config = {**found.config, **pair.change}
+    model: Any = configurations.build(configurations.Configuration(pair.name, found.row, config, "", found.default))
+    model = model.to(pair.dtype)
+    if pair.lora:
+        from peft import LoraConfig
+
+        model.requires_grad_(False)
+        targets = ["to_q", "to_k", "to_v", "to_out.0"]
+        model.add_adapter(LoraConfig(r=pair.lora, lora_alpha=pair.lora, target_modules=targets))
+    video = videos.Video(
+        frames=pair.frames,
+        height=pair.height,
+        width=pair.width,
+        batch=pair.batch,
+        text_tokens=pair.text_tokens,
+        dtype=pair.dtype,
+        compression=found.compression,
+    )
+    return model, found.row.video_inputs(config, video)
+
+
+def outputs_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+    (output,) = model(**inputs)
+    return output
+
+
+def step(model: torch.nn.Module, inputs: dict[str, Any]) -> None:
+    outputs_of(model, inputs).float().square().mean().backward()
+
+
+@contextmanager
+def replayed_flops() -> Iterator[list[int]]:
+    """FLOPs of the calls that are replayed and not run."""
+    found: list[int] = []
+    replay = Replay._replay
+
+    def counted(self: Replay, entry: Any, resolved: Any, args: Any, kwargs: Any) -> Any:
+        outputs = replay(self, entry, resolved, args, kwargs)
+        found.append(flop_registry[resolved.op.overloadpacket](*args, **kwargs, out_val=outputs))
+        return outputs
+
+    Replay._replay = counted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Replay._replay = replay  # type: ignore[method-assign]
+
+
+def measure(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes held after the forward and at the worst moment of a step, and FLOPs of a step."""
+
+    def clear() -> None:
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+
+    for _ in range(2):  # what is built once is built now; a budget is shared out
+        step(model, inputs)
+    clear()
+    with FlopCounterMode(display=False) as counter, replayed_flops() as replayed:
+        step(model, inputs)
+    clear()
+    held = allocated_bytes(lambda: outputs_of(model, inputs)).held
+    clear()
+    peak = allocated_bytes(lambda: step(model, inputs)).peak
+    return held, peak, counter.get_total_flops() - sum(replayed)
+
+
+def compare(pair: Pair) -> Iterator[Row]:
+    """Every policy on one pair."""
+    model, inputs = build(pair)
+    forecast = Forecast(*simulated(subject(model, inputs)))
+    tokens = f"{pair.frames}x{pair.height}x{pair.width}"
+    saved = forecast.plan("", forecast.of_policies(dict.fromkeys(forecast.candidates, Policy()))).saved_bytes
+    budget = Policy.budget(int(1.5 * saved))
+    for name, policy in {
+        "none": None,
+        "full": resolve("full"),
+        "long_attn_only": Policy("attn_only", min_kv=pair.text_tokens + 1),
+        "attn_only": Policy(),
+        "budget": budget,
+    }.items():
+        mine = copy.deepcopy(model)
+        if policy is None:
+            plan = forecast.without_checkpointing()
+        else:
+            policies = (
+                forecast.budgeted(budget.limit) if policy is budget else dict.fromkeys(forecast.candidates, policy)
+            )
+            plan = forecast.plan(name, forecast.of_policies(policies))
+            fastac.enable(mine, policy)
+        held, peak, flops = measure(mine, inputs)
+        yield Row(pair.name, tokens, name, plan.held_bytes, held, plan.peak_bytes, peak, plan.flops, flops)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / "plan_accuracy_cpu.json", help="where the JSON goes")
+    parser.add_argument("--check", action="store_true", help="fail when a prediction is off by more than it may be")
+    parser.add_argument("--pairs", type=int, default=len(PAIRS), help="only the first so many")
+    options = parser.parse_args()
+    rows = [row for pair in PAIRS[: options.pairs] for row in compare(pair)]
+    table = Table(title="predicted against measured")
+    for heading in ("model", "policy", "held, MiB", "off", "peak, MiB", "off", "GFLOPs", "off"):
+        table.add_column(heading, no_wrap=True, justify="left" if heading in ("model", "policy") else "right")
+    for row in rows:
+        held, peak, flops = row.off
+        table.add_row(
+            row.pair,
+            row.policy,
+            f"{row.held_measured / 2**20:.2f}",
+            f"{held:+.2%}",
+            f"{row.peak_measured / 2**20:.2f}",
+            f"{peak:+.2%}",
+            f"{row.flops_measured / 1e9:.2f}",
+            str(flops),
+        )
+    Console(width=120).print(table)
+    write_result(options.output, {"held_tolerance": HELD, "peak_tolerance": PEAK, "results": [asdict(row) for row in rows]})
+    missed = [f"{row.pair} {row.policy}" for row in rows if row.is_off]
+    if options.check and missed:
+        print(f"off by more than they may be: {', '.join(missed)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

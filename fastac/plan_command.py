@@ -1,0 +1,91 @@
+"""fastac plan: what each policy holds and recomputes on a video, before training."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from fastac.errors import FastacError
+from fastac.models import configurations
+from fastac.models.videos import Video
+from fastac.planning import OPTIMIZERS
+from fastac.plotting import plot
+from fastac.video_planning import Training, plan_video
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `fastac plan` takes."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"{', '.join(configurations.shipped())}, a diffusers class, or the path of a transformer's config.json",
+    )
+    for name in ("frames", "height", "width"):
+        parser.add_argument(f"--{name}", type=int, help="of the video; default: what the model was made for")
+    parser.add_argument("--batch", type=int, default=1, help="videos per step and device (default: %(default)s)")
+    parser.add_argument("--text-tokens", type=int, help="tokens of each text; default: what the model was made for")
+    parser.add_argument("--dtype", default="bf16", choices=list(DTYPES), help="of weights and video (%(default)s)")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA weights of attention alone")
+    parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="default: %(default)s")
+    parser.add_argument("--gpus", type=int, default=1, help="that FSDP2 shards the model over (default: %(default)s)")
+    parser.add_argument("--budget", metavar="BYTES", help='of saved outputs, as for Policy.budget: "40GiB"')
+    parser.add_argument("--memory", metavar="BYTES", help="of a device: the longest video and the largest budget for it")
+    parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the frontier as a picture: .png, .svg or .pdf")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a plan. Raises FastacError for what can not be planned."""
+    for name in ("batch", "gpus"):
+        if getattr(options, name) < 1:
+            raise FastacError(f"plan --{name} {getattr(options, name)}: 1 or more was expected")
+    if options.lora < 0:
+        raise FastacError(f"plan --lora {options.lora}: a rank of 1 or more was expected")
+    configuration = configurations.load(options.model)
+    with _telling() as tell, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the models' own, about a device that is not there
+        found = plan_video(
+            configuration,
+            video_of(options, configuration.default),
+            Training(options.lora, options.optimizer, options.gpus),
+            budget=options.budget,
+            memory=options.memory,
+            tell=tell,
+        )
+    if options.plot is not None:
+        plot(found, options.plot)
+    if options.json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        print(found)
+        print(f"configuration: {configuration.source}")
+    return 0
+
+
+def video_of(options: argparse.Namespace, default: Video) -> Video:
+    """The video that the options ask for, with what a model was made for where they say nothing."""
+    given = {name: getattr(options, name) for name in ("frames", "height", "width", "text_tokens")}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(default, batch=options.batch, dtype=DTYPES[options.dtype], **changes)
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[Callable[[str], object]]:
+    """Shows what is being done, where somebody looks on."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as status:
+        yield status.update

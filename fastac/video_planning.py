@@ -1,0 +1,163 @@
+"""Plans for a published model and a video, as `fastac plan` makes them: from a configuration, without weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fastac import torch_internals
+from fastac.errors import FastacError
+from fastac.forecast import subject
+from fastac.models.configurations import Configuration, build
+from fastac.models.videos import Video
+from fastac.planning import Planner, put_together
+from fastac.plans import Plan
+from fastac.sizes import parse_bytes
+
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+"""The Linear modules that the training scripts of diffusers give LoRA weights."""
+
+Tell = Callable[[str], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How a model is trained. lora: the rank of LoRA weights on attention, which are trained alone; 0 for all weights.
+
+    optimizer: a name in planning.OPTIMIZERS. gpus: among how many FSDP2 shards weights, gradients and the optimizer's.
+    """
+
+    lora: int = 0
+    optimizer: str = "adamw"
+    gpus: int = 1
+
+
+def plan_video(
+    configuration: Configuration,
+    video: Video,
+    training: Training = Training(),  # noqa: B008 it is frozen
+    *,
+    budget: str | int | None = None,
+    memory: str | int | None = None,
+    tell: Tell = lambda text: None,
+) -> Plan:
+    """Plan a step of a published model on a video.
+
+    budget: bytes of saved outputs. memory: of the device, for the longest video with which a step fits, and without a
+    budget for the largest that fits. tell: is given what is being done.
+    Raises FastacError for a video that does not fit the model.
+    """
+    search = _Search(configuration, video, training, tell)
+    planner = search.planner(video.frames)
+    sizes = f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
+    how = f"LoRA of rank {training.lora}" if training.lora else "all weights"
+    on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
+    described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
+    tell("sharing out the budget")
+    found = put_together(planner, configuration.name, described, budget, memory)
+    if memory is None:
+        return found
+    bytes_of_memory = parse_bytes(memory)
+    limit = None if budget is None else parse_bytes(budget)
+    largest = {
+        one.policy: search.longest(one.policy, bytes_of_memory, limit)
+        for one in found.policies
+        if not one.policy.startswith("budget") or limit is not None
+    }
+    return dataclasses.replace(found, largest=largest, memory=bytes_of_memory)
+
+
+def fake_model(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:
+    """The model of a configuration, of fake tensors, in a dtype but for what its class keeps in float32.
+
+    lora: the rank of LoRA weights, which are trained alone. Raises FastacError where peft is not installed.
+    """
+    with torch_internals.fake_mode():
+        model: Any = build(configuration)
+        kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        for name, module in model.named_modules():
+            for own, tensor in module._parameters.items():
+                if tensor is not None and tensor.is_floating_point() and kept.isdisjoint([*name.split("."), own]):
+                    module._parameters[own] = torch.nn.Parameter(tensor.detach().to(dtype))
+        if lora:
+            try:
+                from peft import LoraConfig
+            except ImportError as error:
+                raise FastacError("plan: LoRA needs peft: pip install peft") from error
+            model.requires_grad_(False)
+            model.add_adapter(LoraConfig(r=lora, lora_alpha=lora, target_modules=list(LORA_TARGETS)))
+    return model
+
+
+class _Search:
+    """Plans of one model for videos of several lengths."""
+
+    def __init__(self, configuration: Configuration, video: Video, training: Training, tell: Tell) -> None:
+        self.configuration, self.video, self.training, self.tell = configuration, video, training, tell
+        tell(f"building {configuration.name} without weights")
+        self.model = fake_model(configuration, video.dtype, training.lora)
+        self._planners: dict[int, Planner] = {}
+
+    def planner(self, frames: int) -> Planner:
+        """For a video of so many frames. Raises FastacError where the model takes no such video."""
+        if frames not in self._planners:
+            video = dataclasses.replace(self.video, frames=frames)
+            inputs = self.configuration.inputs(video)
+            self.tell(f"simulating {self.configuration.name} on {frames} frames")
+            self._planners[frames] = Planner(
+                subject(self.model, inputs), self.training.optimizer, self.training.gpus
+            )
+        return self._planners[frames]
+
+    def peak(self, frames: int, policy: str, limit: int | None) -> int:
+        """The peak of a policy on so many frames."""
+        planner = self.planner(frames)
+        if policy.startswith("budget") and limit is not None:
+            return planner.budget(limit)[0].peak_bytes
+        return next(one.peak_bytes for one in planner.policies() if one.policy == policy)
+
+    def _step(self) -> int:
+        """By how many frames a video that the model takes may be longer."""
+        compression = self.configuration.compression.frames
+        for step in range(compression, 8 * compression + 1, compression):
+            try:
+                self.configuration.inputs(dataclasses.replace(self.video, frames=self.video.frames + step))
+            except FastacError:
+                continue
+            return step
+        raise FastacError(f"plan: found no video longer than {self.video.frames} frames for {self.configuration.name}")
+
+    def longest(self, policy: str, memory: int, limit: int | None) -> int:
+        """The most frames with which a step fits a memory; 0 for none.
+
+        Bytes are nearly proportional to frames: each guess is on the line through the last two.
+        """
+        self.tell(f"longest video under {policy}")
+        step = self._step()
+        first = self.video.frames % step or step
+        fits, fails = -1, None  # numbers of steps
+        guess = (self.video.frames - first) // step
+        known: dict[int, int] = {}
+        while fails is None or fails - fits > 1:
+            known[guess] = self.peak(first + guess * step, policy, limit)
+            if known[guess] <= memory:
+                fits = max(fits, guess)
+            else:
+                fails = guess if fails is None else min(fails, guess)
+            guess = _next_guess(known, memory, fits, fails)
+        return 0 if fits < 0 else first + fits * step
+
+
+def _next_guess(known: Mapping[int, int], memory: int, fits: int, fails: int | None) -> int:
+    """Where the line through the two known points that are nearest to the memory meets it, between what is known."""
+    if len(known) == 1:
+        ((at, peak),) = known.items()
+        return 2 * at + 1 if peak <= memory else at // 2
+    (a, at_a), (b, at_b) = sorted(sorted(known.items(), key=lambda one: abs(one[1] - memory))[:2])
+    slope = max(1, (at_b - at_a) / (b - a))
+    guess = int(a + (memory - at_a) / slope)
+    low = fits + 1
+    return max(low, guess) if fails is None else min(max(low, guess), fails - 1)
