@@ -1,13 +1,11 @@
 """Allegro: attention over the video, then over the text, by processors that ignore the backend."""
 
 from collections.abc import Mapping
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fastac.models.reading import ModelRow
-from fastac.models.videos import Compression, Video
 from fastac.models.videos import Compression, Video
 
 
@@ -28,36 +26,10 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     places = torch.cartesian_prod(*map(torch.arange, grid)).T.reshape(3, 1, -1).contiguous()
     return {
         "hidden_states": video.features(config["in_channels"], *latents),
-        "encoder_hidden_states": video.features(video.text_tokens, config["caption_channels"]),
+        "encoder_hidden_states": video.features(1, video.text_tokens, config["caption_channels"]),
         "encoder_attention_mask": video.text_mask(torch.int64),
         "timestep": video.times(torch.float32),
         "image_rotary_emb": (tuple((cosine, cosine - 1) for cosine in angles), tuple(places)),
-        "return_dict": False,
-    }
-
-
-def _default_video(config: Mapping[str, Any]) -> Video:
-    return Video(
-        frames=config["sample_frames"] * 4,
-        height=config["sample_height"] * 8,
-        width=config["sample_width"] * 8,
-        text_tokens=512,
-        compression=Compression(4, 8, 8, first_alone=False),
-    )
-
-
-def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
-    patch = (config["patch_size_t"], config["patch_size"], config["patch_size"])
-    latents = video.latents(patch)
-    times, rows, columns = (torch.arange(size // step) for size, step in zip(latents, patch, strict=True))
-    places = torch.cartesian_prod(times, rows, columns).T.reshape(3, 1, -1).contiguous()
-    angles = [torch.ones(places.shape[-1], config["attention_head_dim"] // 3) for _ in range(6)]
-    return {
-        "hidden_states": video.features(config["in_channels"], *latents),
-        "encoder_hidden_states": video.features(video.text_tokens, config["caption_channels"]),
-        "encoder_attention_mask": video.text_mask(torch.int64),
-        "timestep": video.times(torch.float32),
-        "image_rotary_emb": (tuple(zip(angles[::2], angles[1::2], strict=True)), tuple(places)),
         "return_dict": False,
     }
 
@@ -84,8 +56,6 @@ ROWS = (
             "caption_channels": 8,
         },
         inputs=_text_to_video_inputs,
-        video_inputs=_inputs_of_video,
-        default_video=_default_video,
         video_inputs=_inputs_of_video,
         default_video=_default_video,
     ),

@@ -14,7 +14,7 @@ import torch
 
 from fastac.errors import FastacError
 from fastac.models import MODELS
-from fastac.models.reading import ModelRow, is_available
+from fastac.models.reading import ModelRow, cast, is_available
 from fastac.models.videos import Compression, Video
 
 _SHIPPED = importlib.resources.files("fastac") / "configurations"
@@ -82,10 +82,13 @@ def load(name_or_path: str) -> Configuration:
     return _of_class(name_or_path, row, content, name_or_path)
 
 
-def build(configuration: Configuration) -> torch.nn.Module:
-    """The model, in training mode, with random weights: of whatever device and fake mode is set around the call."""
-    model_class = _model_class(configuration.row)
-    model: torch.nn.Module = model_class.from_config(dict(configuration.config))
+def build(configuration: Configuration, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The model, in training mode, with random weights: on whatever device and in what fake mode this is called.
+
+    As with `from_pretrained(torch_dtype=dtype)`, what the class keeps in float32 stays so.
+    """
+    model: torch.nn.Module = _model_class(configuration.row).from_config(dict(configuration.config))
+    cast(model, dtype)
     return model.train()
 
 
@@ -129,11 +132,11 @@ def _model_class(row: ModelRow) -> Any:
 
 def _row(name: str, class_name: object) -> ModelRow:
     known = _known()
-    if class_name not in known:
+    if not isinstance(class_name, str) or class_name not in known:
         raise FastacError(
             f"configuration {name}: how the inputs of {class_name} follow from a video is not known. {_what_there_is()}"
         )
-    return known[str(class_name)]
+    return known[class_name]
 
 
 def _what_there_is() -> str:

@@ -137,11 +137,11 @@ def tiny_model(
     for name, value in inputs.items():
         kept, timed = PLACES.search(name) is not None, TIMES.search(name) is not None
         inputs[name] = _placed(value, device, None if kept else dtype, requires_grad=not kept and not timed)
-    _cast(model, dtype)
+    cast(model, dtype)
     return model.to(device), inputs
 
 
-def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """As `from_pretrained(torch_dtype=dtype)` does: what the class keeps in float32 stays so."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
