@@ -18,6 +18,7 @@ import torch._C._dynamo.eval_frame as _eval_frame
 import torch.utils.checkpoint
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -142,6 +143,11 @@ def in_other_trace() -> bool:
 def is_fake(value: object) -> bool:
     """Whether a value is a tensor without data, as tracing and planning use them."""
     return isinstance(value, FakeTensor)
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether only the shape of a tensor is known, as in a trace or on the meta device."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta
 
 
 def has_stand_ins(args: Sequence[object]) -> bool:
