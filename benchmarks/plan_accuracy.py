@@ -14,7 +14,7 @@ import argparse
 import copy
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import fastac
 from common import RESULTS, allocated_bytes, write_result
 from fastac.forecast import Forecast, simulated, subject
-from fastac.models import MODELS, configurations, videos
+from fastac.models import configurations, videos
 from fastac.policy import Policy, resolve
 from fastac.replay import Replay
 
@@ -221,7 +221,9 @@ def main() -> int:
             str(flops),
         )
     Console(width=120).print(table)
-    write_result(options.output, {"held_tolerance": HELD, "peak_tolerance": PEAK, "results": [asdict(row) for row in rows]})
+    write_result(
+        options.output, {"held_tolerance": HELD, "peak_tolerance": PEAK, "results": [asdict(row) for row in rows]}
+    )
     missed = [f"{row.pair} {row.policy}" for row in rows if row.is_off]
     if options.check and missed:
         print(f"off by more than they may be: {', '.join(missed)}")

@@ -1,55 +1,167 @@
-"""FLOPs of attention calls, from a row: for torch's FlopCounterMode, and for what AOT weighs recomputation with."""
+"""FLOPs of attention, forward and backward: for torch's FlopCounterMode, and for what AOT weighs recomputation with.
+
+Counted as torch counts its own attention: a multiplication and an addition for each element of each product, by the
+heads of the queries; a mask, causal or other, saves nothing. Packed sequences count by their own lengths and sparse
+attention by its blocks, where these values can be read. Of tensors without data (fake, meta) only shapes are known:
+there each query counts with as many keys as the longest sequence has, and with as many blocks as the lists have room
+for. FlopCounterMode sees calls, not kernels: a saved call that the tape replays in recompute is counted again.
+
+A formula that is there already, torch's or a library's or the user's, stays. FlopCounterMode copies the table when it
+is made: an op that is loaded later counts in the next one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import flop_registry
 
-from fastac import registry, torch_internals
-from fastac.registry import ResolvedOp
-from fastac.rows import AttentionOp
+from fastac import dispatcher_internals, registry, torch_internals
+from fastac.registry import Op, ResolvedOp
+from fastac.rows import KEYS_DIMENSION, AttentionOp
 
 
-def attention_flops(resolved: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    """FLOPs of one attention forward: two products per query and key, of a multiplication and an addition each.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Products:
+    """The sizes of the matrix products of one attention call.
 
-    2 x (batch x heads x queries) x keys x (head dim of query and key + head dim of value), as torch counts its own
-    attention: a causal or other mask saves nothing, and of sequences that are packed each has the length of the
-    longest. Sparse attention counts as if it were dense.
+    output: (..., head dim of the values), or its gradient, with its heads before the last dimension where it is packed.
+    key: (..., head dim of queries and keys). keys: how many each query may attend to.
+    offsets, blocks, coarse: the arguments that AttentionOp names so.
     """
-    output = next(value for value in torch_internals.tree_leaves(outputs) if isinstance(value, torch.Tensor))
-    row = resolved.row
-    assert isinstance(row, AttentionOp)
-    key = resolved.argument(row.key, args, kwargs)
-    queries = output.numel() // output.shape[-1]  # of all heads and sequences
-    return int(2 * queries * resolved.keys(args, kwargs) * (key.shape[-1] + output.shape[-1]))
+
+    output: torch.Tensor
+    key: torch.Tensor
+    keys: int
+    offsets: Sequence[torch.Tensor | None] = ()
+    blocks: Sequence[torch.Tensor] = ()
+    coarse: torch.Tensor | None = None
+
+    def forward(self) -> int:
+        """FLOPs of scores and output: torch.utils.flop_counter.sdpa_flop_count."""
+        return 2 * self._pairs() * (self.key.shape[-1] + self.output.shape[-1])
+
+    def backward(self) -> int:
+        """FLOPs of scores, again, and of four gradients: torch.utils.flop_counter.sdpa_backward_flop_count.
+
+        Of query, key and scores each takes a product over the head dim of the keys; of probabilities and values each
+        one over that of the values.
+        """
+        return 2 * self._pairs() * (3 * self.key.shape[-1] + 2 * self.output.shape[-1])
+
+    def _pairs(self) -> int:
+        """Pairs of a query and a key, of all heads and sequences."""
+        lengths = [_lengths(tensor) for tensor in self.offsets]
+        if lengths and all(lengths):
+            together = sum(queries * keys for queries, keys in zip(*lengths, strict=True))
+            return int(self.output.shape[-2] * together)
+        pairs: int = math.prod(self.output.shape[:-1]) * self.keys
+        if not self.blocks:
+            return pairs
+        chosen = int(self.blocks[-1].sum()) if _can_be_read(self.blocks[-1]) else self.blocks[0].numel()
+        of_keys = self.blocks[0].shape[-1] if self.coarse is None else self.coarse.numel()
+        return pairs * chosen // (math.prod(self.blocks[0].shape[:-1]) * of_keys)
 
 
-def product_flops(args: Sequence[Any]) -> int:
-    """FLOPs of the matrix product that ends a call's arguments: (rows, inner) by (inner, columns)."""
-    left, right = args[-2:]
-    return int(2 * left.shape[0] * left.shape[1] * right.shape[1])
+def _can_be_read(tensor: torch.Tensor) -> bool:
+    return not torch_internals.has_no_data(tensor)
+
+
+def _lengths(offsets: torch.Tensor | None) -> list[int]:
+    """Of packed sequences; empty where there are none, or they can not be read."""
+    if offsets is None or not offsets.numel() or not _can_be_read(offsets):
+        return []
+    found: list[int] = (offsets.sum(-1) if offsets.dim() == 2 else offsets.diff()).tolist()
+    return found
+
+
+Formula = Callable[..., int]
+
+
+def add(op: Op, formula: Formula) -> bool:
+    """Put a formula (*args, out_val, **kwargs) -> FLOPs into torch's table, unless the op has one."""
+    # Not by register_flop_formula: two threads may look at a library that was loaded just now.
+    return flop_registry.setdefault(_target(op), formula) is formula
+
+
+def of_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
+    """FLOPs of one call of an op; 0 for one without a formula."""
+    formula = flop_registry.get(_target(op))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
 
 def register_formulas() -> list[str]:
-    """Give every registered attention op of this process, for which torch has no FLOP formula, the one above.
+    """Give every registered attention op of this process, and the op of its backward, a formula.
 
     Returns the names of the ops that got one.
     """
     made = []
     for resolved in registry.present_ops():
-        target = getattr(resolved.op, "overloadpacket", resolved.op)
-        if resolved.is_attention and target not in flop_registry:
-            register_flop_formula(target, get_raw=True)(_formula(resolved))
+        row = resolved.row
+        if not isinstance(row, AttentionOp):
+            continue
+        if _target(resolved.op) not in flop_registry and add(resolved.op, _forward(resolved, row)):
             made.append(resolved.name)
+        namespace = resolved.qualified_name.partition("::")[0]
+        backward = registry.find_op(f"{namespace}::{row.backward}") if row.backward else None
+        if backward is not None and _target(backward) not in flop_registry and add(backward, _backward(backward, row)):
+            made.append(str(backward))
     return made
 
 
-def _formula(resolved: ResolvedOp) -> Any:
+registry.after_registration.append(register_formulas)
+
+
+def _target(op: Op) -> Any:
+    return getattr(op, "overloadpacket", op)
+
+
+def _forward(resolved: ResolvedOp, row: AttentionOp) -> Formula:
+    arguments = dispatcher_internals.arguments_of(resolved.op)
+    # An op that writes an argument it must be given has its output there, and may return nothing of use.
+    written = [argument.name for argument in arguments if argument.written and not argument.optional]
+
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return attention_flops(resolved, args, kwargs, out_val)
+        call = _named(arguments, args, kwargs)
+        outputs = call[written[0]] if written else out_val
+        output = next(value for value in torch_internals.tree_leaves(outputs) if isinstance(value, torch.Tensor))
+        return _products(row, call, output, call[row.key]).forward()
 
     return flops
+
+
+def _backward(op: Op, row: AttentionOp) -> Formula:
+    arguments = dispatcher_internals.arguments_of(op)
+
+    def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        call = _named(arguments, args, kwargs)
+        grad, _, key, _ = [value for value in call.values() if isinstance(value, torch.Tensor)][:4]
+        return _products(row, call, grad, key).backward()
+
+    return flops
+
+
+def _named(
+    arguments: Sequence[dispatcher_internals.Argument], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A call's arguments by name, in the order of the schema."""
+    defaults = {argument.name: argument.default for argument in arguments}
+    return defaults | dict(zip(defaults, args, strict=False)) | dict(kwargs)
+
+
+def _products(row: AttentionOp, call: Mapping[str, Any], output: torch.Tensor, key: torch.Tensor) -> Products:
+    longest = call.get(row.max_kv) if row.max_kv is not None else None
+    if longest is None or longest < 0:  # some libraries pass -1 where nothing is packed
+        longest = key.shape[KEYS_DIMENSION[row.layout]]
+    return Products(
+        output=output,
+        key=key,
+        keys=longest,
+        offsets=[call.get(name) for name in row.offsets],
+        blocks=[call[name] for name in row.blocks if name in call],
+        coarse=call.get(row.coarse),
+    )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastac import dispatcher_internals, registry
+from fastac import dispatcher_internals, flops, registry
 from fastac.dispatcher_internals import BELOW_BACKEND_SELECT
 from fastac.entries import generation
 from fastac.errors import FastacError
@@ -59,7 +59,9 @@ def intercepted() -> Collection[str]:
 
 
 def install() -> list[str]:
-    """Intercept every registered op that the process has, once. Cheap when no library was loaded since.
+    """Intercept every registered op that the process has, once, and have torch count its FLOPs.
+
+    Cheap when no library was loaded since.
 
     Returns the names of those that are new.
     Raises FastacError when somebody else stands at BackendSelect of such an op: the later would shadow the earlier.
@@ -81,6 +83,7 @@ def install() -> list[str]:
                 made.append(resolved.name)
             elif holder.resolved is not resolved and holder.resolved.op is not resolved.op:
                 holder.resolved = resolved
+        flops.register_formulas()
         _known_op_names = count
         return made
 

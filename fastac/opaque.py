@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fastac import interception, packing, registry, torch_internals
+from fastac import flops, interception, packing, registry, torch_internals
 from fastac.errors import FastacError
 from fastac.registry import ResolvedOp
-from fastac.rows import ALWAYS, KEYS_DIMENSION, AttentionOp, OpaqueFunction
+from fastac.rows import ALWAYS, KEYS_DIMENSION, AttentionOp, OpaqueFunction, check_offsets
 from fastac.scopes import execution_counters, thread
 
 logger = logging.getLogger("fastac")
@@ -60,26 +60,29 @@ def make_visible(
     layout: str = "bshd",
     max_kv: str | None = None,
     dropout: str | None = ALWAYS,
+    offsets: tuple[str, ...] = (),
+    blocks: tuple[str, ...] = (),
 ) -> torch._ops.OpOverload:
     """Make the forward of an autograd.Function savable, in place: also where its `apply` was captured before.
 
     function: its outputs are tensors or None. name: of the op, unique; by default that of the class.
-    key, layout, max_kv, dropout: as in fastac.AttentionOp, by the names of the forward's parameters. key: the second
-    tensor it is called with, where it is not given.
-    Returns the op, `fastac_opaque::<name>`. Outside checkpointed regions the forward runs as before. Under
+    key, layout, max_kv, dropout, offsets, blocks: as in fastac.AttentionOp, by the names of the forward's parameters.
+    key: the second tensor it is called with, where it is not given.
+    Returns the op, `fastac_opaque::<name>`. Outside checkpointed regions the forward runs as before. torch counts the
+    FLOPs of the forward; the backward stays Python that launches a kernel, which no FlopCounterMode sees. Under
     torch.compile the Function is traced as it is, so its call is recomputed, and a warning says so.
     Raises FastacError for a Function with `setup_context`, for an argument its forward does not have, and for a name
     that another Function has; when it is called in a region, for `mark_dirty` and for outputs that are no tensors.
     """
-    options = (key, layout, max_kv, dropout)
+    options = (key, layout, max_kv, dropout, offsets, blocks)
     for given, (visible, options_given) in _visible.items():
         if visible is function and name in ("", given) and options == options_given:
             return _op(given)
         if visible is function:
             raise FastacError(
                 f"make_visible: {function.__qualname__} is visible already, as {given!r}, with (key, layout, max_kv, "
-                f"dropout) = {options_given}. fastac.enable makes the Functions of known libraries visible: to have "
-                f"your own options count, make it visible before."
+                f"dropout, offsets, blocks) = {options_given}. fastac.enable makes the Functions of known libraries "
+                f"visible: to have your own options count, make it visible before."
             )
     if not name and isinstance(function, type):
         name = own = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
@@ -87,7 +90,8 @@ def make_visible(
             name = f"{own}_{next(_handles)}"
     original = _forward_of(function, name)
     parameters = dict(list(inspect.signature(original).parameters.items())[1:])
-    for parameter in filter(None, (key, max_kv, None if dropout == ALWAYS else dropout)):
+    check_offsets(offsets, f"make_visible: offsets of {function.__qualname__}")
+    for parameter in filter(None, (key, max_kv, None if dropout == ALWAYS else dropout, *offsets, *blocks)):
         if parameter not in parameters:
             raise FastacError(
                 f"make_visible: the forward of {function.__qualname__} has no argument {parameter!r}. "
@@ -100,6 +104,7 @@ def make_visible(
         _library.define(f"{name}(Tensor first, Tensor[] others, int keys, bool draws, int handle) -> Tensor[]")
         _library.impl(name, _kernel, "CompositeExplicitAutograd")
     op = _op(name)
+    flops.add(op, lambda *args, out_val: products(_calls[args[-1]], args[2], out_val[0]).forward())
     registry.register(
         AttentionOp(backend=backend, namespace=NAMESPACE, name=name, key="first", max_kv="keys", dropout="draws")
     )
@@ -110,14 +115,22 @@ def make_visible(
         place = places[parameter]
         return args[place] if place < len(args) else parameters[parameter].default
 
+    def key_of(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> torch.Tensor:
+        if key and (given := value_of(key, args)) is not None:
+            return given  # type: ignore[no-any-return]
+        large = [tensor for tensor in tensors if tensor.dim() > 2]
+        return large[min(1, len(large) - 1)] if large else tensors[0]
+
+    def products(call: _Call, keys: int, output: torch.Tensor) -> flops.Products:
+        named = [[value_of(name, call.args) for name in names] for names in (offsets, blocks)]
+        tensor = key_of(call.args, call.tensors)
+        return flops.Products(output=output, key=tensor, keys=keys, offsets=named[0], blocks=named[1])
+
     def keys_of(args: tuple[Any, ...], tensors: list[torch.Tensor]) -> int:
         given = value_of(max_kv, args) if max_kv else None
         if isinstance(given, int):  # a tensor would have to be waited for
             return given
-        tensor = value_of(key, args) if key else None
-        if tensor is None:
-            large = [tensor for tensor in tensors if tensor.dim() > 2]
-            tensor = large[min(1, len(large) - 1)] if large else tensors[0]
+        tensor = key_of(args, tensors)
         if tensor.dim() < -KEYS_DIMENSION[layout]:
             raise FastacError(
                 f"{function.__qualname__} was made visible with layout={layout!r}, and its key tensor has the shape "
@@ -215,15 +228,8 @@ def _make_visible(known: OpaqueFunction, module_name: str, module: Any, made: li
     if is_visible(function):
         return True  # by the user, whose options count
     try:
-        op = make_visible(
-            function,
-            backend=known.backend,
-            key=known.key,
-            layout=known.layout,
-            max_kv=known.max_kv,
-            dropout=known.dropout,
-        )
-        made.append(str(op))
+        options = {name: value for name, value in vars(known).items() if name not in ("module", "name")}
+        made.append(str(make_visible(function, **options)))
     except FastacError as error:
         logger.warning("%s.%s can not be saved: %s", module_name, known.name, error)
     return True

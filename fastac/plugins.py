@@ -127,7 +127,10 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
 
 def _check_function(function: OpaqueFunction) -> None:
     for name, value in dataclasses.asdict(function).items():
-        if not isinstance(value, str) and not (value is None and name in ("max_kv", "dropout")):
+        if name in ("offsets", "blocks"):
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                raise FastacError(f"{name} is no tuple of texts in {function!r}")
+        elif not isinstance(value, str) and not (value is None and name in ("max_kv", "dropout")):
             raise FastacError(f"{name} is no text in {function!r}")
     try:
         re.compile(function.module)

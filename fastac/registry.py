@@ -82,8 +82,8 @@ class ResolvedOp:
             raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save")
         if not isinstance(row, AttentionOp):
             return
-        named = [row.key, row.max_kv, None if row.dropout == ALWAYS else row.dropout, row.coarse, *row.selection]
-        for name in named:
+        named = [row.key, row.max_kv, None if row.dropout == ALWAYS else row.dropout, row.coarse]
+        for name in (*named, *row.selection, *row.offsets, *row.blocks):
             if name and name not in self._positions:
                 raise FastacError(
                     f"register: the row of {self.name} names the argument {name!r}, which the op does not have. "
@@ -172,7 +172,7 @@ class BackendUse:
 BackendReader = Callable[[torch.nn.Module], Iterable[BackendUse]]
 
 after_registration: list[Callable[[], object]] = []
-"""Called when rows came in. Interception listens once it began: a row that comes later must count, too."""
+"""Called when rows came in: for their FLOPs, and by interception once it began, as a later row must count, too."""
 
 logger = logging.getLogger("fastac")
 

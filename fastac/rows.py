@@ -42,6 +42,13 @@ class AttentionOp:
     selection: of sparse attention, the arguments that hold the chosen blocks; they are saved with the outputs.
     coarse: of sparse attention, the argument with one entry per block of keys. Attention over that few keys, which it
     chooses its blocks by, is small ops and may be recomputed.
+    backward: name of the op, in the same namespace, that runs the backward; its first four tensors are the gradient of
+    the output, query, key and value. "" where there is none that the dispatcher sees. This and what follows, to
+    `blocks`, is for FLOPs.
+    offsets: of packed sequences, the arguments that say where those of queries and of keys begin, and the last one ends
+    (cu_seqlens); or the masks, (batch, sequence), of what is no padding.
+    blocks: of sparse attention, the arguments that say which blocks of keys each block of queries attends to: lists,
+    (batch, heads, blocks of queries, longest), and how many count in each; or one map, with all blocks of keys last.
     with_argument: an argument by which the op is told from another library's op of the same namespace and name.
     trains: False refuses the op with `note` as the reason.
     """
@@ -55,6 +62,9 @@ class AttentionOp:
     dropout: str | None = ALWAYS
     selection: tuple[str, ...] = ()
     coarse: str = ""
+    backward: str = ""
+    offsets: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
     with_argument: str = ""
     trains: bool = True
     note: str = ""
@@ -144,8 +154,26 @@ def check_row(row: Row) -> None:
         )
     if isinstance(row, CollectiveOp) and row.kind not in KINDS:
         raise FastacError(f"register: kind {row.kind!r} of {row.name} is none of {', '.join(KINDS)}")
-    if isinstance(row, AttentionOp) and row.layout not in KEYS_DIMENSION:
+    if not isinstance(row, AttentionOp):
+        return
+    if row.layout not in KEYS_DIMENSION:
         raise FastacError(f"register: layout {row.layout!r} of {row.name} is none of {', '.join(KEYS_DIMENSION)}")
+    if row.backward and not row.backward.isidentifier():
+        raise FastacError(
+            f"register: backward {row.backward!r} of {row.name} is not the bare name of an op. Write it without "
+            f"namespace and overload: the namespace is that of the forward."
+        )
+    check_offsets(row.offsets, f"register: offsets of {row.name}")
+    if len(row.blocks) > 1 and not row.coarse:
+        raise FastacError(
+            f"register: {row.name} names lists of blocks, and no `coarse`: how many there are in all is not known"
+        )
+
+
+def check_offsets(offsets: tuple[str, ...], what: str) -> None:
+    """Raise FastacError when they are not those of queries and those of keys."""
+    if len(offsets) not in (0, 2):
+        raise FastacError(f"{what} are two arguments, of queries and of keys: got {offsets!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +181,7 @@ class OpaqueFunction:
     """An autograd.Function whose forward is an attention that no dispatcher op shows; made visible once it is loaded.
 
     module: regular expression for the whole name of the module that holds it; name: of the class in that module.
-    key, layout, max_kv, dropout: as in AttentionOp, of the arguments of its forward.
+    key, layout, max_kv, dropout, offsets, blocks: as in AttentionOp, of the arguments of its forward.
     """
 
     backend: str
@@ -163,6 +191,8 @@ class OpaqueFunction:
     layout: str = "bshd"
     max_kv: str | None = None
     dropout: str | None = ALWAYS
+    offsets: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

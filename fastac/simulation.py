@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.flop_counter import flop_registry
 
-from fastac import census, torch_internals
+from fastac import census, flops, torch_internals
 from fastac.known_values import KnownValues
 from fastac.registry import classify
 from fastac.tape import PRODUCT_ALONE, is_differentiable
@@ -119,21 +118,20 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         outputs = self.known.run(func, args, kwargs)
         recomputes = not self.forwards and torch_internals.in_recompute()
-        formula = flop_registry.get(getattr(func, "overloadpacket", func))
-        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
-        if flops:
+        count = flops.of_call(func, args, kwargs, outputs)
+        if count:
             spent = self.segments[-1].flops
             phase = FORWARD if self.forwards else RECOMPUTE if recomputes else BACKWARD
-            spent[phase] = spent.get(phase, 0) + flops
+            spent[phase] = spent.get(phase, 0) + count
         changes = self.linear != "" and self.adds_bias and str(func) == PRODUCT_ALONE
         copied = self.forwards and (changes or not is_differentiable(args))
-        place = self._place(func, args, kwargs, flops) if self.block and (self.forwards or recomputes) else None
+        place = self._place(func, args, kwargs, count) if self.block and (self.forwards or recomputes) else None
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and torch_internals.has_storage(tensor):
                 self._see(tensor.untyped_storage(), place, copied)
         return outputs
 
-    def _place(self, func: Any, args: Any, kwargs: Any, flops: int) -> Place | None:
+    def _place(self, func: Any, args: Any, kwargs: Any, count: int) -> Place | None:
         """The candidate that was called: a new one, or the one that recompute has come to."""
         resolved = classify(func)
         attends = resolved is not None and resolved.is_attention
@@ -147,7 +145,7 @@ class Meter(TorchDispatchMode):
             return self.block, len(mine) - 1
         number = self._repeated.get(self.block, 0)
         self._repeated[self.block] = number + 1
-        mine[number].flops = flops
+        mine[number].flops = count
         return self.block, number
 
     def _see(self, storage: torch.UntypedStorage, place: Place | None, copied: bool) -> None:

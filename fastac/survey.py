@@ -67,7 +67,7 @@ class SurveyRecord(Record):
         place = len(self.tape)
         outputs = super().call(resolved, keyset, args, kwargs)
         if len(self.tape) > place:
-            self._flops[place] = flops.attention_flops(resolved, args, kwargs, outputs)
+            self._flops[place] = flops.of_call(resolved.op, args, kwargs, outputs)
         return outputs
 
     def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -75,7 +75,7 @@ class SurveyRecord(Record):
         place = len(self.tape)
         outputs = super().multiply(resolved, keyset, args, kwargs)
         if len(self.tape) > place:
-            self._flops[place] = flops.product_flops(args)
+            self._flops[place] = flops.of_call(resolved.op, args, kwargs, outputs)
         return outputs
 
     def no_product(self, module: torch.nn.Linear, name: str) -> None:

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -161,6 +162,11 @@ def fake_mode() -> FakeTensorMode:
 def without_modes() -> Any:
     """A context in which no TorchDispatchMode sees what is computed."""
     return torch._C._DisableTorchDispatch()
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether only the shape of a tensor is known, as in a trace or on the meta device."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta
 
 
 def has_stand_ins(args: Sequence[object]) -> bool:

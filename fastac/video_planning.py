@@ -38,7 +38,7 @@ class Training:
 def plan_video(
     configuration: Configuration,
     video: Video,
-    training: Training = Training(),  # noqa: B008 it is frozen
+    training: Training = Training(),
     *,
     budget: str | int | None = None,
     memory: str | int | None = None,
@@ -52,7 +52,9 @@ def plan_video(
     """
     search = _Search(configuration, video, training, tell)
     planner = search.planner(video.frames)
-    sizes = f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
+    sizes = (
+        f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
+    )
     how = f"LoRA of rank {training.lora}" if training.lora else "all weights"
     on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
@@ -107,9 +109,7 @@ class _Search:
             video = dataclasses.replace(self.video, frames=frames)
             inputs = self.configuration.inputs(video)
             self.tell(f"simulating {self.configuration.name} on {frames} frames")
-            self._planners[frames] = Planner(
-                subject(self.model, inputs), self.training.optimizer, self.training.gpus
-            )
+            self._planners[frames] = Planner(subject(self.model, inputs), self.training.optimizer, self.training.gpus)
         return self._planners[frames]
 
     def peak(self, frames: int, policy: str, limit: int | None) -> int:

@@ -30,7 +30,6 @@ LIBRARIES = (
 """What `fastac backends` and docs/backends.md tell about, in their order."""
 
 _attention = (sdpa, varlen, flex, flash_attn_2, flash_attn_3, xformers, fastvideo, sage, diffusers)
-for _file in (*_attention, selection, collectives):
-    registry.register(*_file.ROWS)
+registry.register(*(row for file in (*_attention, selection, collectives) for row in file.ROWS))
 opaque.know(*flash_attn_4.FUNCTIONS, *fastvideo.FUNCTIONS)
 registry.register_reader(diffusers.backend_uses)

@@ -60,23 +60,42 @@ LIBRARIES = (
 _wrapper = partial(AttentionOp, backend="fastvideo", namespace="fastvideo", key="k", dropout=None)
 _sparse = partial(AttentionOp, backend="vsa", layout="bhsd", key="k", dropout=None, coarse="variable_block_sizes")
 # Chosen in a kernel of its own, that no op shows. vsa chooses by aten::topk.
-_chosen = partial(_sparse, namespace="fastvideo_kernel", selection=("q2k_idx", "q2k_num"))
+_LISTS, _MAP = ("q2k_idx", "q2k_num"), ("block_map",)
+_chosen = partial(_sparse, namespace="fastvideo_kernel", selection=_LISTS, blocks=_LISTS)
+_mapped = partial(_sparse, namespace="vsa", blocks=_MAP)
 _inference = partial(AttentionOp, key="k", dropout=None, trains=False, note="it is for inference and has no backward")
+_sparse_inference = partial(_inference, backend="vsa", layout="bhsd", coarse="variable_block_sizes")
 
 ROWS = (
     _wrapper(name="_flash_attn_default_forward"),
-    _wrapper(name="_flash_attn_no_pad_forward", key="qkv", layout="bs3hd", dropout="dropout_p"),
-    _wrapper(name="_flash_attn_varlen_qk_no_pad_forward", key="key", dropout="dropout_p"),
+    _wrapper(
+        name="_flash_attn_no_pad_forward",
+        key="qkv",
+        layout="bs3hd",
+        dropout="dropout_p",
+        offsets=("key_padding_mask", "key_padding_mask"),
+    ),
+    _wrapper(
+        name="_flash_attn_varlen_qk_no_pad_forward",
+        key="key",
+        dropout="dropout_p",
+        offsets=("query_padding_mask", "key_padding_mask"),
+    ),
     _wrapper(name="_flash_attn_cute_forward"),
-    _wrapper(name="_flash_attn_cute_varlen_forward", layout="thd", max_kv="max_seqlen_k"),
-    _chosen(name="block_sparse_attn_triton"),
-    _chosen(name="block_sparse_attn_sm90", key="k_padded"),
-    _chosen(name="block_sparse_attn_sm100a"),
-    _sparse(namespace="vsa", name="block_sparse_attn_triton"),
-    _sparse(namespace="vsa", name="block_sparse_attn_SM90", key="k_padded"),
-    _inference(backend="vsa", namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_inference"),
-    _inference(backend="vsa", namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_from_mask_inference"),
-    _inference(backend="vsa", namespace="fastvideo", name="h3_vsa_sm100a_from_mask_compat"),
+    _wrapper(
+        name="_flash_attn_cute_varlen_forward",
+        layout="thd",
+        max_kv="max_seqlen_k",
+        offsets=("cu_seqlens_q", "cu_seqlens_k"),
+    ),
+    _chosen(name="block_sparse_attn_triton", backward="block_sparse_attn_backward_triton"),
+    _chosen(name="block_sparse_attn_sm90", key="k_padded", backward="block_sparse_attn_backward_sm90"),
+    _chosen(name="block_sparse_attn_sm100a", backward="block_sparse_attn_backward_triton"),
+    _mapped(name="block_sparse_attn_triton", backward="block_sparse_attn_backward_triton"),
+    _mapped(name="block_sparse_attn_SM90", key="k_padded", backward="block_sparse_attn_backward_SM90"),
+    _sparse_inference(namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_inference", blocks=_LISTS),
+    _sparse_inference(namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_from_mask_inference", blocks=_MAP),
+    _sparse_inference(namespace="fastvideo", name="h3_vsa_sm100a_from_mask_compat", blocks=_MAP),
     _inference(backend="fastvideo", namespace="fastvideo", name="_flash_attn_cute_fp4_forward"),
 )
 
@@ -87,6 +106,7 @@ FUNCTIONS = (
         name="_CuteAttentionQ128",
         key="k_bshd",
         dropout=None,
+        blocks=_MAP,
     ),
     OpaqueFunction(
         backend="sla",
@@ -94,6 +114,7 @@ FUNCTIONS = (
         name="_attention",
         layout="bhsd",
         dropout=None,
+        blocks=("k_block_id",),
     ),
     OpaqueFunction(
         backend="attn_qat",

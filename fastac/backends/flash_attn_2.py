@@ -25,6 +25,12 @@ _row = partial(
 )
 
 ROWS = (
-    _row(name="_flash_attn_forward"),
-    _row(name="_flash_attn_varlen_forward", layout="thd", max_kv="max_seqlen_k"),
+    _row(name="_flash_attn_forward", backward="_flash_attn_backward"),
+    _row(
+        name="_flash_attn_varlen_forward",
+        backward="_flash_attn_varlen_backward",
+        layout="thd",
+        max_kv="max_seqlen_k",
+        offsets=("cu_seqlens_q", "cu_seqlens_k"),
+    ),
 )

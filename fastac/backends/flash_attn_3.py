@@ -17,11 +17,19 @@ LIBRARY = Library(
     how="its op; builds before 2.8 have none",
 )
 
-_row = partial(AttentionOp, backend="fa3", key="k", max_kv="max_seqlen_k", dropout=None)
+_row = partial(
+    AttentionOp,
+    backend="fa3",
+    key="k",
+    max_kv="max_seqlen_k",
+    dropout=None,
+    backward="_flash_attn_backward",
+    offsets=("cu_seqlens_q", "cu_seqlens_k"),
+)
 _NAMESPACE = r"flash_attn_3|_flash_attn_?3_\w+"
 
 ROWS = (
-    _row(namespace=_NAMESPACE, name="fwd"),
+    _row(namespace=_NAMESPACE, name="fwd", backward="bwd"),
     _row(namespace=_NAMESPACE, name="_flash_attn_forward"),
     _row(namespace="flash_attn", name="_flash_attn_forward", with_argument="qv"),
 )

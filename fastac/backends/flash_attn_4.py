@@ -20,5 +20,10 @@ _function = partial(
 
 FUNCTIONS = (
     _function(name="FlashAttnFunc"),
-    _function(name="FlashAttnVarlenFunc", layout="thd", max_kv="max_seqlen_k"),
+    _function(
+        name="FlashAttnVarlenFunc",
+        layout="thd",
+        max_kv="max_seqlen_k",
+        offsets=("cu_seqlens_q", "cu_seqlens_k"),
+    ),
 )

@@ -19,16 +19,39 @@ LIBRARY = Library(
 
 _row = partial(AttentionOp, backend="sdpa", namespace="aten", dropout="dropout_p")
 
+
+def _with_backward(name: str) -> AttentionOp:
+    return _row(name=name, backward=f"{name}_backward", layout="bhsd")
+
+
 ROWS = (
-    _row(name="_scaled_dot_product_flash_attention", layout="bhsd"),
-    _row(name="_scaled_dot_product_efficient_attention", layout="bhsd"),
-    _row(name="_scaled_dot_product_cudnn_attention", layout="bhsd"),
-    _row(name="_scaled_dot_product_fused_attention_overrideable", layout="bhsd"),
-    _row(name="_scaled_dot_product_flash_attention_for_cpu", layout="bhsd"),
+    _with_backward("_scaled_dot_product_flash_attention"),
+    _with_backward("_scaled_dot_product_efficient_attention"),
+    _with_backward("_scaled_dot_product_cudnn_attention"),
+    _with_backward("_scaled_dot_product_fused_attention_overrideable"),
+    _with_backward("_scaled_dot_product_flash_attention_for_cpu"),
     _row(name="_scaled_dot_product_attention_math_for_mps", layout="bhsd"),
     # What the three above end in, and what libraries such as xformers call directly.
-    _row(name="_flash_attention_forward", layout="bshd", max_kv="max_k"),
-    _row(name="_efficient_attention_forward", layout="bshd", max_kv="max_seqlen_k"),
-    _row(name="_cudnn_attention_forward", layout="bhsd", max_kv="max_k"),
+    _row(
+        name="_flash_attention_forward",
+        backward="_flash_attention_backward",
+        layout="bshd",
+        max_kv="max_k",
+        offsets=("cum_seq_q", "cum_seq_k"),
+    ),
+    _row(
+        name="_efficient_attention_forward",
+        backward="_efficient_attention_backward",
+        layout="bshd",
+        max_kv="max_seqlen_k",
+        offsets=("cu_seqlens_q", "cu_seqlens_k"),
+    ),
+    _row(
+        name="_cudnn_attention_forward",
+        backward="_cudnn_attention_backward",
+        layout="bhsd",
+        max_kv="max_k",
+        offsets=("cum_seq_q", "cum_seq_k"),
+    ),
     DecompositionOp(attention="scaled_dot_product_attention", namespace="aten", name="_safe_softmax"),
 )

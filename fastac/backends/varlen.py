@@ -11,6 +11,13 @@ LIBRARY = Library(
 
 ROWS = (
     AttentionOp(
-        backend="varlen", namespace="torch_attn", name="_varlen_attn", layout="thd", max_kv="max_k", dropout=None
+        backend="varlen",
+        namespace="torch_attn",
+        name="_varlen_attn",
+        backward="_varlen_attn_backward",
+        layout="thd",
+        max_kv="max_k",
+        dropout=None,
+        offsets=("cu_seq_q", "cu_seq_k"),
     ),
 )

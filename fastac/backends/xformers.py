@@ -16,14 +16,29 @@ LIBRARY = Library(
     how="its ops (flash, flash3, ck), torch's for cutlass, fbgemm's for Blackwell",
 )
 
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 _row = partial(AttentionOp, backend="xformers")
+_flash = partial(_row, name="flash_fwd", backward="flash_bwd", max_kv="max_seqlen_k", offsets=_OFFSETS)
 
 ROWS = (
-    _row(namespace="xformers_flash", name="flash_fwd", max_kv="max_seqlen_k", dropout="p"),
-    _row(namespace="xformers_flash3", name="flash_fwd", max_kv="max_seqlen_k", dropout=None),  # ignores its `p`
+    _flash(namespace="xformers_flash", dropout="p"),
+    _flash(namespace="xformers_flash3", dropout=None),  # ignores its `p`
     # Is not told the longest sequence of a packed batch: there the keys of all sequences count.
-    _row(namespace="xformers", name="efficient_attention_forward_ck", dropout="dropout_p"),
-    _row(namespace="fbgemm", name="fmha_fwd", max_kv="max_seq_len_k", dropout=None),
+    _row(
+        namespace="xformers",
+        name="efficient_attention_forward_ck",
+        backward="efficient_attention_backward_ck",
+        dropout="dropout_p",
+        offsets=("seqstart_q", "seqstart_k"),
+    ),
+    _row(
+        namespace="fbgemm",
+        name="fmha_fwd",
+        backward="fmha_bwd",
+        max_kv="max_seq_len_k",
+        dropout=None,
+        offsets=_OFFSETS,
+    ),
     _row(
         namespace="xformer",
         name="memory_efficient_attention_forward",

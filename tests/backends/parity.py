@@ -40,9 +40,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
-from fastac import opaque
+from fastac import interception, opaque
 from fastac.registry import classify
 from fastac.rows import ALWAYS, AttentionOp, DecompositionOp, OpaqueFunction, Row
 from tests import support
@@ -66,6 +67,9 @@ class Case:
     mask: (queries, keys) -> which pairs attend, or a bias, broadcast over heads. reference: attention in float64, of
     the same shapes, where it is not dense under that mask. without_reference: why there is none to compare with.
     differentiable: False where the op has no autograd formula and runs on inputs that do not require grad.
+    pairs: of a query and a key that are multiplied, of all heads and sequences; 0 for all that a sequence has.
+    counted_dim: the head dim that the op gets, where its library pads it. counts_backward: False where no op runs it.
+    without_flops: why torch's FlopCounterMode does not count by the formula.
     drops: takes dropout. tolerances: largest error by dtype, relative to the largest value.
     """
 
@@ -87,6 +91,10 @@ class Case:
     reference: Attend | None = None
     without_reference: str = ""
     differentiable: bool = True
+    pairs: int = 0
+    counted_dim: int = 0
+    counts_backward: bool = True
+    without_flops: str = ""
     drops: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     tolerances: Mapping[torch.dtype, float] = dataclasses.field(
@@ -104,6 +112,16 @@ class Case:
     def executions(self, times: int = 1) -> dict[str, int]:
         """What the kernel counts when every call runs so many times."""
         return {self.kernel or self.op: times * len(self.keys_of_calls)}
+
+    def flops(self) -> tuple[int, int]:
+        """Of forward and backward, by the products of softmax attention: two, and five."""
+        pairs = self.pairs or self.heads * (
+            sum(q * k for q, k in zip(self.query_lengths, self.key_lengths, strict=True))
+            if self.packed
+            else self.batch * self.queries * self.keys
+        )
+        product = 2 * pairs * (self.counted_dim or self.dim)
+        return 2 * product, 5 * product if self.counts_backward and self.differentiable else 0
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> Tensors:
         generator = torch.Generator().manual_seed(0)
@@ -214,7 +232,9 @@ class Parity:
             ids = [f"{case.name}-{str(dtype).removeprefix('torch.')}" for case, dtype in both]
             metafunc.parametrize(("case", "dtype"), both, ids=ids)
         elif "case" in metafunc.fixturenames:
-            metafunc.parametrize("case", self.cases, ids=[case.name for case in self.cases])
+            counted = metafunc.function.__name__ == "test_flops"
+            cases = [case for case in self.cases if not (counted and case.without_flops)]
+            metafunc.parametrize("case", cases, ids=[case.name for case in cases])
 
     def test_every_row_is_run(self) -> None:
         """A row that is added without a case fails here, and so does one whose kernel draws without dropout in it."""
@@ -235,6 +255,34 @@ class Parity:
 
     def test_every_case_ends_in_an_op_with_a_row(self) -> None:
         assert [case.name for case in self.cases if classify(op_of(case.op)) is None] == []
+
+    def test_every_op_of_a_row_has_a_formula(self) -> None:
+        """The op of its backward, too, which is there under the name that the row has for it."""
+        interception.install()
+        for case in self.cases:
+            resolved = classify(op_of(case.op))
+            assert resolved is not None
+            assert isinstance(resolved.row, AttentionOp)
+            names = [resolved.qualified_name]
+            if resolved.row.backward:
+                names.append(f"{names[0].partition('::')[0]}::{resolved.row.backward}")
+            for op in map(op_of, names):
+                assert getattr(op, "overloadpacket", op) in flop_registry
+
+    def test_flops(self, case: Case) -> None:
+        """What torch's counter finds, beside the matrix products that are ops of their own."""
+        interception.install()  # as fastac.enable does
+        products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
+
+        def of_attention() -> int:
+            counts = counter.get_flop_counts().get("Global", {})
+            return sum(flops for op, flops in counts.items() if op not in products)
+
+        with FlopCounterMode(display=False) as counter:
+            output = case.region(**case.inputs(case.dtypes[0]))
+            forward = of_attention()
+            output.sum().backward()
+        assert (forward, of_attention() - forward) == case.flops()
 
     def test_matches_the_reference(self, case: Case, dtype: torch.dtype) -> None:
         """What the kernels of these tests compute is attention, through the real code that leads to them."""

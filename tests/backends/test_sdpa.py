@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import flop_registry
 
 import fastac
 from fastac.backends import sdpa
@@ -37,6 +38,7 @@ def packed_ends() -> tuple[torch.Tensor, torch.Tensor]:
     return ends(QUERY_LENGTHS), ends(KEY_LENGTHS)
 
 
+SWAPPED = "torch's formula takes sequences for heads: test_what_torch_counts_otherwise"
 LONGEST = max(QUERY_LENGTHS), max(KEY_LENGTHS)
 
 CASES = [
@@ -82,6 +84,7 @@ CASES = [
         ),
         way="dense",
         drops=True,
+        without_flops=SWAPPED,
     ),
     Case(
         "aten::_flash_attention_forward",
@@ -106,6 +109,7 @@ CASES = [
         ),
         way="dense",
         drops=True,
+        without_flops=SWAPPED,
     ),
     Case(
         "aten::_efficient_attention_forward",
@@ -141,6 +145,18 @@ class TestParity(Parity):
     not_dropped = dict.fromkeys(
         ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math_for_mps"), NO_DROPOUT
     )
+
+
+@pytest.mark.parametrize("name", ["_flash_attention_forward", "_efficient_attention_forward"])
+def test_what_torch_counts_otherwise(name: str) -> None:
+    """Its formulas of these two take (batch, sequence, heads, dim) for (batch, heads, sequence, dim), where no packed
+    sequences are given. A formula that is there stays; xFormers' cutlass kernel is such a call."""
+    query, key = torch.empty(2, 24, 3, 8), torch.empty(2, 12, 3, 8)
+    ends_and_longest = (None,) * (4 if name == "_flash_attention_forward" else 5)
+    counted = flop_registry[getattr(aten, name)](query, key, key, *ends_and_longest)
+    assert counted == 4 * 2 * 24 * 3 * 3 * 8
+    with pytest.raises(AssertionError, match="must be a multiple"):
+        flop_registry[getattr(aten, name)](query, key[:, :10], key[:, :10], *ends_and_longest)
 
 
 def test_every_overload_is_run() -> None:

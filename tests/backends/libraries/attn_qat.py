@@ -63,7 +63,9 @@ def case(way: str, call: Callable[..., torch.Tensor], **options: Any) -> Case:
     shape = {"batch": 1, "heads": HEADS, "queries": QUERIES, "keys": KEYS, "dim": DIM} | options
     # Its kernels take bfloat16. What 4 bits leave is far from exact: that it is attention is seen without them.
     exact = {torch.bfloat16: 3e-2 if call.keywords.get("IS_QAT") is False else 0.6}
-    return Case(OP, call, way, kernel=LAUNCHES, dtypes=(torch.bfloat16,), tolerances=exact, **shape)
+    return Case(
+        OP, call, way, kernel=LAUNCHES, dtypes=(torch.bfloat16,), tolerances=exact, counts_backward=False, **shape
+    )
 
 
 CASES = [

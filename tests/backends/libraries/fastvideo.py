@@ -26,7 +26,7 @@ from tests import support
 from tests.backends import flash_on_cpu, packages
 from tests.backends.kernels_on_cpu import Attention, Layout
 from tests.backends.parity import (
-    BATCH,
+    HEADS,
     KEY_LENGTHS,
     KEYS,
     QUERIES,
@@ -145,10 +145,15 @@ def packed(keys: tuple[int, ...], **options: Any) -> Callable[..., torch.Tensor]
     return lambda q, k, v, _: cute.flash_attn_varlen_func(q, k, v, *lengths, **options)
 
 
+OWN_PAIRS, PAIRS = (
+    HEADS * sum(q * k for q, k in zip(QUERY_LENGTHS, lengths, strict=True)) for lengths in (QUERY_LENGTHS, KEY_LENGTHS)
+)
 _default = functools.partial(Case, "fastvideo::_flash_attn_default_forward", kernel=DENSE)
-_no_pad = functools.partial(Case, "fastvideo::_flash_attn_no_pad_forward", kernel=PACKED, keys=QUERIES, batch=BATCH)
-_cute = functools.partial(Case, "fastvideo::_flash_attn_cute_forward", kernel=CUTE)
-_cute_packed = functools.partial(Case, "fastvideo::_flash_attn_cute_varlen_forward", kernel=CUTE, packed=True)
+_no_pad = functools.partial(Case, "fastvideo::_flash_attn_no_pad_forward", kernel=PACKED, keys=QUERIES, pairs=OWN_PAIRS)
+_cute = functools.partial(Case, "fastvideo::_flash_attn_cute_forward", kernel=CUTE, counts_backward=False)
+_cute_packed = functools.partial(
+    Case, "fastvideo::_flash_attn_cute_varlen_forward", kernel=CUTE, packed=True, counts_backward=False
+)
 
 CASES = [
     _default(called(default.flash_attn_func_compilable)),
@@ -166,6 +171,7 @@ CASES = [
         swapped(of_both),
         kernel=PACKED,
         reference=masked(QUERY_MASK, KEY_MASK),
+        pairs=PAIRS,
     ),
     _cute(called(cute.flash_attn_func)),
     _cute(called(cute.flash_attn_func, causal=True), way="causal", keys=QUERIES, mask=causal),

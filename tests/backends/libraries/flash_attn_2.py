@@ -94,7 +94,7 @@ CASES = [
     Case(DENSE, dense(window_size=(3, 2)), way="window", keys=QUERIES, mask=window(3, 2)),
     Case(DENSE, dense(alibi_slopes=SLOPES), way="alibi", mask=alibi, drops=True),
     Case(DENSE, dense(softcap=CAP), way="softcap", reference=capped),
-    Case(DENSE, dense(), way="head dim that is padded", dim=12),
+    Case(DENSE, dense(), way="head dim that is padded", dim=12, counted_dim=16),
     Case(DENSE, dense(deterministic=True), way="deterministic"),
     Case(DENSE, swapped(qkv_packed), way="qkvpacked", keys=QUERIES, drops=True),
     Case(DENSE, swapped(kv_packed), way="kvpacked", drops=True),

@@ -71,6 +71,10 @@ LATER_ARGUMENTS = (
     .replace("is_rotary_interleaved = False", "rotary_interleaved = True")
     .replace("num_splits = 0", "num_splits = 1")
 )
+LATER_BACKWARD_ARGUMENTS = (
+    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor(dq!) dq, Tensor(dk!) dk, Tensor(dv!) dv, bool is_causal"
+)
 # And in July 2025, in flash-attn 2's namespace, `out` kept its name and the first of them had no defaults.
 JULY = "flash_attn"
 _first, _causal, _rest = LATER_ARGUMENTS.replace("out_", "out").partition("bool causal")
@@ -116,6 +120,15 @@ def define_later_generation(namespace: str, arguments: str) -> Callable[..., tor
     name = f"{namespace}::_flash_attn_forward"
     schema = f"({arguments}) -> (Tensor, Tensor, Tensor, Tensor)"
     op = torch.library.custom_op(name, forward, mutates_args=(), device_types="cpu", schema=schema)
+
+    def backward(*args: Any) -> torch.Tensor:
+        *tensors, cum_seq_q, cum_seq_k, dq, dk, dv, is_causal = args
+        extension.bwd(*tensors, dq, dk, dv, cum_seq_q, cum_seq_k, is_causal=is_causal)
+        return torch.empty(0)
+
+    written = ("dq", "dk", "dv")
+    backward_name, backward_schema = f"{namespace}::_flash_attn_backward", f"({LATER_BACKWARD_ARGUMENTS}) -> Tensor"
+    backward_op = torch.library.custom_op(backward_name, backward, mutates_args=written, schema=backward_schema)
     defaults = {argument.name: argument.default_value for argument in op_of(name)._schema.arguments}
 
     class Attention(torch.autograd.Function):
@@ -132,8 +145,8 @@ def define_later_generation(namespace: str, arguments: str) -> Callable[..., tor
         def backward(ctx: Any, grad: torch.Tensor) -> Any:
             q, k, v, out, statistics = ctx.saved_tensors
             gradients = [torch.empty_like(tensor) for tensor in (q, k, v)]
-            packed = {name: ctx.options[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
-            extension.bwd(grad, q, k, v, out, statistics, *gradients, *packed.values(), is_causal=ctx.causal)
+            packed = [ctx.options[name] for name in ("cu_seqlens_q", "cu_seqlens_k")]
+            backward_op(grad, q, k, v, out, statistics, *packed, *gradients, ctx.causal)
             return *gradients, None
 
     return lambda q, k, v, **options: Attention.apply(q, k, v, options)

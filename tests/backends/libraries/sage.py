@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.backends import packages
 
@@ -24,6 +25,7 @@ triton_on_cpu.takes_for_cuda("sageattention")
 from sageattention.core import sageattn
 
 import fastac
+from fastac import interception
 from fastac.backends import sage
 from fastac.registry import present_ops
 from tests import support
@@ -82,6 +84,15 @@ def region(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 def test_every_row_is_one_of_its_ops() -> None:
     assert {row.name for row in sage.ROWS} == {name.partition("::")[2] for name in OPS}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_flops(name: str) -> None:
+    """Its output is an argument that it writes; what it returns is empty."""
+    interception.install()
+    with FlopCounterMode(display=False) as counter:
+        region(name, **inputs())
+    assert counter.get_total_flops() == 2 * (1 * 2 * 64) * 64 * (64 + 64)
 
 
 @pytest.mark.parametrize("engine", ["tape", "sac"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -44,14 +45,26 @@ def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
 
 def _of_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    attended = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    probabilities = attended.masked_fill(~_pairs_of_one(query, key), float("-inf")).softmax(-1)
+    return (probabilities @ value).transpose(0, 1)
+
+
+def _pairs_of_one(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Which queries, of each head, attend to which keys."""
     chunks = torch.arange(key.shape[1]) // CHUNK
     means = torch.stack([key[:, chunks == chunk].mean(1) for chunk in chunks.unique()], 1)
     own = torch.nn.functional.one_hot(chunks, len(chunks.unique()))
     scores = (query @ means.transpose(-1, -2)).detach() + own * 1e9
     chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(TOP).indices, True)
-    attended = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    probabilities = attended.masked_fill(~chosen[..., chunks], float("-inf")).softmax(-1)
-    return (probabilities @ value).transpose(0, 1)
+    return chosen[..., chunks]
+
+
+def with_pairs(case: Case) -> Case:
+    """The case with how many pairs of a query and a key its choice makes."""
+    query, key, _ = (tensor.detach().tanh() for tensor in case.inputs().values())
+    parts = [(t.transpose(0, 1) for t in part) for part in zip(query.split(LENGTHS), key.split(LENGTHS), strict=True)]
+    return dataclasses.replace(case, pairs=sum(int(_pairs_of_one(*part).sum()) for part in parts))
 
 
 def case(mode: str, kind: str, **options: Any) -> Case:
@@ -67,9 +80,12 @@ def case(mode: str, kind: str, **options: Any) -> Case:
     )
 
 
-_OWN = {"without_reference": "a choice of its own, and the same attention after it"}
+_OWN = {
+    "without_reference": "a choice of its own, and the same attention after it",
+    "without_flops": "how many pairs there are depends on its choice",
+}
 CASES = [
-    case("topk", "query_head", reference=reference),
+    with_pairs(case("topk", "query_head", reference=reference)),
     case("topk", "overall", **_OWN),
     case("topk", "head_global", **_OWN),
     case("threshold", "query_head", **_OWN),

@@ -92,9 +92,17 @@ def cases(op: Any) -> list[Case]:
             op._qualname,
             lambda q, k, v, _: op(q, k, v, MAP, SIZES)[0],
             reference=functools.partial(attention, mask=mask_of(MAP, BLOCK)),
+            pairs=11 * BLOCK**2,
             **shape,
         ),
-        Case(op._qualname, functools.partial(video, op), "video_sparse_attn", reference=whole, **shape),
+        Case(
+            op._qualname,
+            functools.partial(video, op),
+            "video_sparse_attn",
+            reference=whole,
+            pairs=2 * TOKENS * TOP * BLOCK,
+            **shape,
+        ),
     ]
 
 

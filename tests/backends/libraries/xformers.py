@@ -62,6 +62,10 @@ def packed(kernel: Any, lengths: list[tuple[int, ...]], bias: Any = BlockDiagona
     return call
 
 
+SWAPPED = "torch's formula takes sequences for heads: test_what_torch_counts_otherwise in tests/backends/test_sdpa.py"
+OWN_FORMULA = "xFormers has a formula of its own, which leaves out what is masked"
+
+
 def variants(
     kernel: Any,
     op: str,
@@ -74,14 +78,20 @@ def variants(
 ) -> list[Case]:
     """The ways to attend that every kernel has. lengths: of packed sequences of queries."""
     case = functools.partial(Case, op, kernel=counted_as, drops=drops, dim=dim, queries=queries, query_lengths=lengths)
+    swapped = SWAPPED if kernel is cutlass else ""
+    masked = OWN_FORMULA if kernel is flash3 else swapped
     both, own = [lengths, KEY_LENGTHS], [lengths, lengths]
     # ck is not told the longest sequence of keys: the keys of all of them count.
     seen = [(sum(keys),) if kernel is ck else () for keys in (KEY_LENGTHS, lengths)]
     return [
-        case(dense(None, kernel)),
-        case(dense(None, kernel), way="self", keys=queries),
-        case(dense(LowerTriangularMask(), kernel), way="causal", keys=queries, mask=causal),
-        replace(case(dense(LowerTriangularFromBottomRightMask(), kernel), way="causal cross", mask=causal), queries=8),
+        case(dense(None, kernel), without_flops=swapped),
+        case(dense(None, kernel), way="self", keys=queries, without_flops=swapped),
+        case(dense(LowerTriangularMask(), kernel), way="causal", keys=queries, mask=causal, without_flops=masked),
+        replace(
+            case(dense(LowerTriangularFromBottomRightMask(), kernel), way="causal cross", mask=causal),
+            queries=8,
+            without_flops=masked,
+        ),
         case(packed(kernel, both), way="packed", packed=True, seen=seen[0]),
         case(
             packed(kernel, own, BlockDiagonalCausalMask),
@@ -90,6 +100,7 @@ def variants(
             mask=causal,
             key_lengths=lengths,
             seen=seen[1],
+            without_flops=OWN_FORMULA if kernel is flash3 else "",
         ),
     ]
 
@@ -120,7 +131,7 @@ CASES = [
     ),
     *variants(flash3, "xformers_flash3::flash_fwd", "flash_attn_3::fwd", drops=False, dim=64),
     *variants(cutlass, "aten::_efficient_attention_forward"),
-    Case("aten::_efficient_attention_forward", biased(cutlass), way="bias", mask=on_one_side),
+    Case("aten::_efficient_attention_forward", biased(cutlass), way="bias", mask=on_one_side, without_flops=SWAPPED),
     *variants(ck, "xformers::efficient_attention_forward_ck"),
     Case("xformers::efficient_attention_forward_ck", biased(ck), way="bias", mask=on_one_side),
     *variants(cutlass_blackwell, "fbgemm::fmha_fwd", drops=False, dim=64, queries=9, lengths=(4, 3, 5)),

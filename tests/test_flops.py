@@ -1,0 +1,385 @@
+"""torch's FlopCounterMode counts attention: every row's op, forward and backward, by numbers worked out by hand."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen  # defines its ops
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+import fastac
+from fastac import interception, registry
+from fastac.rows import AttentionOp
+from tests import support
+from tests.support import train_step
+
+# No two alike, so that a dimension that is mistaken for another shows.
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 6, 3, 24, 10, 8, 16
+PAIRS = BATCH * HEADS * QUERIES * KEYS
+FORWARD = 2 * PAIRS * (DIM + VALUE_DIM)
+BACKWARD = 2 * PAIRS * (3 * DIM + 2 * VALUE_DIM)
+
+QUERY_LENGTHS, KEY_LENGTHS = (9, 3, 12), (6, 10, 5)
+PACKED_PAIRS = HEADS * (9 * 6 + 3 * 10 + 12 * 5)
+
+OF_LIBRARIES = {"fa2", "fa3", "xformers", "fastvideo", "vsa", "sage", "diffusers"}
+"""Backends whose ops are not torch's: the parity tests of tests/backends/libraries count theirs."""
+
+_names = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _own_table(rows_as_before: None) -> Iterator[None]:
+    before = dict(flop_registry)
+    yield
+    flop_registry.clear()
+    flop_registry.update(before)
+
+
+def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, int]:
+    """FLOPs of a call, by op."""
+    with FlopCounterMode(display=False) as counter:
+        function(*args, **kwargs)
+    return {str(op): flops for op, flops in counter.get_flop_counts().get("Global", {}).items()}
+
+
+def define(schema: str, output: Callable[..., Any]) -> Any:
+    """An op of a name of its own, `fastac_tests::<name>`; output: of its arguments."""
+    name, _, rest = schema.partition("(")
+    if not name.endswith("_backward"):  # that is named by a test
+        name = f"{name}_{next(_names)}"
+    library = torch.library.Library("fastac_tests", "FRAGMENT")
+    library.define(f"{name}({rest}")
+    library.impl(name, output, "CompositeExplicitAutograd")
+    support._libraries.append(library)
+    return getattr(torch.ops.fastac_tests, name)
+
+
+def row(op: Any, **options: Any) -> AttentionOp:
+    name = str(op).rpartition(".")[2]
+    return AttentionOp(**{"backend": "tests", "namespace": "fastac_tests", "name": name, "dropout": None} | options)
+
+
+def tensors(layout: str = "bhsd") -> list[torch.Tensor]:
+    shapes = ((HEADS, QUERIES, DIM), (KV_HEADS, KEYS, DIM), (KV_HEADS, KEYS, VALUE_DIM))
+    found = [torch.randn(BATCH, *shape) for shape in shapes]
+    return found if layout == "bhsd" else [tensor.transpose(1, 2) for tensor in found]
+
+
+def output_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+# Every row
+
+
+def test_every_op_of_a_row_has_a_formula_and_so_has_its_backward() -> None:
+    interception.install()
+    absent = set()
+    for attention in registry.rows():
+        if not isinstance(attention, AttentionOp) or attention.backend == "tests":
+            continue
+        present = [resolved for resolved in registry.present_ops() if resolved.row is attention]
+        if not present:
+            absent.add(attention.backend)
+        for resolved in present:
+            assert getattr(resolved.op, "overloadpacket", resolved.op) in flop_registry
+            if attention.backward:
+                backward = registry.find_op(f"{attention.namespace}::{attention.backward}")
+                assert backward is not None, f"no op {attention.backward}"
+                assert getattr(backward, "overloadpacket", backward) in flop_registry
+    assert absent <= OF_LIBRARIES
+
+
+def test_import_is_enough_for_what_is_loaded_and_imports_nothing() -> None:
+    code = (
+        "import torch, sys, fastac; from torch.utils.flop_counter import FlopCounterMode\n"
+        "q = torch.randn(1, 2, 4, 8, requires_grad=True); k = torch.randn(1, 2, 6, 8)\n"
+        "with FlopCounterMode(display=False) as counter:\n"
+        "    torch.nn.functional.scaled_dot_product_attention(q, k, k).sum().backward()\n"
+        "assert counter.get_total_flops() == (2 + 5) * 2 * 2 * 4 * 6 * 8, counter.get_flop_counts()\n"
+        "assert not {'flash_attn', 'xformers', 'fastvideo', 'diffusers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
+def test_of_torchs_attention_for_cpus(kv_heads: int) -> None:
+    """torch has no formula for it. Heads are those of the queries."""
+    interception.install()
+    query = torch.randn(BATCH, HEADS, QUERIES, DIM, requires_grad=True)
+    key, value = (torch.randn(BATCH, kv_heads, KEYS, DIM, requires_grad=True) for _ in range(2))
+    op = "aten._scaled_dot_product_flash_attention_for_cpu"
+    found = counted(lambda: F.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum().backward())
+    assert found == {op: 4 * PAIRS * DIM, f"{op}_backward": 10 * PAIRS * DIM}
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_unequal_lengths_heads_and_head_dims(layout: str) -> None:
+    """As torch counts them."""
+    op = define("uneven(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
+    backward = f"{str(op).rpartition('.')[2]}_backward"
+    of_backward = define(
+        f"{backward}(bool flag, Tensor grad, Tensor query, Tensor key, Tensor value) -> Tensor",
+        lambda flag, grad, query, key, value: torch.empty_like(query),
+    )
+    fastac.register(row(op, layout=layout, backward=backward))
+    query, key, value = tensors(layout)
+    output = op(query, key, value)
+    assert counted(op, query, key, value) == {str(op): FORWARD}
+    assert counted(of_backward, True, output, query, key, value=value) == {str(of_backward): BACKWARD}
+    shapes = [tensor.shape for tensor in tensors()]
+    assert sdpa_flop_count(*shapes) == FORWARD
+    assert sdpa_backward_flop_count((BATCH, HEADS, QUERIES, VALUE_DIM), *shapes) == BACKWARD
+
+
+def test_an_output_that_is_an_argument() -> None:
+    op = define(
+        "written(Tensor query, Tensor key, Tensor value, Tensor(a!) output) -> Tensor", lambda *args: torch.empty(0)
+    )
+    fastac.register(row(op, layout="bhsd", trains=False, note="it writes"))
+    assert counted(op, *tensors(), output_of(*tensors())) == {str(op): FORWARD}
+
+
+# Packed sequences
+
+
+def ends(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def packed_op() -> Any:
+    schema = "packed(Tensor query, Tensor key, Tensor value, Tensor? ends_q, Tensor? ends_k, int longest=-1) -> Tensor"
+    op = define(schema, output_of)
+    fastac.register(row(op, layout="thd", max_kv="longest", offsets=("ends_q", "ends_k")))
+    return op
+
+
+def packed_tensors(device: str = "cpu") -> list[torch.Tensor]:
+    shapes = (
+        (sum(QUERY_LENGTHS), HEADS, DIM),
+        (sum(KEY_LENGTHS), KV_HEADS, DIM),
+        (sum(KEY_LENGTHS), KV_HEADS, VALUE_DIM),
+    )
+    return [torch.empty(shape, device=device) for shape in shapes]
+
+
+def test_packed_sequences_count_by_their_own_lengths() -> None:
+    op = packed_op()
+    lengths = ends(QUERY_LENGTHS), ends(KEY_LENGTHS)
+    assert counted(op, *packed_tensors(), *lengths, 10) == {str(op): 2 * PACKED_PAIRS * (DIM + VALUE_DIM)}
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_packed_sequences_without_values_count_by_the_longest(kind: str) -> None:
+    op = packed_op()
+    fake = torch._subclasses.FakeTensorMode() if kind == "fake" else torch.device("cpu")
+    with fake:
+        lengths = [torch.empty(4, dtype=torch.int32, device="meta" if kind == "meta" else "cpu") for _ in range(2)]
+        found = counted(op, *packed_tensors("meta" if kind == "meta" else "cpu"), *lengths, 10)
+    assert found == {str(op): 2 * sum(QUERY_LENGTHS) * HEADS * 10 * (DIM + VALUE_DIM)}
+
+
+def test_not_packed_after_all() -> None:
+    op = packed_op()
+    dense = [tensor[0] for tensor in tensors("bshd")]
+    expected = {str(op): 2 * HEADS * QUERIES * KEYS * (DIM + VALUE_DIM)}
+    assert counted(op, *dense, None, None) == expected
+    assert counted(op, *dense, torch.empty(0), torch.empty(0), longest=-1) == expected
+
+
+def test_masks_of_padding() -> None:
+    op = define("padded(Tensor query, Tensor key, Tensor value, Tensor mask_q, Tensor mask_k) -> Tensor", output_of)
+    fastac.register(row(op, offsets=("mask_q", "mask_k")))
+    masks = [torch.arange(n) < torch.tensor(of)[:, None] for n, of in ((QUERIES, (20, 7)), (KEYS, (9, 4)))]
+    found = counted(op, *tensors("bshd"), *masks)
+    assert found == {str(op): 2 * HEADS * (20 * 9 + 7 * 4) * (DIM + VALUE_DIM)}
+
+
+# Sparse attention: two blocks of 12 queries, five blocks of two keys
+
+
+CHOSEN = torch.zeros(BATCH, HEADS, 2, 5, dtype=torch.bool)
+CHOSEN[:, :, 0, 1] = CHOSEN[:, :, 1, 2:4] = True
+NUMBER = CHOSEN.sum(-1)
+LISTS = torch.zeros(BATCH, HEADS, 2, 3, dtype=torch.int32)  # with room for three blocks
+SIZES = torch.full((5,), 2)
+SPARSE = 2 * BATCH * HEADS * 3 * (12 * 2) * (DIM + VALUE_DIM)
+
+
+def lists_op() -> Any:
+    schema = "lists(Tensor query, Tensor key, Tensor value, Tensor lists, Tensor number, Tensor sizes) -> Tensor"
+    op = define(schema, output_of)
+    fastac.register(row(op, layout="bhsd", blocks=("lists", "number"), coarse="sizes"))
+    return op
+
+
+def map_op() -> Any:
+    op = define("map(Tensor query, Tensor key, Tensor value, Tensor map) -> Tensor", output_of)
+    fastac.register(row(op, layout="bhsd", blocks=("map",)))
+    return op
+
+
+def test_chosen_blocks_count() -> None:
+    lists, mapped = lists_op(), map_op()
+    assert counted(lists, *tensors(), LISTS, NUMBER, SIZES) == {str(lists): SPARSE}
+    assert counted(mapped, *tensors(), CHOSEN) == {str(mapped): SPARSE}
+    assert counted(mapped, *tensors(), CHOSEN[:1, :1].int()) == {str(mapped): SPARSE}  # one map for all heads
+
+
+def test_blocks_that_can_not_be_read_count_by_the_room_in_their_lists() -> None:
+    lists, mapped = lists_op(), map_op()
+    of_lists = [tensor.to("meta") for tensor in (*tensors(), LISTS, NUMBER, SIZES)]
+    assert counted(lists, *of_lists) == {str(lists): 2 * BATCH * HEADS * 2 * 3 * (12 * 2) * (DIM + VALUE_DIM)}
+    assert counted(mapped, *(tensor.to("meta") for tensor in (*tensors(), CHOSEN))) == {str(mapped): FORWARD}
+
+
+# When
+
+
+@pytest.mark.parametrize(
+    "later", [interception.install, lambda: fastac.enable(support.build("WanTransformer3DModel")[0])]
+)
+def test_an_op_that_comes_after_its_row(later: Callable[[], object]) -> None:
+    name = f"late_{next(_names)}_backward"
+    fastac.register(AttentionOp(backend="tests", namespace="fastac_tests", name=name, layout="bhsd", dropout=None))
+    op = define(f"{name}(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
+    assert counted(op, *tensors()) == {}
+    later()
+    assert counted(op, *tensors()) == {str(op): FORWARD}
+
+
+def test_a_library_that_is_loaded_while_a_counter_is_open() -> None:
+    """It has copied the table: the next one counts."""
+    with FlopCounterMode(display=False) as counter:
+        op = map_op()
+        op(*tensors(), CHOSEN)
+    assert counter.get_total_flops() == 0
+    assert counted(op, *tensors(), CHOSEN) == {str(op): SPARSE}
+
+
+def test_a_formula_that_is_there_stays() -> None:
+    op = define("own_formula(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
+    torch.utils.flop_counter.register_flop_formula(op)(lambda *args, **kwargs: 7)
+    fastac.register(row(op))
+    interception.install()
+    assert counted(op, *tensors()) == {str(op): 7}
+
+
+def test_torchs_own_stay() -> None:
+    interception.install()
+    for op in (torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.torch_attn._varlen_attn):
+        assert flop_registry[op].__module__ == "torch.utils.flop_counter"
+
+
+# Functions that make_visible gave an op
+
+
+def visible(**options: Any) -> Any:
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Any, query: Any, key: Any, ends_q: Any = None, ends_k: Any = None) -> Any:
+            ctx.save_for_backward(query, key, value)
+            return output_of(query, key, value)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            query, key, value = (torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+            return value, query, key, None, None
+
+    op = fastac.make_visible(Attention, name=f"flops_{next(_names)}", key="key", dropout=None, **options)
+    return Attention, str(op.overloadpacket)
+
+
+def test_a_visible_function_counts_its_forward_alone() -> None:
+    function, op = visible(layout="bhsd")
+    query, key, value = (tensor.requires_grad_() for tensor in tensors())
+    assert counted(lambda: function.apply(value, query, key).sum().backward()) == {op: FORWARD}
+
+
+def test_a_visible_function_with_packed_sequences() -> None:
+    function, op = visible(layout="thd", offsets=("ends_q", "ends_k"))
+    query, key, value = packed_tensors()
+    found = counted(function.apply, value, query, key, ends(QUERY_LENGTHS), ends(KEY_LENGTHS))
+    assert found == {op: 2 * PACKED_PAIRS * (DIM + VALUE_DIM)}
+
+
+def test_a_visible_function_with_blocks() -> None:
+    function, op = visible(layout="bhsd", blocks=("ends_q",))
+    query, key, value = tensors()
+    assert counted(function.apply, value, query, key, CHOSEN) == {op: SPARSE}
+
+
+# What FlopCounterMode can not see, or counts twice
+
+
+def test_flex_attention_fails_under_it_in_torch_itself() -> None:
+    """torch has formulas for it, and its counter does not handle the call: without fastac, too."""
+    query, key, value = tensors()
+    with pytest.raises((TypeError, RuntimeError)), FlopCounterMode(display=False):
+        flex_attention(query, key, value, enable_gqa=True)
+    op = torch.ops.higher_order.flex_attention
+    assert flop_registry[op](query, key, value) == FORWARD
+
+
+def test_the_op_of_compiled_flex_attention() -> None:
+    interception.install()
+    formula = flop_registry[torch.ops.fastac_compiled.flex_attention]
+    output = output_of(*tensors())
+    assert formula(*tensors(), [], [], 0, out_val=(output, output[..., 0], output[..., 0])) == FORWARD
+
+
+@pytest.mark.parametrize(("engine", "times"), [("tape", 2), ("sac", 1)])
+def test_a_replayed_call_is_counted_by_the_tape_again(engine: str, times: int) -> None:
+    """The counter stands above the dispatch key where the tape answers; the kernel does not run."""
+    inputs = support.attention_inputs(QUERIES, KEYS)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query.tanh(), key.tanh(), value.tanh()).tanh()
+
+    step = functools.partial(train_step, functools.partial(fastac.checkpoint, region, engine=engine), inputs)
+    step()
+    op = "aten._scaled_dot_product_flash_attention_for_cpu"
+    forward = counted(region, **inputs)[op]
+    assert counted(step) == {op: times * forward, f"{op}_backward": 5 * forward // 2}
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backward": "fastac_tests::backward"}, "is not the bare name of an op"),
+        ({"offsets": ("query",)}, "are two arguments, of queries and of keys"),
+        ({"offsets": ("query", "nowhere")}, "names the argument 'nowhere'"),
+        ({"blocks": ("nowhere",)}, "names the argument 'nowhere'"),
+        ({"blocks": ("query", "key")}, "names lists of blocks, and no `coarse`"),
+        ({"blocks": "query"}, "no tuple of texts"),
+    ],
+)
+def test_rows_that_are_refused(options: dict[str, Any], message: str) -> None:
+    op = define("refused(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
+    with pytest.raises(fastac.FastacError, match=message):
+        fastac.register(row(op, **options))
+
+
+def test_functions_that_are_refused() -> None:
+    with pytest.raises(fastac.FastacError, match="has no argument 'nowhere'"):
+        visible(blocks=("nowhere",))
+    with pytest.raises(fastac.FastacError, match="are two arguments, of queries and of keys"):
+        visible(offsets=("ends_q",))
