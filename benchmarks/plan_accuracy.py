@@ -108,11 +108,7 @@ def build(pair: Pair) -> tuple[torch.nn.Module, dict[str, Any]]:
     model: Any = configurations.build(configurations.Configuration(pair.name, found.row, config, "", found.default))
     model = model.to(pair.dtype)
     if pair.lora:
-        from peft import LoraConfig
-
-        model.requires_grad_(False)
-        targets = ["to_q", "to_k", "to_v", "to_out.0"]
-        model.add_adapter(LoraConfig(r=pair.lora, lora_alpha=pair.lora, target_modules=targets))
+        configurations.add_lora(model, pair.lora)
     video = videos.Video(
         frames=pair.frames,
         height=pair.height,

@@ -1,4 +1,4 @@
-"""fastac backends | check: what can be saved on this machine, and proof on a tiny model."""
+"""fastac backends | check | plan: what can be saved on this machine, proof on a tiny model, what policies hold."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fastac import checks, interception, models, opaque, plugins, preflight, registry, verification
+from fastac import checks, interception, models, opaque, plan_command, plugins, preflight, registry, verification
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.errors import FastacError
+from fastac.plan_command import DTYPES
 from fastac.policy import NAMED, resolve
 from fastac.rows import AttentionOp, OpaqueFunction, Verdict
 from fastac.sizes import readable_bytes
@@ -32,7 +33,6 @@ WIDTH, WIDE = 100, 160  # of what is printed where there is no terminal; of a ta
 SHORT = 60  # letters of a remark that stands in a table
 CAN_BE_SAVED = "can be saved"
 NUMBERS = ("ops", "attention runs", "again", "saved", "bytes saved")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,18 +51,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--backend", help="a diffusers attention backend, as `fastac backends` lists them")
     check.add_argument("--dtype", default="fp32", choices=list(DTYPES), help="default: %(default)s")
     check.add_argument("--device", default="cpu", help="default: %(default)s")
+    plan = commands.add_parser("plan", help="bytes and FLOPs of every policy on a video, without weights or GPU")
+    plan_command.add_arguments(plan)
+    backends.set_defaults(run=_backends)
+    check.set_defaults(run=_check)
+    plan.set_defaults(run=plan_command.run)
     options = parser.parse_args(arguments)
     try:
-        return _backends(options.json) if options.command == "backends" else _check(options)
+        return int(options.run(options))
     except FastacError as error:
         print(f"fastac: {error}", file=sys.stderr)
         return 1
 
 
-def _backends(as_json: bool) -> int:
+def _backends(options: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # plugins are imported, and may have something to say
         found = _found()
-    if as_json:
+    if options.json:
         print(json.dumps(found, indent=2))
         return 0
     console = Console(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)

@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="default: %(default)s")
     parser.add_argument("--gpus", type=int, default=1, help="that FSDP2 shards the model over (default: %(default)s)")
     parser.add_argument("--budget", metavar="BYTES", help='of saved outputs, as for Policy.budget: "40GiB"')
-    parser.add_argument(
-        "--memory", metavar="BYTES", help="of a device: the longest video and the largest budget for it"
-    )
+    parser.add_argument("--memory", metavar="BYTES", help="of a device: the longest video and largest budget for it")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the frontier as a picture: .png, .svg or .pdf")
 

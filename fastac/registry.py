@@ -93,9 +93,7 @@ class ResolvedOp:
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The value a call has for an argument, however it was passed."""
         position = self._positions[name]
-        if position < len(args):
-            return args[position]
-        return kwargs.get(name, self._defaults[name])
+        return args[position] if position < len(args) else kwargs.get(name, self._defaults[name])
 
     def keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Number of keys each query of this call may attend to (a SymInt under a trace with dynamic shapes)."""

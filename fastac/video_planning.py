@@ -11,14 +11,11 @@ import torch
 from fastac import torch_internals
 from fastac.errors import FastacError
 from fastac.forecast import subject
-from fastac.models.configurations import Configuration, build
+from fastac.models.configurations import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning import Planner, put_together
 from fastac.plans import Plan
 from fastac.sizes import parse_bytes
-
-LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
-"""The Linear modules that the training scripts of diffusers give LoRA weights."""
 
 Tell = Callable[[str], object]
 
@@ -85,13 +82,9 @@ def fake_model(configuration: Configuration, dtype: torch.dtype, lora: int = 0) 
                 if tensor is not None and tensor.is_floating_point() and kept.isdisjoint([*name.split("."), own]):
                     module._parameters[own] = torch.nn.Parameter(tensor.detach().to(dtype))
         if lora:
-            try:
-                from peft import LoraConfig
-            except ImportError as error:
-                raise FastacError("plan: LoRA needs peft: pip install peft") from error
-            model.requires_grad_(False)
-            model.add_adapter(LoraConfig(r=lora, lora_alpha=lora, target_modules=list(LORA_TARGETS)))
-    return model
+            add_lora(model, lora)
+        found: torch.nn.Module = model
+    return found
 
 
 class _Search:

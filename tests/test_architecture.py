@@ -73,7 +73,9 @@ ORDER = (
     "plans",
     "forecast",
     "planning",
+    "video_planning",
     "plotting",
+    "plan_command",
     "checks",
     "cli",
 )

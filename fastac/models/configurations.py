@@ -17,6 +17,9 @@ from fastac.models import MODELS
 from fastac.models.reading import ModelRow, cast, is_available
 from fastac.models.videos import Compression, Video
 
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+"""The Linear modules that the training scripts of diffusers give LoRA weights."""
+
 _SHIPPED = importlib.resources.files("fastac") / "configurations"
 
 
@@ -90,6 +93,19 @@ def build(configuration: Configuration, dtype: torch.dtype = torch.float32) -> t
     model: torch.nn.Module = _model_class(configuration.row).from_config(dict(configuration.config))
     cast(model, dtype)
     return model.train()
+
+
+def add_lora(model: Any, rank: int) -> None:
+    """Give a model of diffusers LoRA weights, which are trained alone, where diffusers' training scripts have them.
+
+    Raises FastacError where peft is not installed.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise FastacError("LoRA needs peft: pip install peft") from error
+    model.requires_grad_(False)
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LORA_TARGETS)))
 
 
 def _of_file(name: str, content: Mapping[str, Any]) -> Configuration:
