@@ -185,9 +185,7 @@ def compare(pair: Pair) -> Iterator[Row]:
         if policy is None:
             plan = forecast.without_checkpointing()
         else:
-            policies = (
-                forecast.budgeted(budget.limit) if policy is budget else dict.fromkeys(forecast.candidates, policy)
-            )
+            policies = forecast.budgeted(budget) if policy is budget else dict.fromkeys(forecast.candidates, policy)
             plan = forecast.plan(name, forecast.of_policies(policies))
             fastac.enable(mine, policy)
         held, peak, flops = measure(mine, inputs)

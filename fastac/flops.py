@@ -81,6 +81,9 @@ def _lengths(offsets: torch.Tensor | None) -> list[int]:
 
 Formula = Callable[..., int]
 
+_keys: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], int]] = {}
+"""Target of an attention op, forward or backward -> over how many keys a call of it attends."""
+
 
 def add(op: Op, formula: Formula) -> bool:
     """Put a formula (*args, out_val, **kwargs) -> FLOPs into torch's table, unless the op has one."""
@@ -94,6 +97,12 @@ def of_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: An
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
 
+def keys_of_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Over how many keys a call attends, of the forward of an attention or of its backward; 0 for any other op."""
+    count = _keys.get(_target(op))
+    return 0 if count is None else int(count(args, kwargs))
+
+
 def register_formulas() -> list[str]:
     """Give every registered attention op of this process, and the op of its backward, a formula.
 
@@ -104,10 +113,13 @@ def register_formulas() -> list[str]:
         row = resolved.row
         if not isinstance(row, AttentionOp):
             continue
+        _keys[_target(resolved.op)] = resolved.keys
         if _target(resolved.op) not in flop_registry and add(resolved.op, _forward(resolved, row)):
             made.append(resolved.name)
         namespace = resolved.qualified_name.partition("::")[0]
         backward = registry.find_op(f"{namespace}::{row.backward}") if row.backward else None
+        if backward is not None:
+            _keys[_target(backward)] = _keys_of_backward(backward, row)
         if backward is not None and _target(backward) not in flop_registry and add(backward, _backward(backward, row)):
             made.append(str(backward))
     return made
@@ -143,6 +155,17 @@ def _backward(op: Op, row: AttentionOp) -> Formula:
         return _products(row, call, grad, key).backward()
 
     return flops
+
+
+def _keys_of_backward(op: Op, row: AttentionOp) -> Callable[[Sequence[Any], Mapping[str, Any]], int]:
+    arguments = dispatcher_internals.arguments_of(op)
+
+    def keys(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        call = _named(arguments, args, kwargs)
+        grad, _, key, _ = [value for value in call.values() if isinstance(value, torch.Tensor)][:4]
+        return _products(row, call, grad, key).keys
+
+    return keys
 
 
 def _named(

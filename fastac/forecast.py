@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from fastac.models import BlockContainer
 from fastac.plans import PolicyPlan
 from fastac.policy import Policy
 from fastac.ranks import class_name
-from fastac.simulation import Candidate, Place, Simulation, simulate
+from fastac.simulation import EXCHANGED, Candidate, Place, Simulation, Split, simulate
+from fastac.survey import Survey
 from fastac.timeline import BlockList, Timeline, ends_of, repeated
 
 logger = logging.getLogger("fastac")
@@ -45,27 +47,36 @@ class Forecast:
 
     def outputs(self) -> dict[str, list[budget.Output]]:
         """The same, as a budget takes it."""
-        return {
-            block: [budget.Output(one.name, one.bytes, one.flops, one.keys) for one in found if one.name]
-            for block, found in self.candidates.items()
-        }
+        found: dict[str, list[budget.Output]] = {}
+        for region, candidates in self.candidates.items():
+            found.setdefault(block_of(region), []).extend(
+                budget.Output(one.name, one.bytes, one.flops, one.keys)
+                for one in candidates
+                if one.name not in ("", EXCHANGED)
+            )
+        return found
 
     def places(self, saves: Callable[[str, Candidate], bool]) -> list[Place]:
         """The candidates for which a function says that they are saved."""
         return [
-            (block, place)
-            for block, found in self.candidates.items()
+            (region, place)
+            for region, found in self.candidates.items()
             for place, one in enumerate(found)
-            if saves(block, one)
+            if saves(block_of(region), one)
         ]
 
     def of_policies(self, policies: Mapping[str, Policy]) -> list[Place]:
         """What is saved where every block has a policy."""
-        return self.places(
-            lambda block, one: (
-                policies[block].saves(one.keys) if one.keys else one.name != "" and one.name in policies[block].linear
-            )
-        )
+
+        def saves(block: str, one: Candidate) -> bool:
+            policy = policies[block]
+            if one.keys:
+                return policy.saves(one.keys)
+            if one.name == EXCHANGED:
+                return policy.saves_collectives
+            return any(fnmatch.fnmatchcase(one.name, pattern) for pattern in policy.linear) and one.name != ""
+
+        return self.places(saves)
 
     def without_checkpointing(self) -> PolicyPlan:
         """The plan of training without checkpointing."""
@@ -88,12 +99,14 @@ class Forecast:
             relative=total / full,
         )
 
-    def budgeted(self, limit: int) -> dict[str, Policy]:
+    def budgeted(self, policy: Policy) -> dict[str, Policy]:
         """What every block saves under a budget."""
-        outputs = self.outputs()
-        return {
-            block: shares.policy_of(choice, outputs[block]) for block, choice in budget.choose(outputs, limit).items()
-        }
+        surveys = {block: Survey(dict(enumerate(outputs))) for block, outputs in self.outputs().items()}
+        for region, found in self.candidates.items():
+            surveys[block_of(region)].communicated += sum(one.bytes for one in found if one.name == EXCHANGED)
+        for survey in surveys.values():
+            survey.reached = len(survey.found)
+        return shares.share_out(policy, surveys)
 
     def every_second_product(self) -> list[Place]:
         """What torchtitan's selective checkpointing by op saves: attention, and every second matrix product."""
@@ -118,6 +131,11 @@ class Subject:
     inputs: Mapping[str, Any]
     containers: Sequence[BlockContainer]
     known: KnownValues
+
+
+def block_of(region: str) -> str:
+    """The name of the block that a region is a call of."""
+    return region.partition("#")[0]
 
 
 def subject(model: torch.nn.Module, inputs: Mapping[str, Any], blocks: Any = None) -> Subject:
@@ -169,7 +187,7 @@ def _fake_input(known: KnownValues, value: Any) -> Any:
     return fake
 
 
-def simulated(subject: Subject) -> list[Timeline]:
+def simulated(subject: Subject, split: Split = Split()) -> list[Timeline]:  # noqa: B008 it is frozen
     """A step without checkpointing, and one with full checkpointing.
 
     Of long lists a few blocks are simulated, where that gives the same.
@@ -181,13 +199,13 @@ def simulated(subject: Subject) -> list[Timeline]:
         timeline = None
         if not all(one.is_whole for one in lists):
             try:
-                timeline = repeated(_step(subject, lists, checkpoints), lists)
+                timeline = repeated(_step(subject, lists, checkpoints, split), lists)
             except BREAKS as error:
                 logger.debug("%s does not run without its middle blocks: %s", class_name(subject.model), error)
         if timeline is None:
             logger.debug("%s: every block is simulated", class_name(subject.model))
             lists = [BlockList(one.names, one.names) for one in lists]
-            timeline = repeated(_step(subject, lists, checkpoints), lists)
+            timeline = repeated(_step(subject, lists, checkpoints, split), lists)
             assert timeline is not None
         found.append(timeline)
     return found
@@ -199,7 +217,7 @@ def _ends(model: torch.nn.Module, container: BlockContainer) -> BlockList:
     return BlockList(names, ends_of(names) if is_list else names)
 
 
-def _step(subject: Subject, lists: Sequence[BlockList], checkpoints: bool) -> Simulation:
+def _step(subject: Subject, lists: Sequence[BlockList], checkpoints: bool, split: Split) -> Simulation:
     blocks = {
         name: container.blocks[name]
         for container, one in zip(subject.containers, lists, strict=True)
@@ -207,7 +225,7 @@ def _step(subject: Subject, lists: Sequence[BlockList], checkpoints: bool) -> Si
     }
     put_on = functools.partial(_put_on, subject.model, blocks)
     with subject.known.mode, _shortened(subject, lists):
-        return simulate(subject.model, subject.inputs, blocks, put_on, checkpoints, subject.known)
+        return simulate(subject.model, subject.inputs, blocks, put_on, checkpoints, subject.known, split)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from fastac.forecast import Forecast, Subject, simulated, subject
 from fastac.plans import Plan, PolicyPlan, States
 from fastac.policy import NAMED, Policy
 from fastac.ranks import class_name
-from fastac.simulation import Candidate
+from fastac.simulation import Split
 from fastac.sizes import parse_bytes
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
@@ -54,11 +54,11 @@ def states_of(model: torch.nn.Module, optimizer: str = "adamw", gpus: int = 1, b
 class Planner:
     """Plans policies for one model and one size of inputs."""
 
-    def __init__(self, model: Subject, optimizer: str = "adamw", gpus: int = 1) -> None:
+    def __init__(self, model: Subject, optimizer: str = "adamw", gpus: int = 1, split: Split = Split()) -> None:  # noqa: B008
         blocks = [block for container in model.containers for block in container.blocks.values()]
         self.states = states_of(model.model, optimizer, gpus, blocks)
         self.gradients = sum(one.nbytes for one in model.model.parameters() if one.requires_grad) // gpus
-        plain, full = simulated(model)
+        plain, full = simulated(model, split)
         self.forecast = Forecast(plain, full, self.states.together, gpus)
 
     def policies(self) -> list[PolicyPlan]:
@@ -66,14 +66,15 @@ class Planner:
         forecast = self.forecast
         plans = [forecast.without_checkpointing(), forecast.plan("full", ())]
         for name in ("long_attn_only", "attn_only"):
-            plans.append(forecast.plan(name, forecast.places(_saves(NAMED[name]))))
+            everywhere = dict.fromkeys(forecast.outputs(), NAMED[name])
+            plans.append(forecast.plan(name, forecast.of_policies(everywhere)))
         return [*plans, forecast.plan(EVERY_SECOND, forecast.every_second_product())]
 
     def budget(self, limit: int) -> tuple[PolicyPlan, dict[str, Policy]]:
         """The plan of a budget of so many bytes, and what every block saves under it."""
-        policies = self.forecast.budgeted(limit)
-        name = str(Policy.budget(limit))
-        return self.forecast.plan(name, self.forecast.of_policies(policies)), policies
+        policy = Policy.budget(limit)
+        policies = self.forecast.budgeted(policy)
+        return self.forecast.plan(str(policy), self.forecast.of_policies(policies)), policies
 
     def largest_budget(self, memory: int) -> int | None:
         """The most bytes of saved outputs with which a step fits a memory; None where full checkpointing does not.
@@ -95,10 +96,6 @@ class Planner:
         """Bytes that are saved and FLOPs relative to full checkpointing, for growing budgets."""
         full = self.forecast.plan("full", ()).flops
         return [(saved, (full - avoided) / full) for saved, avoided in budget.frontier(self.forecast.outputs(), points)]
-
-
-def _saves(policy: Policy) -> Callable[[str, Candidate], bool]:
-    return lambda block, one: one.keys > 0 and policy.saves(one.keys)
 
 
 def plan(

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,30 @@ GENERATOR_STATE = torch.get_rng_state().nbytes
 """Bytes that torch's checkpoint keeps of the CPU's random number generator for every block."""
 
 Place = tuple[str, int]
-"""A block, and which of its candidates."""
+"""A region, and which of its candidates. A region has the name of its block; from a second call on, with "#2", ..."""
+
+EXCHANGED = "exchanged"
+"""The candidate that stands behind an attention under context parallelism: what its collectives return."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One rank of Ulysses context parallelism: what is simulated is its part of the tokens.
+
+    Attention over the `tokens` of the video that the rank has, or more, is over those of all `ranks`, with its part of
+    the heads: as many bytes, more FLOPs. Query, key, value and output go through an all-to-all each.
+    """
+
+    ranks: int = 1
+    tokens: int = 0
+
+    def keys(self, keys: int) -> int:
+        """Over how many keys an attention is that is simulated over so many."""
+        return keys + (self.ranks - 1) * self.tokens if self.concerns(keys) else keys
+
+    def concerns(self, keys: int) -> bool:
+        """Whether an attention over so many keys is over the video, and not the text alone."""
+        return self.ranks > 1 and keys >= self.tokens
 
 
 @dataclasses.dataclass
@@ -96,13 +120,13 @@ class _Storage:
 class Meter(TorchDispatchMode):
     """Notes every allocation and every operation that has FLOPs while it is on."""
 
-    def __init__(self, outside: Sequence[torch.Tensor], known: KnownValues) -> None:
+    def __init__(self, outside: Sequence[torch.Tensor], known: KnownValues, split: Split) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known = known
+        self.known, self.split = known, split
         self.segments = [Segment(START)]
         self.candidates: dict[str, list[Candidate]] = {}
         self.forwards = True
-        self.block = ""  # the one that runs, in forward or recompute
+        self.region = ""  # that runs, in forward or recompute
         self.linear = ""  # the Linear module that runs
         self.adds_bias = False  # whether that does so after its product, in place
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
@@ -118,35 +142,39 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         outputs = self.known.run(func, args, kwargs)
         recomputes = not self.forwards and torch_internals.in_recompute()
-        count = flops.of_call(func, args, kwargs, outputs)
+        count, keys = flops.of_call(func, args, kwargs, outputs), flops.keys_of_call(func, args, kwargs)
         if count:
+            count = count * self.split.keys(keys) // keys if keys else count
             spent = self.segments[-1].flops
             phase = FORWARD if self.forwards else RECOMPUTE if recomputes else BACKWARD
             spent[phase] = spent.get(phase, 0) + count
         changes = self.linear != "" and self.adds_bias and str(func) == PRODUCT_ALONE
         copied = self.forwards and (changes or not is_differentiable(args))
-        place = self._place(func, args, kwargs, count) if self.block and (self.forwards or recomputes) else None
+        place = self._place(func, keys, count) if self.region and (self.forwards or recomputes) else None
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and torch_internals.has_storage(tensor):
                 self._see(tensor.untyped_storage(), place, copied)
         return outputs
 
-    def _place(self, func: Any, args: Any, kwargs: Any, count: int) -> Place | None:
+    def _place(self, func: Any, keys: int, count: int) -> Place | None:
         """The candidate that was called: a new one, or the one that recompute has come to."""
         resolved = classify(func)
         attends = resolved is not None and resolved.is_attention
         if not attends and getattr(func, "overloadpacket", None) not in PRODUCTS:
             return None
-        mine = self.candidates.setdefault(self.block, [])
+        mine = self.candidates.setdefault(self.region, [])
         if self.forwards:
-            keys = int(resolved.keys(args, kwargs)) if attends and resolved is not None else 0
-            mine.append(Candidate(str(func) if attends else self.linear, keys))
+            mine.append(Candidate(str(func) if attends else self.linear, self.split.keys(keys)))
             self.linear = self.linear if attends else ""
-            return self.block, len(mine) - 1
-        number = self._repeated.get(self.block, 0)
-        self._repeated[self.block] = number + 1
-        mine[number].flops = count
-        return self.block, number
+            number = len(mine) - 1
+            if attends and self.split.concerns(keys):
+                mine.append(Candidate(EXCHANGED))
+        else:
+            number = self._repeated.get(self.region, 0)
+            number += mine[number].name == EXCHANGED
+            self._repeated[self.region] = number + 1
+            mine[number].flops = count
+        return self.region, number
 
     def _see(self, storage: torch.UntypedStorage, place: Place | None, copied: bool) -> None:
         address = storage._cdata
@@ -159,6 +187,8 @@ class Meter(TorchDispatchMode):
             self._parts.setdefault(place, []).append(mine)
             if copied:
                 self._keep(event, place, storage.nbytes())
+            if len(self._parts[place]) == 1:
+                self._exchange(place, storage.nbytes(), 1)
         elif place is not None:
             self._replay(event, place)
         self.segments[-1].events.append(event)
@@ -171,8 +201,20 @@ class Meter(TorchDispatchMode):
     def _replay(self, event: Event, place: Place) -> None:
         """A part of a candidate is made again, which it would not be if that were saved."""
         kept = self._parts[place].pop(0)
+        self._exchange(place, event.bytes, -1)
         if kept.gone or kept.copied:
             event.candidate, event.change = place, -event.bytes
+
+    def _exchange(self, place: Place, size: int, sign: int) -> None:
+        """The collectives of an attention return as much as itself, each: for query, key, value and output."""
+        region, after = place[0], place[1] + 1
+        mine = self.candidates[region]
+        if after < len(mine) and mine[after].name == EXCHANGED and (sign > 0 or mine[after].bytes):
+            if sign > 0:
+                mine[after].bytes = 4 * size
+            elif 4 * size != mine[after].bytes:
+                return  # the statistics
+            self.segments[-1].events.append(Event(0, (region, after), sign * mine[after].bytes))
 
     def _free(self, address: int) -> None:
         mine = self._alive.pop(address, None)
@@ -204,20 +246,24 @@ def simulate(
     put_on: Callable[[Callable[..., Any]], None],
     checkpoints: bool,
     known: KnownValues,
+    split: Split,
 ) -> Simulation:
     """One forward and backward of the mean square of a model's outputs; all tensors are fake.
 
     blocks: by name. put_on: makes the model call a function in the place of each block, with the block and its inputs.
-    checkpoints: under full checkpointing, without any otherwise. known: values of inputs.
+    checkpoints: under full checkpointing, without any otherwise. known: values of inputs. split: whose rank this is.
     """
     names = {block: name for name, block in blocks.items()}
     outside = [*model.parameters(), *model.buffers(), *(x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))]
-    meter = Meter(outside, known)
+    meter = Meter(outside, known, split)
+    calls: Counter[str] = Counter()
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         name = names[census.block_of(block)]  # type: ignore[index]
+        calls[name] += 1
         meter.mark(FORWARD, name)
-        run = functools.partial(_run, meter, name, block)
+        region = name if calls[name] == 1 else f"{name}#{calls[name]}"
+        run = functools.partial(_run, meter, region, block)
         if checkpoints:
             meter.segments[-1].events.append(Event(GENERATOR_STATE))
         outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpoints else run(*args, **kwargs)
@@ -240,12 +286,12 @@ def simulate(
         return meter.finish(list(model.parameters()))
 
 
-def _run(meter: Meter, name: str, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    before, meter.block = meter.block, name
+def _run(meter: Meter, region: str, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, meter.region = meter.region, region
     try:
         return block(*args, **kwargs)
     finally:
-        meter.block = before
+        meter.region = before
 
 
 def _begin_backward(meter: Meter, name: str, gradient: torch.Tensor) -> None:

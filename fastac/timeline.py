@@ -105,7 +105,11 @@ def repeated(simulation: Simulation, lists: Sequence[BlockList]) -> Timeline | N
     candidates = {}
     for blocks in lists:
         mine = {name: simulation.candidates.get(name, []) for name in blocks.simulated}
+        again = {region: found for region, found in simulation.candidates.items() if region.partition("#")[0] in mine}
+        mine.update(again)
         if not blocks.is_whole:
+            if any("#" in region for region in mine):
+                return None  # blocks that are called several times
             early, late = blocks.simulated[ENDS - 1], blocks.simulated[ENDS]
             if not _are_alike(segments, mine, early, late):
                 return None
