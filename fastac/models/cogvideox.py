@@ -1,10 +1,13 @@
 """CogVideoX, 1.5 and ConsisID: one attention over video and text together, by processors that ignore the backend."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from fastac.errors import FastacError
 from fastac.models.reading import ModelRow
+from fastac.models.videos import Compression, Video
 
 CONFIG = {
     "num_attention_heads": 2,
@@ -41,12 +44,53 @@ def _identity_inputs() -> dict[str, Any]:
     }
 
 
+def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
+    patch = config["patch_size"]
+    frames, height, width = video.latents((1, patch, patch))
+    frames += -frames % (config["patch_size_t"] or 1)  # 1.5 pads the latents to whole patches, and drops these frames
+    inputs = {
+        "hidden_states": video.features(frames, config["in_channels"], height, width),
+        "encoder_hidden_states": video.features(video.text_tokens, config["text_embed_dim"]),
+        "timestep": video.times(torch.int64),
+        "return_dict": False,
+    }
+    if config["use_rotary_positional_embeddings"]:
+        tokens = frames // (config["patch_size_t"] or 1) * (height // patch) * (width // patch)
+        shape = (tokens, config["attention_head_dim"])
+        inputs["image_rotary_emb"] = (torch.ones(shape), torch.zeros(shape))
+    if video.text_tokens != config["max_text_seq_length"] and not config["use_rotary_positional_embeddings"]:
+        raise FastacError(
+            f"video: {video.text_tokens} tokens of text, but the positions of this model are those of "
+            f"{config['max_text_seq_length']} tokens of text and the video. Use {config['max_text_seq_length']}."
+        )
+    if config["ofs_embed_dim"] is not None:
+        inputs["ofs"] = torch.full((1,), 2.0, dtype=video.dtype)
+    return inputs
+
+
+def _default_video(config: Mapping[str, Any]) -> Video:
+    """What 1.0 was trained for, by its sample sizes; those of 1.5 are the largest it takes, 2400 x 2400 pixels."""
+    compression = Compression(config["temporal_compression_ratio"], 8, 8)
+    height, width = (config["sample_height"] * 8, config["sample_width"] * 8)
+    if config["patch_size_t"] is not None:
+        height, width = 768, 1360
+    return Video(
+        frames=config["sample_frames"],
+        height=height,
+        width=width,
+        text_tokens=config["max_text_seq_length"],
+        compression=compression,
+    )
+
+
 ROWS = (
     ModelRow(
         class_name="CogVideoXTransformer3DModel",
         containers=("transformer_blocks",),
         config=CONFIG,
         inputs=_text_to_video_inputs,
+        video_inputs=_inputs_of_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="CogVideoXTransformer3DModel",
@@ -54,6 +98,8 @@ ROWS = (
         containers=("transformer_blocks",),
         config=CONFIG | {"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True},
         inputs=_rotary_inputs,
+        video_inputs=_inputs_of_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="ConsisIDTransformer3DModel",

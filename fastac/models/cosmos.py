@@ -1,10 +1,13 @@
 """Cosmos 1 to 2.5, and Cosmos 3, which hands the bound `__call__` of its layers to checkpointing."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from fastac.errors import FastacError
 from fastac.models.reading import ModelRow
+from fastac.models.videos import Compression, Video
 
 CONFIG = {
     "in_channels": 4,
@@ -68,12 +71,34 @@ def _omni_inputs() -> dict[str, Any]:
     }
 
 
+def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
+    """Of Cosmos 1: Cosmos 2 and 2.5 have another VAE, and other inputs."""
+    if config["extra_pos_embed_type"] is None:
+        raise FastacError("video: of this class, Cosmos 1 alone is known here, which has an extra_pos_embed_type.")
+    inputs = {
+        "hidden_states": video.features(config["in_channels"], *video.latents(tuple(config["patch_size"]))),
+        "timestep": video.times(video.dtype),
+        "encoder_hidden_states": video.features(video.text_tokens, config["text_embed_dim"]),
+        "fps": 30,
+        "return_dict": False,
+    }
+    if config["concat_padding_mask"]:
+        inputs["padding_mask"] = torch.zeros(1, 1, video.height, video.width, dtype=video.dtype)
+    return inputs
+
+
+def _default_video(config: Mapping[str, Any]) -> Video:
+    return Video(frames=121, height=704, width=1280, text_tokens=512, compression=Compression(8, 8, 8))
+
+
 ROWS = (
     ModelRow(
         class_name="CosmosTransformer3DModel",
         containers=("transformer_blocks",),
         config=CONFIG,
         inputs=_text_to_video_inputs,
+        video_inputs=_inputs_of_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="CosmosTransformer3DModel",

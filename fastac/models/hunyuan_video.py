@@ -1,10 +1,12 @@
 """HunyuanVideo, 1.5 and Framepack: joint attention over video and text; token refiners attend outside the blocks."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fastac.models.reading import ModelRow
+from fastac.models.videos import Compression, Video
 
 CONFIG = {
     "in_channels": 4,
@@ -66,12 +68,55 @@ def _next_section_inputs() -> dict[str, Any]:
     }
 
 
+VISION_TOKENS, GLYPH_TOKENS = 729, 256  # of SigLIP for the first frame, and of ByT5 for text within the picture
+
+
+def _patch(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    return config["patch_size_t"], config["patch_size"], config["patch_size"]
+
+
+def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
+    return {
+        "hidden_states": video.features(config["in_channels"], *video.latents(_patch(config))),
+        "timestep": video.times(torch.float32),
+        "encoder_hidden_states": video.features(video.text_tokens, config["text_embed_dim"]),
+        "encoder_attention_mask": video.text_mask(video.dtype),
+        "pooled_projections": video.features(config["pooled_projection_dim"]),
+        "guidance": torch.full((video.batch,), 6000, dtype=video.dtype),
+        "return_dict": False,
+    }
+
+
+def _default_video(config: Mapping[str, Any]) -> Video:
+    return Video(frames=129, height=720, width=1280, text_tokens=256, compression=Compression(4, 8, 8))
+
+
+def _inputs_of_text_to_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
+    """Of HunyuanVideo 1.5. Its image is zeros, by which the model knows that there is none."""
+    return {
+        "hidden_states": video.features(config["in_channels"], *video.latents(_patch(config))),
+        "timestep": video.times(video.dtype),
+        "encoder_hidden_states": video.features(video.text_tokens, config["text_embed_dim"]),
+        "encoder_attention_mask": video.text_mask(video.dtype),
+        "encoder_hidden_states_2": video.features(GLYPH_TOKENS, config["text_embed_2_dim"]),
+        "encoder_attention_mask_2": video.text_mask(video.dtype, GLYPH_TOKENS),
+        "image_embeds": torch.zeros(video.batch, VISION_TOKENS, config["image_embed_dim"], dtype=video.dtype),
+        "return_dict": False,
+    }
+
+
+def _default_text_to_video(config: Mapping[str, Any]) -> Video:
+    return Video(frames=121, height=480, width=848, text_tokens=1000, compression=Compression(4, 16, 16))
+
+
 ROWS = (
     ModelRow(
         class_name="HunyuanVideoTransformer3DModel",
         containers=DUAL_AND_SINGLE,
         config=TWO_STREAMS,
         inputs=_text_to_video_inputs,
+        video_inputs=_inputs_of_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="HunyuanVideoTransformer3DModel",
@@ -79,12 +124,16 @@ ROWS = (
         containers=DUAL_AND_SINGLE,
         config=TWO_STREAMS | {"image_condition_type": "token_replace"},
         inputs=_text_to_video_inputs,
+        video_inputs=_inputs_of_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="HunyuanVideo15Transformer3DModel",
         containers=("transformer_blocks",),
         config=CONFIG | {"text_embed_2_dim": 10, "image_embed_dim": 12},
         inputs=_image_to_video_inputs,
+        video_inputs=_inputs_of_text_to_video,
+        default_video=_default_text_to_video,
     ),
     ModelRow(
         class_name="HunyuanVideoFramepackTransformer3DModel",

@@ -1,10 +1,13 @@
 """Kandinsky 5 and 6, whose text blocks are checkpointed as well, and the super-resolution of 6, which is flex alone."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from fastac.errors import FastacError
 from fastac.models.reading import ModelRow
+from fastac.models.videos import Compression, Video
 
 CONFIG = {
     "in_visual_dim": 4,
@@ -46,12 +49,41 @@ def _super_resolution_inputs() -> dict[str, Any]:
     return {"hidden_states": torch.randn(1, 1, 16, 16, 9), "timestep": torch.tensor([500.0])}
 
 
+def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
+    """Of Kandinsky 5 with dense attention, for one text or several of one length."""
+    if config["attention_type"] != "regular":
+        raise FastacError(
+            f"video: Kandinsky 5 with attention_type {config['attention_type']!r}, which asks for a mask of blocks, is "
+            "not known here. The one that is known is 'regular'."
+        )
+    patch = tuple(config["patch_size"])
+    latents = video.latents(patch)
+    channels = config["in_visual_dim"]
+    if config["visual_cond"]:
+        channels = 2 * channels + 1  # the latents, those of the condition, and where it holds
+    return {
+        "hidden_states": video.features(*latents, channels),
+        "encoder_hidden_states": video.features(video.text_tokens, config["in_text_dim"]),
+        "pooled_projections": video.features(config["in_text_dim2"]),
+        "timestep": video.times(video.dtype),
+        "visual_rope_pos": [torch.arange(size // step) for size, step in zip(latents, patch, strict=True)],
+        "text_rope_pos": torch.arange(video.text_tokens),
+        "return_dict": False,
+    }
+
+
+def _default_video(config: Mapping[str, Any]) -> Video:
+    return Video(frames=121, height=512, width=768, text_tokens=512, compression=Compression(4, 8, 8))
+
+
 ROWS = (
     ModelRow(
         class_name="Kandinsky5Transformer3DModel",
         containers=("text_transformer_blocks", "visual_transformer_blocks"),
         config=CONFIG,
         inputs=_text_to_video_inputs,
+        video_inputs=_inputs_of_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="Kandinsky6Transformer3DModel",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastac.models.loops import LISTS, checkpointed_lists
+from fastac.models.videos import Video
 from fastac.ranks import class_name
 
 
@@ -23,6 +24,9 @@ class ModelRow:
     its keyword arguments for one call, from the standard normal distribution.
     linear: classes of the modules in its blocks that are linear attention, and have no processor that says so.
     flex: its self-attention is flex_attention, whatever backend is set, which has no backward on the CPU.
+    video_inputs: makes the keyword arguments of one call from a whole configuration, such as `model.config`, and a
+    video, as the pipeline of diffusers calls the model. default_video: the video that this pipeline makes when asked
+    for nothing else, with the compression of its VAE. Both or none of them.
     """
 
     class_name: str
@@ -32,6 +36,8 @@ class ModelRow:
     inputs: Callable[[], dict[str, Any]]
     linear: tuple[str, ...] = ()
     flex: bool = False
+    video_inputs: Callable[[Mapping[str, Any], Video], dict[str, Any]] | None = None
+    default_video: Callable[[Mapping[str, Any]], Video] | None = None
 
     @property
     def name(self) -> str:
@@ -131,11 +137,11 @@ def tiny_model(
     for name, value in inputs.items():
         kept, timed = PLACES.search(name) is not None, TIMES.search(name) is not None
         inputs[name] = _placed(value, device, None if kept else dtype, requires_grad=not kept and not timed)
-    _cast(model, dtype)
+    cast(model, dtype)
     return model.to(device), inputs
 
 
-def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """As `from_pretrained(torch_dtype=dtype)` does: what the class keeps in float32 stays so."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

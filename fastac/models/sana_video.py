@@ -1,10 +1,12 @@
 """Sana-Video and Sana-WM: linear attention over the video, which has no kernel, and softmax attention to the text."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fastac.models.reading import ModelRow
+from fastac.models.videos import Compression, Video
 
 
 def _text_to_video_inputs() -> dict[str, Any]:
@@ -30,6 +32,20 @@ def _camera_inputs() -> dict[str, Any]:
     }
 
 
+def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
+    return {
+        "hidden_states": video.features(config["in_channels"], *video.latents(tuple(config["patch_size"]))),
+        "encoder_hidden_states": video.features(video.text_tokens, config["caption_channels"]),
+        "encoder_attention_mask": video.text_mask(torch.int64),
+        "timestep": video.times(torch.int64),
+        "return_dict": False,
+    }
+
+
+def _default_video(config: Mapping[str, Any]) -> Video:
+    return Video(frames=81, height=480, width=832, text_tokens=300, compression=Compression(4, 8, 8))
+
+
 ROWS = (
     ModelRow(
         class_name="SanaVideoTransformer3DModel",
@@ -48,6 +64,8 @@ ROWS = (
             "rope_max_seq_len": 32,
         },
         inputs=_text_to_video_inputs,
+        video_inputs=_inputs_of_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="SanaWMTransformer3DModel",

@@ -1,0 +1,146 @@
+"""Configurations of whole models, without weights: those that come with fastac, of a file, or a class's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastac.errors import FastacError
+from fastac.models import MODELS
+from fastac.models.reading import ModelRow, cast, is_available
+from fastac.models.videos import Compression, Video
+
+_SHIPPED = importlib.resources.files("fastac") / "configurations"
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """A transformer as published, and the video it is asked for when nothing else is said.
+
+    config: every keyword argument of its class, with the class's defaults where the source has none. source: where the
+    figures come from.
+    """
+
+    name: str
+    row: ModelRow
+    config: Mapping[str, Any]
+    source: str
+    default: Video
+
+    @property
+    def compression(self) -> Compression:
+        """What its VAE makes of a video."""
+        return self.default.compression
+
+    @property
+    def text_tokens(self) -> int:
+        """How many tokens its pipeline pads texts to, or allows them to have."""
+        return self.default.text_tokens
+
+    def inputs(self, video: Video) -> dict[str, Any]:
+        """The keyword arguments of one call. Raises FastacError where the video does not fit the model."""
+        assert self.row.video_inputs is not None  # load() sees to it
+        return self.row.video_inputs(self.config, video)
+
+
+def shipped() -> list[str]:
+    """Names of the configurations that come with fastac."""
+    return sorted(entry.name.removesuffix(".json") for entry in _SHIPPED.iterdir() if entry.name.endswith(".json"))
+
+
+def load(name_or_path: str) -> Configuration:
+    """A configuration by the name it comes with fastac, by a class of diffusers, or of a config.json of diffusers.
+
+    Raises FastacError for anything else, with what there is.
+    """
+    known, name = _known(), name_or_path.lower()
+    if name in shipped():
+        return _of_file(name, json.loads((_SHIPPED / f"{name}.json").read_text(encoding="utf-8")))
+    if name_or_path in known:
+        row = known[name_or_path]
+        return _of_class(name_or_path, row, {}, f"the defaults of diffusers.{row.class_name}")
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise FastacError(f"configuration {name_or_path!r}: no such name, class or file. {_what_there_is()}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FastacError(f"configuration {name_or_path}: not JSON: {error}. {_what_there_is()}") from error
+    if not isinstance(content, dict) or "_class_name" not in content:
+        raise FastacError(
+            f"configuration {name_or_path}: no _class_name, as diffusers writes it into the config.json of a "
+            f"transformer. {_what_there_is()}"
+        )
+    row = _row(name_or_path, content["_class_name"])
+    return _of_class(name_or_path, row, content, name_or_path)
+
+
+def build(configuration: Configuration, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """The model, in training mode, with random weights: on whatever device and in what fake mode this is called.
+
+    As with `from_pretrained(torch_dtype=dtype)`, what the class keeps in float32 stays so.
+    """
+    model: torch.nn.Module = _model_class(configuration.row).from_config(dict(configuration.config))
+    cast(model, dtype)
+    return model.train()
+
+
+def _of_file(name: str, content: Mapping[str, Any]) -> Configuration:
+    row = _row(name, content["transformer"]["_class_name"])
+    found = _of_class(name, row, content["transformer"], content["source"])
+    compression = Compression(**content["compression"])
+    video = dataclasses.replace(
+        found.default, **content["default"], text_tokens=content["text_tokens"], compression=compression
+    )
+    return dataclasses.replace(found, default=video)
+
+
+def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str) -> Configuration:
+    config = _defaults(row) | {key: value for key, value in content.items() if not key.startswith("_")}
+    missing = [key for key in ("in_channels", "patch_size", "caption_channels") if key in config and not config[key]]
+    if missing:
+        raise FastacError(
+            f"configuration {name}: {row.class_name} has no {', '.join(missing)} of its own. Name a config.json."
+        )
+    assert row.default_video is not None  # it comes with video_inputs
+    return Configuration(name, row, config, source, row.default_video(config))
+
+
+def _known() -> dict[str, ModelRow]:
+    return {
+        name: row for name, row in MODELS.items() if name == row.class_name and row.video_inputs and is_available(row)
+    }
+
+
+def _defaults(row: ModelRow) -> dict[str, Any]:
+    parameters = list(inspect.signature(_model_class(row).__init__).parameters.values())
+    return {parameter.name: parameter.default for parameter in parameters[1:]}
+
+
+def _model_class(row: ModelRow) -> Any:
+    import diffusers
+
+    return getattr(diffusers, row.class_name)
+
+
+def _row(name: str, class_name: object) -> ModelRow:
+    known = _known()
+    if not isinstance(class_name, str) or class_name not in known:
+        raise FastacError(
+            f"configuration {name}: how the inputs of {class_name} follow from a video is not known. {_what_there_is()}"
+        )
+    return known[class_name]
+
+
+def _what_there_is() -> str:
+    return (
+        f"There are {', '.join(shipped())}; the classes {', '.join(_known())}; and the path of a config.json of one of "
+        "these classes."
+    )

@@ -1,0 +1,106 @@
+"""Sizes of a video, and of the latents its VAE makes of it: what the inputs of a transformer follow from.
+
+Tensors are made plainly, on the CPU: under FakeTensorMode they cost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from fastac.errors import FastacError
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """How many frames, rows and columns of pixels one of the latents stands for.
+
+    first_alone: the first frame has a latent frame of its own, so that videos have k * frames + 1 frames.
+    """
+
+    frames: int
+    height: int
+    width: int
+    first_alone: bool = True
+
+    def __post_init__(self) -> None:
+        _require_positive("compression", self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Video:
+    """Videos for one call of a transformer. frames, height, width: of one of them, in pixels; dtype: of its features.
+
+    Raises FastacError where a number is not positive or the dtype is no floating-point one. Whether the sizes fit
+    turns out in `latents`, for it depends on the patches of the transformer.
+    """
+
+    frames: int
+    height: int
+    width: int
+    batch: int = 1
+    text_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    compression: Compression
+
+    def __post_init__(self) -> None:
+        _require_positive("video", self)
+        if not self.dtype.is_floating_point:
+            raise FastacError(f"video: dtype {self.dtype} is no floating-point type. Use torch.bfloat16 or another.")
+
+    @property
+    def latent_size(self) -> tuple[int, int, int]:
+        """Frames, height and width of its latents."""
+        return self.latents()
+
+    def latents(self, patch: tuple[int, int, int] = (1, 1, 1)) -> tuple[int, int, int]:
+        """Frames, height and width of its latents, which a transformer reads in patches of so many of them.
+
+        Raises FastacError where they do not come out even; diffusers would round most of them down and go on.
+        """
+        frames, height, width = self.compression.frames, self.compression.height, self.compression.width
+        return (
+            _latents("frames", self.frames, frames, patch[0], int(self.compression.first_alone)),
+            _latents("height", self.height, height, patch[1]),
+            _latents("width", self.width, width, patch[2]),
+        )
+
+    def tokens(self, patch: tuple[int, int, int]) -> int:
+        """How many patches its latents have: the tokens of one video."""
+        latents = self.latents(patch)
+        return (latents[0] // patch[0]) * (latents[1] // patch[1]) * (latents[2] // patch[2])
+
+    def features(self, *shape: int) -> torch.Tensor:
+        """Features of a batch, from the standard normal distribution: batch x shape."""
+        return torch.randn(self.batch, *shape, dtype=self.dtype)
+
+    def times(self, dtype: torch.dtype) -> torch.Tensor:
+        """A timestep for each video, from 0 to 1000."""
+        return torch.full((self.batch,), 500, dtype=dtype)
+
+    def text_mask(self, dtype: torch.dtype, tokens: int | None = None) -> torch.Tensor:
+        """Which tokens of the texts are valid: all. batch x tokens"""
+        return torch.ones(self.batch, tokens or self.text_tokens, dtype=dtype)
+
+
+def _latents(name: str, asked: int, compression: int, patch: int, first: int = 0) -> int:
+    """Latents of so many frames, rows or columns. first: how many of the frames have a latent frame of their own."""
+    step = compression * patch
+    offset = 1 + step - compression if first else 0  # frames of the smallest video: patches count the first one, too
+    if (asked - offset) % step == 0:
+        return (asked - first) // compression + first
+    below = (asked - offset) // step * step + offset
+    near = " or ".join(str(size) for size in (below, below + step) if size > 0)
+    rule = f"a multiple of {step}" + (f", plus {offset}" if offset else "")
+    raise FastacError(
+        f"video: {name} {asked} is not {rule}, which the compression of the VAE and the patches of the transformer "
+        f"ask for. Use {near}."
+    )
+
+
+def _require_positive(what: str, sizes: Compression | Video) -> None:
+    for field in dataclasses.fields(sizes):
+        value = getattr(sizes, field.name)
+        if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise FastacError(f"{what}: {field.name} is {value!r}. Use a whole number from 1 on.")
