@@ -1,0 +1,241 @@
+"""The public configurations that come with fastac, and those that are read from elsewhere: figures, shapes, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastac.errors import FastacError
+from fastac.models import MODELS
+from fastac.models.configurations import Configuration, build, load, shipped
+from fastac.models.videos import Compression
+
+# Parameters counted with diffusers 0.42.1; the second figure, in billions, is what the model is published as.
+PARAMETERS = {
+    "cogvideox-2b": (1_693_783_872, 2),
+    "cogvideox-5b": (5_570_283_072, 5),
+    "hunyuanvideo": (12_821_012_544, 13),
+    "ltx-video-2b": (1_923_385_472, 2),
+    "mochi-1": (10_027_677_744, 10),
+    "wan2.1-t2v-1.3b": (1_418_996_800, 1.3),
+    "wan2.1-t2v-14b": (14_288_491_584, 14),
+    "wan2.2-ti2v-5b": (4_999_787_712, 5),
+}
+
+# Frames, rows and columns of patches of the default video, worked out by hand from the sizes of the sources.
+PATCHES = {
+    "cogvideox-2b": (13, 30, 45),
+    "cogvideox-5b": (13, 30, 45),
+    "hunyuanvideo": (33, 45, 80),
+    "ltx-video-2b": (21, 16, 22),
+    "mochi-1": (28, 30, 53),
+    "wan2.1-t2v-1.3b": (21, 30, 52),
+    "wan2.1-t2v-14b": (21, 45, 80),
+    "wan2.2-ti2v-5b": (31, 22, 40),
+}
+
+
+class AllValid(TorchDispatchMode):
+    """Answers where a mask is not zero as if it were so nowhere: a fake tensor can not tell, and Mochi asks for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default:
+            return args[0].new_zeros((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def warnings_of_diffusers(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What diffusers logs: its logger keeps that to itself."""
+    logger = diffusers.utils.logging.get_logger("diffusers")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def test_all_are_known_here() -> None:
+    assert shipped() == sorted(PARAMETERS) == sorted(PATCHES)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters(name: str, warnings_of_diffusers: pytest.LogCaptureFixture) -> None:
+    configuration = load(name)
+    with torch.device("meta"):
+        model = build(configuration)
+    count, billions = PARAMETERS[name]
+    assert type(model).__name__ == configuration.row.class_name
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert count / 1e9 == pytest.approx(billions, rel=0.16)  # 2B is the name of 1.69
+    assert not warnings_of_diffusers.records
+
+
+def test_unknown_keys_would_be_seen(warnings_of_diffusers: pytest.LogCaptureFixture) -> None:
+    """What the test above relies on: diffusers warns about a key that its class does not take."""
+    configuration = load("wan2.1-t2v-1.3b")
+    config = {**configuration.config, "num_layers": 1, "ffn_dimension": 8960}
+    with torch.device("meta"):
+        build(dataclasses.replace(configuration, config=config))
+    assert any("ffn_dimension" in record.getMessage() for record in warnings_of_diffusers.records)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_files(name: str) -> None:
+    """A file says all it should, nothing else, and where its figures were found."""
+    path = Path(__file__).resolve().parents[2] / "fastac" / "configurations" / f"{name}.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert set(content) == {"source", "transformer", "compression", "text_tokens", "default"}
+    assert set(content["compression"]) == set(content["default"]) == {"frames", "height", "width"}
+    assert content["source"].startswith("huggingface/diffusers scripts/convert_")
+    configuration = load(name)
+    given = {key: value for key, value in content["transformer"].items() if not key.startswith("_")}
+    assert given.items() <= dict(configuration.config).items()
+    assert configuration.source == content["source"]
+    assert configuration.text_tokens == content["text_tokens"]
+    assert configuration.compression == Compression(**content["compression"])
+    # what the class alone would have it be is the same, so that a config.json of the same model is read as it is
+    assert configuration.row.default_video is not None
+    assert configuration.compression == configuration.row.default_video(configuration.config).compression
+
+
+def two_layers(configuration: Configuration) -> Configuration:
+    layers = {key: 2 for key in ("num_layers", "num_single_layers") if key in configuration.config}
+    return dataclasses.replace(configuration, config={**configuration.config, **layers})
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_forward_of_two_layers(name: str) -> None:
+    configuration = two_layers(load(name))
+    video = configuration.default
+    frames, rows, columns = PATCHES[name]
+    seen: list[torch.Tensor] = []
+
+    def look(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    with FakeTensorMode(), AllValid(), torch.no_grad():
+        model = build(configuration, video.dtype)
+        blocks = model.get_submodule(configuration.row.containers[0])
+        handle = blocks[0].register_forward_pre_hook(look, with_kwargs=True)  # type: ignore[index,operator]
+        inputs = configuration.inputs(video)
+        (outputs,) = model(**inputs)
+        handle.remove()
+    assert outputs.shape == inputs["hidden_states"].shape
+    assert outputs.dtype == torch.bfloat16
+    assert seen[0].shape[:2] == (1, frames * rows * columns)
+
+
+def test_the_video_of_the_goal() -> None:
+    configuration = load("wan2.1-t2v-1.3b")
+    video = dataclasses.replace(configuration.default, frames=77, height=720, width=1280)
+    with FakeTensorMode():
+        inputs = configuration.inputs(video)
+    assert inputs["hidden_states"].shape == (1, 16, 20, 90, 160)
+    assert inputs["encoder_hidden_states"].shape == (1, 512, 4096)
+    assert inputs["timestep"].shape == (1,)
+    assert video.tokens((1, 2, 2)) == 72_000
+
+
+def test_timesteps_of_the_5b_model_are_those_of_its_tokens() -> None:
+    configuration = load("wan2.2-ti2v-5b")
+    with FakeTensorMode():
+        inputs = configuration.inputs(configuration.default)
+    assert inputs["timestep"].shape == (1, 31 * 22 * 40)
+
+
+def test_names_in_any_case() -> None:
+    assert load("Wan2.1-T2V-1.3B") == load("wan2.1-t2v-1.3b")
+
+
+def test_a_class_has_its_defaults() -> None:
+    configuration = load("WanTransformer3DModel")
+    published = load("wan2.1-t2v-14b")
+    assert configuration.row is MODELS["WanTransformer3DModel"]
+    assert configuration.config == {**published.config, "patch_size": (1, 2, 2)}
+    assert configuration.compression == Compression(4, 8, 8)
+    assert configuration.name == "WanTransformer3DModel"
+    assert "diffusers.WanTransformer3DModel" in configuration.source
+
+
+CLASSES = sorted({row.class_name for row in MODELS.values() if row.video_inputs is not None})
+
+
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_every_class(class_name: str) -> None:
+    if class_name in {"LatteTransformer3DModel", "EasyAnimateTransformer3DModel"}:
+        with pytest.raises(FastacError, match="no in_channels, patch_size"):
+            load(class_name)
+        return
+    configuration = load(class_name)
+    with FakeTensorMode():
+        inputs = configuration.inputs(configuration.default)
+        assert set(inputs) >= {"hidden_states", "timestep", "encoder_hidden_states", "return_dict"}
+
+
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_what_diffusers_writes(class_name: str, tmp_path: Path) -> None:
+    """The config.json that a model saves is read, and what it says is what is built."""
+    model = getattr(diffusers, class_name)(**MODELS[class_name].config)
+    model.save_config(tmp_path)
+    configuration = load(str(tmp_path / "config.json"))
+    assert configuration.row is MODELS[class_name]
+    assert configuration.source == str(tmp_path / "config.json")
+    rebuilt = build(configuration)
+    assert rebuilt.training
+    assert {name: tensor.shape for name, tensor in rebuilt.state_dict().items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
+
+
+def test_a_configuration_of_the_5b_model_is_known_by_its_channels(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"_class_name": "WanTransformer3DModel", "in_channels": 48}))
+    assert load(str(path)).compression == load("wan2.2-ti2v-5b").compression == Compression(4, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        (b"\xff\xfe{", "not JSON"),
+        ("[1]", "no _class_name"),
+        ("{}", "no _class_name"),
+        ('{"_class_name": "FluxTransformer2DModel"}', "inputs of FluxTransformer2DModel .* not known"),
+        ('{"_class_name": "HeliosTransformer3DModel"}', "inputs of HeliosTransformer3DModel .* not known"),
+        ('{"_class_name": ["Wan"]}', "inputs of .* not known"),
+    ],
+)
+def test_files_that_are_none(content: str | bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(FastacError, match=message) as raised:
+        load(str(path))
+    assert str(path) in str(raised.value)
+    assert "wan2.1-t2v-1.3b" in str(raised.value)
+    assert "MochiTransformer3DModel" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["wan", "", ".", "nowhere/config.json", "HeliosTransformer3DModel", "WanTransformer3DModel:i2v", "../__init__.py"],
+)
+def test_names_that_are_none(name: str) -> None:
+    with pytest.raises(FastacError, match="no such name, class or file") as raised:
+        load(name)
+    assert "hunyuanvideo" in str(raised.value)
+    assert "LTXVideoTransformer3DModel" in str(raised.value)
+
+
+def test_video_that_does_not_fit() -> None:
+    configuration = load("wan2.2-ti2v-5b")
+    video = dataclasses.replace(configuration.default, height=720)
+    with pytest.raises(FastacError, match=r"height 720 .* Use 704 or 736"):
+        configuration.inputs(video)

@@ -1,0 +1,469 @@
+"""What a transformer is called with for a video: it runs, has the tokens the video says, and is what pipelines pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from fastac.errors import FastacError
+from fastac.models import MODELS, ModelRow
+from fastac.models.videos import Compression, Video
+
+ROWS = {name: row for name, row in MODELS.items() if row.video_inputs is not None}
+
+LARGER = {
+    "AllegroTransformer3DModel": {"attention_head_dim": 12, "cross_attention_dim": 24},
+    "CosmosTransformer3DModel": {"max_size": (8, 32, 32)},
+}
+"""Where the tiny configuration is too small: heads for the positions that the pipeline passes, positions for frames."""
+
+
+def model_for(row: ModelRow, frames: int, **changes: Any) -> torch.nn.Module:
+    """A tiny model of a row, with positions for so many frames."""
+    config = dict(row.config) | LARGER.get(row.class_name, {}) | changes
+    if "video_length" in config:
+        config["video_length"] = frames
+    torch.manual_seed(0)
+    model: torch.nn.Module = getattr(diffusers, row.class_name)(**config)
+    return model.eval()
+
+
+def small(row: ModelRow, config: Any, latents: tuple[int, int, int], **changes: Any) -> Video:
+    """A video of a row with so many latents."""
+    assert row.default_video is not None
+    video = row.default_video(config)
+    first, scale = int(video.compression.first_alone), video.compression
+    return dataclasses.replace(
+        video,
+        frames=(latents[0] - first) * scale.frames + first,
+        height=latents[1] * scale.height,
+        width=latents[2] * scale.width,
+        **({"dtype": torch.float32} | changes),
+    )
+
+
+def inputs_of(row: ModelRow, model: torch.nn.Module, video: Video) -> dict[str, Any]:
+    assert row.video_inputs is not None
+    return row.video_inputs(model.config, video)
+
+
+def tokens_in_blocks(row: ModelRow, model: torch.nn.Module, video: Video) -> int:
+    """Tokens of one video in what the first block over videos gets, when the model is really run."""
+    (name, *_) = (name for name in row.containers if "text" not in name)
+    seen: list[torch.Tensor] = []
+
+    def look(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    handle = model.get_submodule(name)[0].register_forward_pre_hook(look, with_kwargs=True)  # type: ignore[index,operator]
+    with torch.no_grad():
+        outputs = model(**inputs_of(row, model, video))
+    handle.remove()
+    assert isinstance(outputs, (tuple, torch.Tensor))  # return_dict=False
+    return seen[0].numel() // seen[0].shape[-1] // video.batch
+
+
+def patch_of(config: Any) -> tuple[int, int, int]:
+    """The patches of a model, read from its configuration alone."""
+    patch = config["patch_size"]
+    return (config.get("patch_size_t") or 1, patch, patch) if isinstance(patch, int) else tuple(patch)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_tokens_are_those_of_the_video(name: str) -> None:
+    row = ROWS[name]
+    found = {}
+    for latents in [(4, 8, 12), (8, 8, 12), (4, 16, 12), (4, 8, 24)]:
+        model = model_for(row, latents[0])
+        patch = patch_of(model.config)
+        found[latents] = tokens_in_blocks(row, model, small(row, model.config, latents))
+        expected = (latents[0] // patch[0]) * (latents[1] // patch[1]) * (latents[2] // patch[2])
+        assert found[latents] == expected, latents
+    first, *others = found.values()
+    assert others == [2 * first] * 3
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_batch_and_dtype(name: str) -> None:
+    row = ROWS[name]
+    model = model_for(row, 4)
+    one = inputs_of(row, model, small(row, model.config, (4, 8, 8), dtype=torch.bfloat16))
+    assert one["hidden_states"].shape[0] == 1
+    assert one["hidden_states"].dtype == one["encoder_hidden_states"].dtype == torch.bfloat16
+    two = small(row, model.config, (4, 8, 8), batch=2)
+    assert tokens_in_blocks(row, model, two) == tokens_in_blocks(row, model, small(row, model.config, (4, 8, 8)))
+    text = inputs_of(row, model, two)["encoder_hidden_states"]
+    assert (text.shape[0], text.shape[-2]) == (2, two.text_tokens)
+
+
+class Called(Exception):  # noqa: N818 nothing went wrong
+    """What a pipeline calls its transformer with; the rest of it need not run."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def call_of(pipeline: Any, **arguments: Any) -> dict[str, Any]:
+    """The arguments of the first call of a pipeline's transformer, by name, but for those that are None."""
+
+    def look(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise Called(dict(zip(("hidden_states", "timestep"), args, strict=False)) | kwargs)
+
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.transformer.register_forward_pre_hook(look, with_kwargs=True)
+    with pytest.raises(Called) as called:
+        pipeline(num_inference_steps=2, output_type="latent", **arguments)
+    return {name: value for name, value in called.value.arguments.items() if value is not None}
+
+
+def size_of(video: Video) -> dict[str, int]:
+    return {"height": video.height, "width": video.width, "num_frames": video.frames}
+
+
+def text_of(video: Video, width: int) -> torch.Tensor:
+    return torch.randn(1, video.text_tokens, width, dtype=video.dtype)
+
+
+def wan(model: Any, video: Video, expand_timesteps: bool = False) -> dict[str, Any]:
+    pipeline = diffusers.WanPipeline(
+        None, None, None, diffusers.UniPCMultistepScheduler(), model, expand_timesteps=expand_timesteps
+    )
+    return call_of(pipeline, prompt_embeds=text_of(video, 16), guidance_scale=1.0, **size_of(video))
+
+
+def wan_5b(model: Any, video: Video) -> dict[str, Any]:
+    return wan(model, video, expand_timesteps=True)
+
+
+def skyreels(model: Any, video: Video) -> dict[str, Any]:
+    pipeline = diffusers.SkyReelsV2Pipeline(None, None, model, None, diffusers.UniPCMultistepScheduler())
+    return call_of(pipeline, prompt_embeds=text_of(video, 16), guidance_scale=1.0, **size_of(video))
+
+
+def hunyuan_video(model: Any, video: Video) -> dict[str, Any]:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = diffusers.HunyuanVideoPipeline(None, None, model, None, scheduler, None, None)
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 16),
+        pooled_prompt_embeds=torch.randn(1, 8, dtype=video.dtype),
+        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
+        **size_of(video),
+    )
+
+
+class Sizes(types.SimpleNamespace):
+    """What a pipeline reads of a VAE before it decodes, and of a text encoder that it does not run."""
+
+
+def hunyuan_video_15(model: Any, video: Video) -> dict[str, Any]:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    guider = diffusers.ClassifierFreeGuidance(guidance_scale=1.0)
+    config = types.SimpleNamespace(latent_channels=4)
+    vae = Sizes(config=config, temporal_compression_ratio=4, spatial_compression_ratio=16)
+    pipeline = diffusers.HunyuanVideo15Pipeline(None, None, model, vae, scheduler, None, None, guider)
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 16),
+        prompt_embeds_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
+        prompt_embeds_2=torch.randn(1, 256, 10, dtype=video.dtype),
+        prompt_embeds_mask_2=torch.ones(1, 256, dtype=torch.int64),
+        **size_of(video),
+    )
+
+
+def ltx(model: Any, video: Video) -> dict[str, Any]:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    pipeline = diffusers.LTXPipeline(scheduler, None, None, None, model)
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 16),
+        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.bool),
+        guidance_scale=1.0,
+        **size_of(video),
+    )
+
+
+class Connectors(Sizes):
+    """LTX-2's modules between text encoder and transformer, which leave the text as it is here."""
+
+    def __call__(self, text: torch.Tensor, mask: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        return text, text, mask
+
+
+def ltx_2(model: Any, video: Video) -> dict[str, Any]:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    pipeline = diffusers.LTX2Pipeline(scheduler, None, None, Sizes(dtype=video.dtype), None, Connectors(), model, None)
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 16),
+        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
+        guidance_scale=1.0,
+        audio_guidance_scale=1.0,
+        **size_of(video),
+    )
+
+
+class Checker(Sizes):
+    """In place of the guard model that Cosmos has look at texts, which is a package of its own."""
+
+    def to(self, device: object) -> None:
+        """Nothing to be moved."""
+
+    def check_text_safety(self, text: str) -> bool:
+        """Every text passes."""
+        return True
+
+
+def cosmos(model: Any, video: Video) -> dict[str, Any]:
+    pipeline = diffusers.CosmosTextToWorldPipeline(
+        None, None, model, None, diffusers.EDMEulerScheduler(sigma_schedule="karras"), Checker()
+    )
+    return call_of(pipeline, prompt_embeds=text_of(video, 16), guidance_scale=1.0, **size_of(video))
+
+
+def cogvideox(model: Any, video: Video) -> dict[str, Any]:
+    pipeline = diffusers.CogVideoXPipeline(None, None, None, model, diffusers.CogVideoXDDIMScheduler())
+    return call_of(pipeline, prompt_embeds=text_of(video, 8), guidance_scale=1.0, **size_of(video))
+
+
+def mochi(model: Any, video: Video) -> dict[str, Any]:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    pipeline = diffusers.MochiPipeline(scheduler, None, None, None, model)
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 16),
+        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.bool),
+        guidance_scale=1.0,
+        **size_of(video),
+    )
+
+
+def allegro(model: Any, video: Video) -> dict[str, Any]:
+    scheduler = diffusers.EulerAncestralDiscreteScheduler()
+    pipeline = diffusers.AllegroPipeline(None, None, None, model, scheduler)
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 8),
+        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
+        guidance_scale=1.0,
+        **size_of(video),
+    )
+
+
+def latte(model: Any, video: Video) -> dict[str, Any]:
+    pipeline = diffusers.LattePipeline(None, None, None, model, diffusers.DDIMScheduler())
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 8),
+        negative_prompt="",
+        guidance_scale=1.0,
+        clean_caption=False,
+        mask_feature=False,
+        height=video.height,
+        width=video.width,
+        video_length=video.frames,
+    )
+
+
+def easyanimate(model: Any, video: Video) -> dict[str, Any]:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = diffusers.EasyAnimatePipeline(None, None, None, model, scheduler)
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 16),
+        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
+        guidance_scale=1.0,
+        **size_of(video),
+    )
+
+
+def sana_video(model: Any, video: Video) -> dict[str, Any]:
+    pipeline = diffusers.SanaVideoPipeline(None, None, None, model, diffusers.DPMSolverMultistepScheduler())
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 16),
+        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
+        guidance_scale=1.0,
+        use_resolution_binning=False,
+        height=video.height,
+        width=video.width,
+        frames=video.frames,
+    )
+
+
+def kandinsky_5(model: Any, video: Video) -> dict[str, Any]:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = diffusers.Kandinsky5T2VPipeline(model, None, None, None, None, None, scheduler)
+    return call_of(
+        pipeline,
+        prompt_embeds_qwen=text_of(video, 24),
+        prompt_embeds_clip=torch.randn(1, 8, dtype=video.dtype),
+        prompt_cu_seqlens=torch.tensor([0, video.text_tokens], dtype=torch.int32),
+        guidance_scale=1.0,
+        **size_of(video),
+    )
+
+
+ROTARY_HEADS = {"attention_head_dim": 16}  # the fewest whose quarter and three eighths are even numbers
+Pipeline = Callable[[Any, Video], dict[str, Any]]
+PIPELINES: dict[str, tuple[str, Pipeline, dict[str, Any]]] = {
+    "wan": ("WanTransformer3DModel", wan, {}),
+    "wan 5b": ("WanTransformer3DModel", wan_5b, {"in_channels": 48, "out_channels": 48}),
+    "skyreels": ("SkyReelsV2Transformer3DModel", skyreels, {}),
+    "hunyuan video": ("HunyuanVideoTransformer3DModel", hunyuan_video, {}),
+    "hunyuan video 1.5": ("HunyuanVideo15Transformer3DModel", hunyuan_video_15, {"in_channels": 9}),
+    "ltx": ("LTXVideoTransformer3DModel", ltx, {}),
+    "ltx 2": ("LTX2VideoTransformer3DModel", ltx_2, {"audio_in_channels": 128}),
+    "cosmos": ("CosmosTransformer3DModel", cosmos, {}),
+    "cogvideox 2b": ("CogVideoXTransformer3DModel", cogvideox, {}),
+    "cogvideox 5b": (
+        "CogVideoXTransformer3DModel",
+        cogvideox,
+        ROTARY_HEADS | {"use_rotary_positional_embeddings": True},
+    ),
+    "cogvideox 1.5": (
+        "CogVideoXTransformer3DModel:1.5",
+        cogvideox,
+        ROTARY_HEADS | {"sample_height": 24, "sample_width": 24},
+    ),
+    "mochi": ("MochiTransformer3DModel", mochi, {}),
+    "allegro": ("AllegroTransformer3DModel", allegro, {}),
+    "latte": ("LatteTransformer3DModel", latte, {}),
+    "easyanimate": ("EasyAnimateTransformer3DModel", easyanimate, {}),
+    "sana video": ("SanaVideoTransformer3DModel", sana_video, {}),
+    "kandinsky 5": ("Kandinsky5Transformer3DModel", kandinsky_5, {}),
+}
+NOT_INPUTS = {
+    *("attention_kwargs", "return_dict"),
+    "scale_factor",  # Kandinsky 5 stretches positions by it, which shapes nothing
+    *("video_coords", "audio_coords"),  # LTX-2 works them out where it is given none
+    *("isolate_modalities", "use_cross_timestep"),  # of LTX-2, switched off
+    "padding_mask",  # the tiny Cosmos reads none
+}
+
+
+def shapes(value: Any) -> Any:
+    """What a value is but for its numbers: shapes and dtypes of tensors, in lists of any depth, and all else."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (list, tuple)):
+        return [shapes(inner) for inner in value]
+    return value
+
+
+@pytest.mark.parametrize("latents", [(4, 8, 12), (3, 12, 8)], ids=str)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_inputs_are_those_of_the_pipeline(name: str, latents: tuple[int, int, int]) -> None:
+    row_name, call, changes = PIPELINES[name]
+    row = ROWS[row_name]
+    model = model_for(row, latents[0], **changes).to(torch.bfloat16)
+    video = small(row, model.config, latents, dtype=torch.bfloat16)
+    if name == "wan 5b":  # a pipeline without VAE takes it for that of Wan 2.1
+        video = dataclasses.replace(video, compression=Compression(4, 8, 8))
+    ours = inputs_of(row, model, video)
+    theirs = call(model, video)
+    for arguments in (ours, theirs):
+        for argument in NOT_INPUTS & arguments.keys():
+            del arguments[argument]
+    assert {key: shapes(value) for key, value in ours.items()} == {key: shapes(value) for key, value in theirs.items()}
+
+
+WAN = {"text_tokens": 512, "compression": Compression(4, 8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "compression", "latents"),
+    [
+        (77, 720, 1280, Compression(4, 8, 8), (20, 90, 160)),  # Wan 2.1
+        (121, 704, 1280, Compression(4, 16, 16), (31, 44, 80)),  # Wan 2.2 TI2V 5B
+        (163, 480, 848, Compression(6, 8, 8), (28, 60, 106)),  # Mochi
+        (161, 512, 704, Compression(8, 32, 32), (21, 16, 22)),  # LTX-Video
+        (88, 720, 1280, Compression(4, 8, 8, first_alone=False), (22, 90, 160)),  # Allegro
+        (1, 64, 64, Compression(4, 8, 8), (1, 8, 8)),
+    ],
+    ids=str,
+)
+def test_latents(frames: int, height: int, width: int, compression: Compression, latents: tuple[int, int, int]) -> None:
+    video = Video(frames=frames, height=height, width=width, text_tokens=1, compression=compression)
+    assert video.latent_size == latents
+    assert video.tokens((1, 2, 2)) == latents[0] * (latents[1] // 2) * (latents[2] // 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "patch", "message"),
+    [
+        ({"frames": 80}, (1, 2, 2), r"frames 80 is not a multiple of 4, plus 1.* Use 77 or 81\."),
+        ({"frames": 2}, (1, 2, 2), r"Use 1 or 5\."),
+        ({"frames": 81}, (2, 2, 2), r"frames 81 is not a multiple of 8, plus 5.* Use 77 or 85\."),
+        ({"frames": 3}, (2, 2, 2), r"Use 5\."),
+        ({"height": 712}, (1, 2, 2), r"height 712 is not a multiple of 16.* Use 704 or 720\."),
+        ({"width": 4}, (1, 2, 2), r"width 4 is not a multiple of 16.* Use 16\."),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit(sizes: dict[str, int], patch: tuple[int, int, int], message: str) -> None:
+    video = Video(**({"frames": 77, "height": 720, "width": 1280} | WAN | sizes))  # type: ignore[arg-type]
+    with pytest.raises(FastacError, match=message):
+        video.latents(patch)
+    with pytest.raises(FastacError, match=message):
+        video.tokens(patch)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("frames", 0), ("height", -8), ("width", 8.0), ("batch", True), ("text_tokens", 0), ("dtype", torch.int64)],
+)
+def test_videos_that_are_none(field: str, value: Any) -> None:
+    with pytest.raises(FastacError, match=f"video: {field} "):
+        Video(**({"frames": 1, "height": 8, "width": 8} | WAN | {field: value}))
+
+
+def test_a_compression_of_nothing() -> None:
+    with pytest.raises(FastacError, match="compression: frames is 0"):
+        Compression(0, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "sizes", "message"),
+    [
+        ("WanTransformer3DModel:i2v", {}, {"text_tokens": 226}, "Use 512"),
+        ("WanTransformer3DModel", {}, {"height": 72}, "Use 64 or 80"),
+        ("CogVideoXTransformer3DModel", {}, {"text_tokens": 9}, "Use 8"),
+        ("LatteTransformer3DModel", {}, {"frames": 3}, "positions for 2"),
+        ("CosmosTransformer3DModel", {"extra_pos_embed_type": None}, {}, "Cosmos 1 alone"),
+        ("SkyReelsV2Transformer3DModel", {"inject_sample_info": True}, {}, "diffusion forcing"),
+        ("Kandinsky5Transformer3DModel", {"attention_type": "nabla"}, {}, "'nabla'"),
+    ],
+)
+def test_what_a_model_refuses(name: str, config: dict[str, Any], sizes: dict[str, int], message: str) -> None:
+    row = ROWS[name]
+    config = dict(model_for(row, 2).config) | config
+    assert row.video_inputs is not None
+    video = small(row, config, (2, 8, 8))
+    if not sizes:
+        assert row.video_inputs({**config, **dict(model_for(row, 2).config)}, video)
+    else:
+        assert row.video_inputs(config, video)
+    with pytest.raises(FastacError, match=message):
+        row.video_inputs(config, dataclasses.replace(video, **sizes))
+
+
+def test_first_and_last_frame() -> None:
+    """With positions for two images, Wan takes their tokens as two members of the batch."""
+    row = ROWS["WanTransformer3DModel:i2v"]
+    model = model_for(row, 2, pos_embed_seq_len=2 * 257)
+    video = small(row, model.config, (2, 8, 8))
+    assert inputs_of(row, model, video)["encoder_hidden_states_image"].shape == (2, 257, 16)
+    assert tokens_in_blocks(row, model, video) == 2 * 4 * 4
+
+
+def test_rows_have_both_or_none() -> None:
+    assert all((row.video_inputs is None) == (row.default_video is None) for row in MODELS.values())
