@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -75,16 +74,10 @@ def fake_model(configuration: Configuration, dtype: torch.dtype, lora: int = 0) 
     lora: the rank of LoRA weights, which are trained alone. Raises FastacError where peft is not installed.
     """
     with torch_internals.fake_mode():
-        model: Any = build(configuration)
-        kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-        for name, module in model.named_modules():
-            for own, tensor in module._parameters.items():
-                if tensor is not None and tensor.is_floating_point() and kept.isdisjoint([*name.split("."), own]):
-                    module._parameters[own] = torch.nn.Parameter(tensor.detach().to(dtype))
+        model = build(configuration, dtype)
         if lora:
             add_lora(model, lora)
-        found: torch.nn.Module = model
-    return found
+    return model
 
 
 class _Search:

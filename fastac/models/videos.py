@@ -60,11 +60,10 @@ class Video:
         Raises FastacError where they do not come out even; diffusers would round most of them down and go on.
         """
         frames, height, width = self.compression.frames, self.compression.height, self.compression.width
-        first = int(self.compression.first_alone)
         return (
-            (_even("frames", self.frames - first, frames, patch[0], first) + first),
-            _even("height", self.height, height, patch[1]),
-            _even("width", self.width, width, patch[2]),
+            _latents("frames", self.frames, frames, patch[0], int(self.compression.first_alone)),
+            _latents("height", self.height, height, patch[1]),
+            _latents("width", self.width, width, patch[2]),
         )
 
     def tokens(self, patch: tuple[int, int, int]) -> int:
@@ -85,17 +84,12 @@ class Video:
         return torch.ones(self.batch, tokens or self.text_tokens, dtype=dtype)
 
 
-def _even(name: str, pixels: int, compression: int, patch: int, first: int = 0) -> int:
-    """Latents of so many pixels, and of a first frame besides."""
-    if first:  # patches of frames count it, too
-        if pixels % compression == 0 and (pixels // compression + 1) % patch == 0:
-            return pixels // compression
-        offset, step = 1 + compression * (patch - 1), compression * patch
-    else:
-        if pixels % (compression * patch) == 0:
-            return pixels // compression
-        offset, step = 0, compression * patch
-    asked = pixels + first
+def _latents(name: str, asked: int, compression: int, patch: int, first: int = 0) -> int:
+    """Latents of so many frames, rows or columns. first: how many of the frames have a latent frame of their own."""
+    step = compression * patch
+    offset = 1 + step - compression if first else 0  # frames of the smallest video: patches count the first one, too
+    if (asked - offset) % step == 0:
+        return (asked - first) // compression + first
     below = (asked - offset) // step * step + offset
     near = " or ".join(str(size) for size in (below, below + step) if size > 0)
     rule = f"a multiple of {step}" + (f", plus {offset}" if offset else "")

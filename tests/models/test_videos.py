@@ -160,7 +160,7 @@ def hunyuan_video(model: Any, video: Video) -> dict[str, Any]:
 
 
 class Sizes(types.SimpleNamespace):
-    """What of a VAE a pipeline reads before it decodes."""
+    """What a pipeline reads of a VAE before it decodes, and of a text encoder that it does not run."""
 
 
 def hunyuan_video_15(model: Any, video: Video) -> dict[str, Any]:
@@ -189,6 +189,44 @@ def ltx(model: Any, video: Video) -> dict[str, Any]:
         guidance_scale=1.0,
         **size_of(video),
     )
+
+
+class Connectors(Sizes):
+    """LTX-2's modules between text encoder and transformer, which leave the text as it is here."""
+
+    def __call__(self, text: torch.Tensor, mask: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        return text, text, mask
+
+
+def ltx_2(model: Any, video: Video) -> dict[str, Any]:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    pipeline = diffusers.LTX2Pipeline(scheduler, None, None, Sizes(dtype=video.dtype), None, Connectors(), model, None)
+    return call_of(
+        pipeline,
+        prompt_embeds=text_of(video, 16),
+        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
+        guidance_scale=1.0,
+        audio_guidance_scale=1.0,
+        **size_of(video),
+    )
+
+
+class Checker(Sizes):
+    """In place of the guard model that Cosmos has look at texts, which is a package of its own."""
+
+    def to(self, device: object) -> None:
+        """Nothing to be moved."""
+
+    def check_text_safety(self, text: str) -> bool:
+        """Every text passes."""
+        return True
+
+
+def cosmos(model: Any, video: Video) -> dict[str, Any]:
+    pipeline = diffusers.CosmosTextToWorldPipeline(
+        None, None, model, None, diffusers.EDMEulerScheduler(sigma_schedule="karras"), Checker()
+    )
+    return call_of(pipeline, prompt_embeds=text_of(video, 16), guidance_scale=1.0, **size_of(video))
 
 
 def cogvideox(model: Any, video: Video) -> dict[str, Any]:
@@ -283,6 +321,8 @@ PIPELINES: dict[str, tuple[str, Pipeline, dict[str, Any]]] = {
     "hunyuan video": ("HunyuanVideoTransformer3DModel", hunyuan_video, {}),
     "hunyuan video 1.5": ("HunyuanVideo15Transformer3DModel", hunyuan_video_15, {"in_channels": 9}),
     "ltx": ("LTXVideoTransformer3DModel", ltx, {}),
+    "ltx 2": ("LTX2VideoTransformer3DModel", ltx_2, {"audio_in_channels": 128}),
+    "cosmos": ("CosmosTransformer3DModel", cosmos, {}),
     "cogvideox 2b": ("CogVideoXTransformer3DModel", cogvideox, {}),
     "cogvideox 5b": (
         "CogVideoXTransformer3DModel",
@@ -301,7 +341,13 @@ PIPELINES: dict[str, tuple[str, Pipeline, dict[str, Any]]] = {
     "sana video": ("SanaVideoTransformer3DModel", sana_video, {}),
     "kandinsky 5": ("Kandinsky5Transformer3DModel", kandinsky_5, {}),
 }
-NOT_INPUTS = {"attention_kwargs", "return_dict", "scale_factor"}  # the last stretches positions, and shapes nothing
+NOT_INPUTS = {
+    *("attention_kwargs", "return_dict"),
+    "scale_factor",  # Kandinsky 5 stretches positions by it, which shapes nothing
+    *("video_coords", "audio_coords"),  # LTX-2 works them out where it is given none
+    *("isolate_modalities", "use_cross_timestep"),  # of LTX-2, switched off
+    "padding_mask",  # the tiny Cosmos reads none
+}
 
 
 def shapes(value: Any) -> Any:
