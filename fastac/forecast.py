@@ -30,15 +30,46 @@ BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, Asse
 """What a model raises that can not run with some of its blocks left out."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is simulated: a model and the keyword arguments of one call, all of fake tensors.
+
+    containers: of its blocks. known: the values of those inputs that say what the model does.
+    """
+
+    model: torch.nn.Module
+    inputs: Mapping[str, Any]
+    containers: Sequence[BlockContainer]
+    known: KnownValues
+
+    def given(self, inputs: Mapping[str, Any]) -> Subject:
+        """The same model with other inputs."""
+        fakes = torch_internals.tree_map(functools.partial(_fake_input, self.known), dict(inputs))
+        return dataclasses.replace(self, inputs=fakes)
+
+
 class Forecast:
     """A model's step, simulated without and with full checkpointing: what is common to all policies.
 
     states: bytes on the device besides what the step allocates. gpus: among how many gradients are sharded.
     """
 
-    def __init__(self, plain: Timeline, full: Timeline, states: int = 0, gpus: int = 1) -> None:
-        self.plain, self.full = plain, full
-        self.states, self.gpus = states, gpus
+    def __init__(self, subject: Subject, states: int = 0, gpus: int = 1, split: Split = Split()) -> None:  # noqa: B008
+        self.subject, self.states, self.gpus, self.split = subject, states, gpus, split
+
+    def was_simulated(self, checkpoints: bool) -> bool:
+        """Whether a step without checkpointing, or under full checkpointing, was simulated already."""
+        return ("full" if checkpoints else "plain") in vars(self)
+
+    @functools.cached_property
+    def plain(self) -> Timeline:
+        """A step without checkpointing."""
+        return simulated(self.subject, False, self.split)
+
+    @functools.cached_property
+    def full(self) -> Timeline:
+        """A step under full checkpointing."""
+        return simulated(self.subject, True, self.split)
 
     @property
     def candidates(self) -> Mapping[str, Sequence[Candidate]]:
@@ -120,19 +151,6 @@ class Forecast:
         return saved
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """What is simulated: a model and the keyword arguments of one call, all of fake tensors.
-
-    containers: of its blocks. known: the values of those inputs that say what the model does.
-    """
-
-    model: torch.nn.Module
-    inputs: Mapping[str, Any]
-    containers: Sequence[BlockContainer]
-    known: KnownValues
-
-
 def block_of(region: str) -> str:
     """The name of the block that a region is a call of."""
     return region.partition("#")[0]
@@ -145,14 +163,13 @@ def subject(model: torch.nn.Module, inputs: Mapping[str, Any], blocks: Any = Non
     """
     known = KnownValues(torch_internals.fake_mode())
     fake = _faked(model, known)
-    fakes = torch_internals.tree_map(functools.partial(_fake_input, known), dict(inputs))
     if blocks is None:
         containers = models.containers(fake, models.row_of(fake))
     else:
         containers = block_selection.select(fake, blocks, fake)
     if not containers:
         raise FastacError(f"plan: found no transformer blocks in {class_name(model)}. Name them: blocks=...")
-    return Subject(fake, fakes, containers, known)
+    return Subject(fake, {}, containers, known).given(inputs)
 
 
 def _faked(model: torch.nn.Module, known: KnownValues) -> torch.nn.Module:
@@ -187,27 +204,25 @@ def _fake_input(known: KnownValues, value: Any) -> Any:
     return fake
 
 
-def simulated(subject: Subject, split: Split = Split()) -> list[Timeline]:  # noqa: B008 it is frozen
-    """A step without checkpointing, and one with full checkpointing.
+def simulated(subject: Subject, checkpoints: bool, split: Split = Split()) -> Timeline:  # noqa: B008 it is frozen
+    """A step without any checkpointing, or one under full checkpointing.
 
     Of long lists a few blocks are simulated, where that gives the same.
     """
     flops.register_formulas()
     lists = [_ends(subject.model, container) for container in subject.containers]
-    found = []
-    for checkpoints in (False, True):
-        timeline = None
-        if not all(one.is_whole for one in lists):
-            try:
-                timeline = repeated(_step(subject, lists, checkpoints, split), lists)
-            except BREAKS as error:
-                logger.debug("%s does not run without its middle blocks: %s", class_name(subject.model), error)
-        if timeline is None:
-            logger.debug("%s: every block is simulated", class_name(subject.model))
-            lists = [BlockList(one.names, one.names) for one in lists]
-            timeline = repeated(_step(subject, lists, checkpoints, split), lists)
-            assert timeline is not None
-        found.append(timeline)
+    if not all(one.is_whole for one in lists):
+        try:
+            found = repeated(_step(subject, lists, checkpoints, split), lists)
+        except BREAKS as error:
+            logger.debug("%s does not run without its middle blocks: %s", class_name(subject.model), error)
+        else:
+            if found is not None:
+                return found
+    logger.debug("%s: every block is simulated", class_name(subject.model))
+    lists = [BlockList(one.names, one.names) for one in lists]
+    found = repeated(_step(subject, lists, checkpoints, split), lists)
+    assert found is not None
     return found
 
 

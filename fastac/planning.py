@@ -9,7 +9,7 @@ import torch
 
 from fastac import budget
 from fastac.errors import FastacError
-from fastac.forecast import Forecast, Subject, simulated, subject
+from fastac.forecast import Forecast, Subject, subject
 from fastac.plans import Plan, PolicyPlan, States
 from fastac.policy import NAMED, Policy
 from fastac.ranks import class_name
@@ -58,17 +58,16 @@ class Planner:
         blocks = [block for container in model.containers for block in container.blocks.values()]
         self.states = states_of(model.model, optimizer, gpus, blocks)
         self.gradients = sum(one.nbytes for one in model.model.parameters() if one.requires_grad) // gpus
-        plain, full = simulated(model, split)
-        self.forecast = Forecast(plain, full, self.states.together, gpus)
+        self.forecast = Forecast(model, self.states.together, gpus, split)
 
-    def policies(self) -> list[PolicyPlan]:
-        """The plans of all policies that have a name, and of those of others."""
-        forecast = self.forecast
-        plans = [forecast.without_checkpointing(), forecast.plan("full", ())]
-        for name in ("long_attn_only", "attn_only"):
-            everywhere = dict.fromkeys(forecast.outputs(), NAMED[name])
-            plans.append(forecast.plan(name, forecast.of_policies(everywhere)))
-        return [*plans, forecast.plan(EVERY_SECOND, forecast.every_second_product())]
+    def policy(self, name: str) -> PolicyPlan:
+        """The plan of a policy that has a name: one of fastac's, "none", or EVERY_SECOND."""
+        if name == "none":
+            return self.forecast.without_checkpointing()
+        if name == EVERY_SECOND:
+            return self.forecast.plan(name, self.forecast.every_second_product())
+        everywhere = dict.fromkeys(self.forecast.outputs(), NAMED[name])
+        return self.forecast.plan(name, self.forecast.of_policies(everywhere))
 
     def budget(self, limit: int) -> tuple[PolicyPlan, dict[str, Policy]]:
         """The plan of a budget of so many bytes, and what every block saves under it."""
@@ -128,7 +127,7 @@ def put_together(
     memory: str | int | None = None,
 ) -> Plan:
     """The plan of everything that was asked for."""
-    policies = planner.policies()
+    policies = [planner.policy(name) for name in ("none", "full", "long_attn_only", "attn_only", EVERY_SECOND)]
     chosen: dict[str, Policy] = {}
     if limit is None and memory is not None:
         limit = planner.largest_budget(parse_bytes(memory))

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fastac import torch_internals
 from fastac.errors import FastacError
-from fastac.forecast import subject
+from fastac.forecast import Subject, subject
 from fastac.models.configurations import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning import Planner, put_together
@@ -68,12 +67,12 @@ def plan_video(
     return dataclasses.replace(found, largest=largest, memory=bytes_of_memory)
 
 
-def fake_model(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:
-    """The model of a configuration, of fake tensors, in a dtype but for what its class keeps in float32.
+def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:
+    """The model of a configuration, on the meta device, in a dtype but for what its class keeps in float32.
 
     lora: the rank of LoRA weights, which are trained alone. Raises FastacError where peft is not installed.
     """
-    with torch_internals.fake_mode():
+    with torch.device("meta"):
         model = build(configuration, dtype)
         if lora:
             add_lora(model, lora)
@@ -86,8 +85,9 @@ class _Search:
     def __init__(self, configuration: Configuration, video: Video, training: Training, tell: Tell) -> None:
         self.configuration, self.video, self.training, self.tell = configuration, video, training, tell
         tell(f"building {configuration.name} without weights")
-        self.model = fake_model(configuration, video.dtype, training.lora)
+        self.model = without_weights(configuration, video.dtype, training.lora)
         self._planners: dict[int, Planner] = {}
+        self._subject: Subject | None = None
 
     def planner(self, frames: int) -> Planner:
         """For a video of so many frames. Raises FastacError where the model takes no such video."""
@@ -103,7 +103,7 @@ class _Search:
         planner = self.planner(frames)
         if policy.startswith("budget") and limit is not None:
             return planner.budget(limit)[0].peak_bytes
-        return next(one.peak_bytes for one in planner.policies() if one.policy == policy)
+        return planner.policy(policy).peak_bytes
 
     def _step(self) -> int:
         """By how many frames a video that the model takes may be longer."""
@@ -124,17 +124,17 @@ class _Search:
         self.tell(f"longest video under {policy}")
         step = self._step()
         first = self.video.frames % step or step
-        fits, fails = -1, None  # numbers of steps
-        guess = (self.video.frames - first) // step
-        known: dict[int, int] = {}
-        while fails is None or fails - fits > 1:
-            known[guess] = self.peak(first + guess * step, policy, limit)
-            if known[guess] <= memory:
-                fits = max(fits, guess)
-            else:
-                fails = guess if fails is None else min(fails, guess)
+        known: dict[int, int] = {}  # number of steps -> peak
+        for frames, planner in self._planners.items():
+            if planner.forecast.was_simulated(checkpoints=policy != "none"):
+                known[(frames - first) // step] = self.peak(frames, policy, limit)
+        while True:
+            fits = max((steps for steps, peak in known.items() if peak <= memory), default=-1)
+            fails = min((steps for steps, peak in known.items() if peak > memory), default=None)
+            if fails is not None and fails - fits <= 1:
+                return 0 if fits < 0 else first + fits * step
             guess = _next_guess(known, memory, fits, fails)
-        return 0 if fits < 0 else first + fits * step
+            known[guess] = self.peak(first + guess * step, policy, limit)
 
 
 def _next_guess(known: Mapping[int, int], memory: int, fits: int, fails: int | None) -> int:
