@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fastac"
 ORDER = (
     "ranks",
     "errors",
+    "budget",
     "probing",
     "dispatcher_internals",
     "torch_internals",

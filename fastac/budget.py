@@ -1,0 +1,201 @@
+"""What every block saves for a budget of bytes: a knapsack, solved exactly by lists of undominated sums.
+
+Outputs of equal bytes and flops are interchangeable, so the knapsack only counts them; which blocks they are of is
+settled afterwards. A table over bytes would need a cell for every multiple of what divides all sizes, 37 million of
+10 KiB for Wan 14B, while at most 0.3 million of its sums are not beaten by another one with no more bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fastac.errors import FastacError
+
+POINTS = 2**19
+"""The longest list of sums that is kept whole. Of a longer one the best stays in each of so many intervals of bytes.
+
+Then what is chosen saves at least as much as any choice under a limit that is lower by 1 + limit / POINTS for each step
+of the solution: by 0.02 % of it for LTX-2, with about 120 steps. The lists of Wan 14B are shorter than this, and those
+of HunyuanVideo unless its modulation is listed: outputs of one token, whose few bytes make a sum for every gap.
+"""
+
+_UNITS = {"": 1, "b": 1}
+_UNITS.update({f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)})
+_UNITS.update({f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)})
+
+_Integers = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One output that a block could save instead of recomputing it.
+
+    name: of the Linear module inside the block ("ffn.net.2"), or of the attention op. bytes: that it holds until it is
+    replayed, above full checkpointing. flops: that recompute then does not do. keys: over how many keys an attention
+    call attends; 0 for the output of a Linear module.
+    """
+
+    name: str
+    bytes: int
+    flops: int
+    keys: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What one block saves.
+
+    min_kv: attention over at least so many keys is saved; None: no attention is. linear: names of Linear modules, in
+    the order of the block's outputs.
+    """
+
+    min_kv: int | None
+    linear: tuple[str, ...]
+    bytes: int
+    flops: int
+
+
+_Levels = tuple[tuple[int, int], ...]
+"""Bytes and flops at each level of a part: (0, 0) first, which saves nothing, then more and more."""
+
+
+class _Part(NamedTuple):
+    """One decision about a block: whether a Linear module is saved, or attention over how many keys.
+
+    marks: what the levels above (0, 0) stand for: the name of the module, or numbers of keys.
+    """
+
+    block: str
+    marks: tuple[str | int, ...]
+
+
+class _Step(NamedTuple):
+    """So many parts of equal levels, all put on one level together."""
+
+    levels: _Levels
+    copies: int
+
+
+def parse_bytes(text: str | int) -> int:
+    """A number of bytes: 1234, "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB". Raises FastacError."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    found = re.fullmatch(r"\s*([0-9]+)(\.[0-9]+)?\s*([a-z]*)\s*", text.lower()) if isinstance(text, str) else None
+    unit = _UNITS.get(found[3]) if found else None
+    if found is None or unit is None or (found[2] and unit == 1):
+        raise FastacError(f'{text!r}: expected bytes, as in 1234, "512MiB", "24GiB" (2**30 each) or "24GB" (10**9)')
+    return int(Fraction(found[1] + (found[2] or "")) * unit)
+
+
+def choose(blocks: Mapping[str, Sequence[Output]], limit: int) -> dict[str, Choice]:
+    """What every block saves so that most flops are saved within `limit` bytes; of such choices one of fewest bytes.
+
+    blocks: name -> outputs, in the order of the forward. In a block attention is saved from some number of keys on, or
+    not at all; calls of one Linear module are saved together. What not all blocks can save is saved by the last ones,
+    whose outputs backward uses up first; so of two blocks with equal outputs the earlier saves a subset of what the
+    later does. Raises FastacError for a negative limit.
+    """
+    if limit < 0:
+        raise FastacError(f"limit={limit}: a number of bytes, 0 or more, was expected")
+    pools = _pools(blocks)
+    steps = _steps(pools)
+    sums, _, origins = _undominated(steps, limit)
+    chosen: dict[_Levels, list[int]] = {levels: [] for levels in pools}
+    point = len(sums) - 1
+    for step, (origin, starts) in zip(reversed(steps), reversed(origins), strict=True):
+        level = int(np.searchsorted(starts, origin[point], side="right")) - 1
+        point = int(origin[point] - starts[level])
+        chosen[step.levels] += [level] * step.copies
+    marks: dict[str, set[str | int]] = {block: set() for block in blocks}
+    for levels, parts in pools.items():
+        for part, level in zip(parts, sorted(chosen[levels], reverse=True), strict=True):
+            if level:
+                marks[part.block].add(part.marks[level - 1])
+    return {block: _choice(outputs, marks[block]) for block, outputs in blocks.items()}
+
+
+def frontier(blocks: Mapping[str, Sequence[Output]], points: int = 33) -> list[tuple[int, int]]:
+    """Bytes and flops saved of the best choices for `points` (2 or more) limits, evenly spread from 0 to everything.
+
+    Limits with the same best choice are one point. All are from one list, which `POINTS` bounds as it does in `choose`.
+    """
+    sums, flops, _ = _undominated(_steps(_pools(blocks)), sys.maxsize)
+    limits = [int(sums[-1]) * number // (points - 1) for number in range(points)]
+    indices = dict.fromkeys(np.searchsorted(sums, limits, side="right") - 1)
+    return [(int(sums[index]), int(flops[index])) for index in indices]
+
+
+def _choice(outputs: Sequence[Output], marks: set[str | int]) -> Choice:
+    min_kv = next((mark for mark in marks if isinstance(mark, int)), None)
+    saved = [out for out in outputs if (min_kv is not None and out.keys >= min_kv if out.keys else out.name in marks)]
+    linear = tuple(dict.fromkeys(out.name for out in saved if not out.keys))
+    return Choice(min_kv, linear, sum(out.bytes for out in saved), sum(out.flops for out in saved))
+
+
+def _pools(blocks: Mapping[str, Sequence[Output]]) -> dict[_Levels, list[_Part]]:
+    """The parts of all blocks that save any flops, by their levels, those of the last block first."""
+    pools: dict[_Levels, list[_Part]] = {}
+    for block, outputs in reversed(list(blocks.items())):
+        names = dict.fromkeys(out.name for out in outputs if not out.keys)
+        ladders: list[tuple[str | int, ...]] = [(name,) for name in names]
+        ladders.append(tuple(sorted({out.keys for out in outputs if out.keys}, reverse=True)))
+        for marks in ladders:
+            levels = [(0, 0)]
+            for mark in marks:
+                held = [out for out in outputs if mark == (out.keys or out.name)]
+                size, flops = levels[-1]
+                levels.append((size + sum(out.bytes for out in held), flops + sum(out.flops for out in held)))
+            if levels[-1][1]:
+                pools.setdefault(tuple(levels), []).append(_Part(block, marks))
+    return pools
+
+
+def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_Step]:
+    """Steps by which every number of parts can come to every level.
+
+    With one level above nothing, chunks of 1, 2, 4, ... parts make up all numbers; with more the parts go one by one.
+    """
+    steps = []
+    # Large parts come first: their sums are few. Small ones, which fill the gaps between these, make lists long.
+    for levels in sorted(pools, key=lambda levels: levels[-1], reverse=True):
+        rest = len(pools[levels])
+        for power in itertools.count():
+            copies = min(rest, 2**power if len(levels) == 2 else 1)
+            if not copies:
+                break
+            steps.append(_Step(levels, copies))
+            rest -= copies
+    return steps
+
+
+def _undominated(steps: Sequence[_Step], limit: int) -> tuple[_Integers, _Integers, list[tuple[Any, Any]]]:
+    """Bytes and flops of all sums within a limit for which no other sum has as many flops and no more bytes, ascending.
+
+    And for each step where its sums are from: indices into the sums of the step before, put end to end once per level,
+    and where each level starts there.
+    """
+    sums, flops = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    limit = min(limit, sum(step.levels[-1][0] * step.copies for step in steps))
+    unit = limit // POINTS + 1
+    origins = []
+    for levels, copies in steps:
+        ends = [int(np.searchsorted(sums, limit - size * copies, side="right")) for size, _ in levels]
+        reached = np.concatenate([sums[:end] + size * copies for end, (size, _) in zip(ends, levels, strict=True)])
+        gained = np.concatenate([flops[:end] + gain * copies for end, (_, gain) in zip(ends, levels, strict=True)])
+        order = np.argsort(reached, kind="stable")
+        order = order[np.diff(np.maximum.accumulate(gained[order]), prepend=-1) > 0]
+        # Flops ascend now, so of sums with equal bytes, or in one interval of them, the last is the best.
+        interval = reached[order] if len(order) <= POINTS else -(-reached[order] // unit)
+        order = order[np.diff(interval, append=-1) != 0]
+        sums, flops = reached[order], gained[order]
+        origins.append((order.astype(np.int32), np.cumsum([0, *ends[:-1]])))
+    return sums, flops, origins
