@@ -165,8 +165,8 @@ def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_Step]:
     With one level above nothing, chunks of 1, 2, 4, ... parts make up all numbers; with more the parts go one by one.
     """
     steps = []
-    # Large parts come first: their sums are few. Small ones, which fill the gaps between these, make lists long.
-    for levels in sorted(pools, key=lambda levels: levels[-1], reverse=True):
+    # Parts that go one by one come first, then large ones, while lists are short. Small ones fill the gaps in between.
+    for levels in sorted(pools, key=lambda levels: (len(levels) > 2, levels[-1]), reverse=True):
         rest = len(pools[levels])
         for power in itertools.count():
             copies = min(rest, 2**power if len(levels) == 2 else 1)

@@ -299,8 +299,10 @@ def test_big_models_need_no_thinning(blocks: Blocks, limit: int) -> None:
     assert max(len(origin) for origin, _ in origins) < budget.POINTS
 
 
-def test_lists_stay_short_while_large_outputs_are_added() -> None:
-    _, _, origins = budget._undominated(budget._steps(budget._pools(wan())), 80 * GIB)
+def test_lists_stay_short_while_parts_go_one_by_one_and_large_outputs_are_added() -> None:
+    steps = budget._steps(budget._pools(wan()))
+    assert [len(step.levels) for step in steps[:41]] == [3] * 40 + [2]
+    _, _, origins = budget._undominated(steps, 80 * GIB)
     assert sum(len(origin) for origin, _ in origins) < 100_000  # small outputs first: 268,000 and more
 
 
