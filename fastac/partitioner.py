@@ -13,7 +13,7 @@ from fastac import compiler_internals, flops, registry
 
 
 def inform_partitioner() -> None:
-    """Make every registered attention op known to AOT's partitioner: as compute-intensive, and with its FLOPs.
+    """Make every registered attention op known to AOT's partitioner: as compute-intensive, beside its FLOPs.
 
     For `torch.compile` with `torch._functorch.config.activation_memory_budget`, with fastac's checkpointing or without.
     `enable` and `checkpoint` call it where the compiler is loaded. Ops that come later are known, too. Code that was

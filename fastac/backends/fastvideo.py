@@ -64,7 +64,7 @@ _LISTS, _MAP = ("q2k_idx", "q2k_num"), ("block_map",)
 _chosen = partial(_sparse, namespace="fastvideo_kernel", selection=_LISTS, blocks=_LISTS)
 _mapped = partial(_sparse, namespace="vsa", blocks=_MAP)
 _inference = partial(AttentionOp, key="k", dropout=None, trains=False, note="it is for inference and has no backward")
-_sparse_inference = partial(_inference, backend="vsa", layout="bhsd", coarse="variable_block_sizes")
+_sparse_inference = partial(_inference, backend="vsa", layout="bhsd", blocks=_MAP)
 
 ROWS = (
     _wrapper(name="_flash_attn_default_forward"),
@@ -93,9 +93,14 @@ ROWS = (
     _chosen(name="block_sparse_attn_sm100a", backward="block_sparse_attn_backward_triton"),
     _mapped(name="block_sparse_attn_triton", backward="block_sparse_attn_backward_triton"),
     _mapped(name="block_sparse_attn_SM90", key="k_padded", backward="block_sparse_attn_backward_SM90"),
-    _sparse_inference(namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_inference", blocks=_LISTS),
-    _sparse_inference(namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_from_mask_inference", blocks=_MAP),
-    _sparse_inference(namespace="fastvideo", name="h3_vsa_sm100a_from_mask_compat", blocks=_MAP),
+    _sparse_inference(
+        namespace="fastvideo_kernel",
+        name="block_sparse_attn_sm100a_inference",
+        blocks=_LISTS,
+        coarse="variable_block_sizes",
+    ),
+    _sparse_inference(namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_from_mask_inference"),
+    _sparse_inference(namespace="fastvideo", name="h3_vsa_sm100a_from_mask_compat"),
     _inference(backend="fastvideo", namespace="fastvideo", name="_flash_attn_cute_fp4_forward"),
 )
 
