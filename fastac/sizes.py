@@ -8,10 +8,8 @@ from fractions import Fraction
 from fastac.errors import FastacError
 
 UNITS = {"": 1, "b": 1}
-_UNITS.update({f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)})
-_UNITS.update({f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)})
-
-_
+UNITS.update({f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)})
+UNITS.update({f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)})
 
 
 def parse_bytes(text: str | int) -> int:
@@ -19,7 +17,7 @@ def parse_bytes(text: str | int) -> int:
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     found = re.fullmatch(r"\s*([0-9]+)(\.[0-9]+)?\s*([a-z]*)\s*", text.lower()) if isinstance(text, str) else None
-    unit = _UNITS.get(found[3]) if found else None
+    unit = UNITS.get(found[3]) if found else None
     if found is None or unit is None or (found[2] and unit == 1):
         raise FastacError(f'{text!r}: expected bytes, as in 1234, "512MiB", "24GiB" (2**30 each) or "24GB" (10**9)')
     return int(Fraction(found[1] + (found[2] or "")) * unit)
