@@ -15,12 +15,13 @@ import torch
 
 from fastac import block_selection, budget, flops, models, shares, torch_internals
 from fastac.errors import FastacError
+from fastac.events import EXCHANGED, Candidate, Place, Simulation, Split
 from fastac.known_values import KnownValues
 from fastac.models import BlockContainer
 from fastac.plans import PolicyPlan
 from fastac.policy import Policy
 from fastac.ranks import class_name
-from fastac.simulation import EXCHANGED, Candidate, Place, Simulation, Split, simulate
+from fastac.simulation import simulate
 from fastac.survey import Survey
 from fastac.timeline import BlockList, Timeline, ends_of, repeated
 

@@ -9,11 +9,11 @@ import torch
 
 from fastac import budget
 from fastac.errors import FastacError
+from fastac.events import Split
 from fastac.forecast import Forecast, Subject, subject
 from fastac.plans import Plan, PolicyPlan, States
 from fastac.policy import NAMED, Policy
 from fastac.ranks import class_name
-from fastac.simulation import Split
 from fastac.sizes import parse_bytes
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {

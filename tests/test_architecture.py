@@ -68,6 +68,7 @@ ORDER = (
     "outcome",
     "verification",
     "known_values",
+    "events",
     "simulation",
     "timeline",
     "plans",
