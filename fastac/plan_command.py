@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA weights of attention alone")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="default: %(default)s")
     parser.add_argument("--gpus", type=int, default=1, help="that FSDP2 shards the model over (default: %(default)s)")
+    parser.add_argument(
+        "--context-parallel", type=int, default=1, metavar="RANKS", help="of these, that split a video (%(default)s)"
+    )
     parser.add_argument("--budget", metavar="BYTES", help='of saved outputs, as for Policy.budget: "40GiB"')
     parser.add_argument("--memory", metavar="BYTES", help="of a device: the longest video and largest budget for it")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
@@ -47,9 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a plan. Raises FastacError for what can not be planned."""
-    for name in ("batch", "gpus"):
-        if getattr(options, name) < 1:
-            raise FastacError(f"plan --{name} {getattr(options, name)}: 1 or more was expected")
     if options.lora < 0:
         raise FastacError(f"plan --lora {options.lora}: a rank of 1 or more was expected")
     configuration = configurations.load(options.model)
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         found = plan_video(
             configuration,
             video_of(options, configuration.default),
-            Training(options.lora, options.optimizer, options.gpus),
+            Training(options.lora, options.optimizer, options.gpus, options.context_parallel),
             budget=options.budget,
             memory=options.memory,
             tell=tell,

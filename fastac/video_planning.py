@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from fastac.errors import FastacError
+from fastac.events import Split
 from fastac.forecast import Subject, subject
 from fastac.models.configurations import Configuration, add_lora, build
 from fastac.models.videos import Video
@@ -23,11 +24,21 @@ class Training:
     """How a model is trained. lora: the rank of LoRA weights on attention, which are trained alone; 0 for all weights.
 
     optimizer: a name in planning.OPTIMIZERS. gpus: among how many FSDP2 shards weights, gradients and the optimizer's.
+    context_parallel: among how many of them the tokens of a video are split, by Ulysses.
+    Raises FastacError for a number of GPUs that the context parallel degree does not divide.
     """
 
     lora: int = 0
     optimizer: str = "adamw"
     gpus: int = 1
+    context_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.context_parallel < 1 or self.gpus % self.context_parallel:
+            raise FastacError(
+                f"plan: a context parallel degree of {self.context_parallel} does not divide {self.gpus} GPUs. Both "
+                f"are whole numbers from 1 on: --gpus 8 --context-parallel 4."
+            )
 
 
 def plan_video(
@@ -52,6 +63,7 @@ def plan_video(
     )
     how = f"LoRA of rank {training.lora}" if training.lora else "all weights"
     on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
+    on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
     tell("sharing out the budget")
     found = put_together(planner, configuration.name, described, budget, memory)
@@ -92,11 +104,21 @@ class _Search:
     def planner(self, frames: int) -> Planner:
         """For a video of so many frames. Raises FastacError where the model takes no such video."""
         if frames not in self._planners:
-            video = dataclasses.replace(self.video, frames=frames)
-            inputs = self.configuration.inputs(video)
+            part = self._part(frames)
+            split = Split(self.training.context_parallel, part.tokens(self.configuration.patch))
+            inputs = self.configuration.inputs(part)
             self.tell(f"simulating {self.configuration.name} on {frames} frames")
-            self._planners[frames] = Planner(subject(self.model, inputs), self.training.optimizer, self.training.gpus)
+            self._subject = self._subject.given(inputs) if self._subject else subject(self.model, inputs)
+            training = self.training
+            self._planners[frames] = Planner(self._subject, training.optimizer, training.gpus, split)
         return self._planners[frames]
+
+    def _part(self, frames: int) -> Video:
+        """What one rank has of a video of so many frames."""
+        video = dataclasses.replace(self.video, frames=frames)
+        self.configuration.inputs(video)  # which says what does not fit
+        ranks = self.training.context_parallel
+        return self.configuration.part(video, ranks) if ranks > 1 else video
 
     def peak(self, frames: int, policy: str, limit: int | None) -> int:
         """The peak of a policy on so many frames."""
@@ -110,7 +132,7 @@ class _Search:
         compression = self.configuration.compression.frames
         for step in range(compression, 8 * compression + 1, compression):
             try:
-                self.configuration.inputs(dataclasses.replace(self.video, frames=self.video.frames + step))
+                self._part(self.video.frames + step)
             except FastacError:
                 continue
             return step

@@ -47,6 +47,33 @@ class Configuration:
         """How many tokens its pipeline pads texts to, or allows them to have."""
         return self.default.text_tokens
 
+    @property
+    def patch(self) -> tuple[int, int, int]:
+        """How many latent frames, rows and columns one token stands for."""
+        size, frames = self.config["patch_size"], self.config.get("patch_size_t")
+        return tuple(size) if isinstance(size, (list, tuple)) else (frames or 1, size, size)
+
+    def part(self, video: Video, ranks: int) -> Video:
+        """A video with the tokens that one of several ranks has when these split it.
+
+        Raises FastacError where there is no such video: the tokens of one do not divide by the number of ranks.
+        """
+        tokens = video.tokens(self.patch)
+        for frames, height in (
+            (a, b) for a in range(1, ranks + 1) for b in range(1, ranks + 1) if ranks % (a * b) == 0
+        ):
+            part = _part(video, frames, height, ranks // (frames * height))
+            try:
+                self.inputs(part)
+            except FastacError:
+                continue
+            if part.tokens(self.patch) * ranks == tokens:
+                return part
+        raise FastacError(
+            f"plan: the {tokens} tokens of {video.frames} frames of {video.height} x {video.width} can not be split "
+            f"into {ranks} equal parts of whole rows, columns or frames. Use another size, or fewer ranks."
+        )
+
     def inputs(self, video: Video) -> dict[str, Any]:
         """The keyword arguments of one call. Raises FastacError where the video does not fit the model."""
         assert self.row.video_inputs is not None  # load() sees to it
@@ -93,6 +120,19 @@ def build(configuration: Configuration, dtype: torch.dtype = torch.float32) -> t
     model: torch.nn.Module = _model_class(configuration.row).from_config(dict(configuration.config))
     cast(model, dtype)
     return model.train()
+
+
+def _part(video: Video, frames: int, height: int, width: int) -> Video:
+    """So many times fewer latent frames, rows and columns, rounded down."""
+    compression = video.compression
+    first = int(compression.first_alone)
+    latent = (video.frames - first) // compression.frames + first
+    return dataclasses.replace(
+        video,
+        frames=max(1, (max(1, latent // frames) - first) * compression.frames + first),
+        height=max(1, video.height // height),
+        width=max(1, video.width // width),
+    )
 
 
 def add_lora(model: Any, rank: int) -> None:
