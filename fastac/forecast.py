@@ -146,6 +146,8 @@ class Forecast:
         for block, found in self.candidates.items():
             products = 0
             for place, one in enumerate(found):
+                if one.name == EXCHANGED:
+                    continue
                 products += not one.keys
                 if one.keys or products % 2:
                     saved.append((block, place))
