@@ -106,6 +106,7 @@ CASES = [
 
 class TestParity(Parity):
     cases = CASES
+    test_flops = None  # type: ignore[assignment]  # torch's counter fails on it: see tests/test_flops.py
     rows = ROWS[:1]  # the other, of compiled code: tests/backends/test_compiled_flex.py
 
 
