@@ -58,7 +58,7 @@ WAN = {**WIDE, "num_layers": 7, "ffn_dim": 512, "text_dim": 128, "freq_dim": 64}
 LTX = {**WIDE, "num_layers": 7, "cross_attention_dim": 128, "caption_channels": 128}
 HUNYUAN = {**WIDE, "num_layers": 6, "num_single_layers": 7, "num_refiner_layers": 1, "text_embed_dim": 128}
 HUNYUAN |= {"pooled_projection_dim": 128, "rope_axes_dim": (8, 12, 12)}
-COGVIDEOX = {**WIDE, "num_layers": 7, "text_embed_dim": 128, "time_embed_dim": 64}
+COGVIDEOX = {**WIDE, "num_layers": 7, "text_embed_dim": 128, "time_embed_dim": 64, "max_text_seq_length": 64}
 MOCHI = {**WIDE, "num_layers": 7, "pooled_projection_dim": 64, "text_embed_dim": 128, "time_embed_dim": 64}
 
 PAIRS = (

@@ -110,28 +110,31 @@ def repeated(simulation: Simulation, lists: Sequence[BlockList]) -> Timeline | N
         if not blocks.is_whole:
             if any("#" in region for region in mine):
                 return None  # blocks that are called several times
-            early, late = blocks.simulated[ENDS - 1], blocks.simulated[ENDS]
-            if not _are_alike(segments, mine, early, late):
+            if not _are_alike(segments, mine, blocks.simulated):
                 return None
-            segments = _repeat(segments, blocks, early, late)
+            segments = _repeat(segments, blocks)
+            early = blocks.simulated[ENDS - 1]
             mine = {name: mine.get(name, mine[early]) for name in blocks.names}
         candidates.update(mine)
     return Timeline(segments, candidates)
 
 
 def _are_alike(
-    segments: Sequence[Segment], candidates: Mapping[str, Sequence[Candidate]], early: str, late: str
+    segments: Sequence[Segment], candidates: Mapping[str, Sequence[Candidate]], simulated: Sequence[str]
 ) -> bool:
+    """Whether the two blocks in the middle of those that were simulated did the same."""
+    place = {name: number for number, name in enumerate(simulated)}
+    early, late = simulated[ENDS - 1], simulated[ENDS]
+
+    def seen_from(event: Event, block: str) -> object:
+        mine = event.candidate
+        if mine is not None and mine[0] in place:
+            return event.bytes, event.change, event.gradient, place[mine[0]] - place[block], mine[1]
+        return event.bytes, event.change, event.gradient, mine
+
     def done_by(block: str) -> list[object]:
         return [
-            (
-                segment.kind,
-                segment.flops,
-                [
-                    (e.bytes, e.change, e.gradient, e.candidate and (e.candidate[0] == block, e.candidate[1]))
-                    for e in segment.events
-                ],
-            )
+            (segment.kind, segment.flops, [seen_from(event, block) for event in segment.events])
             for segment in segments
             if segment.block == block
         ]
@@ -139,25 +142,34 @@ def _are_alike(
     return done_by(early) == done_by(late) and candidates[early] == candidates[late]
 
 
-def _repeat(segments: Sequence[Segment], blocks: BlockList, early: str, late: str) -> list[Segment]:
-    """The segments of one of the two blocks in the middle, for each that was left out, in the order of its calls."""
-    index = {name: i for i, name in enumerate(blocks.names)}
-    left_out = blocks.names[ENDS : len(blocks.names) - ENDS]
+def _repeat(segments: Sequence[Segment], blocks: BlockList) -> list[Segment]:
+    """The segments, with those of one of the two blocks in the middle for each that was left out.
+
+    What a segment says of the block before or after is said of that which is before or after it in the whole list.
+    """
+    place = {name: number for number, name in enumerate(blocks.simulated)}
+    index = {name: number for number, name in enumerate(blocks.names)}
+    early, late = blocks.simulated[ENDS - 1], blocks.simulated[ENDS]
+    left_out = range(ENDS, len(blocks.names) - ENDS)
+
+    def moved(segment: Segment, to: int) -> Segment:
+        def seen_from_there(event: Event) -> Event:
+            if event.candidate is None or event.candidate[0] not in place:
+                return event
+            block, number = event.candidate
+            there = blocks.names[to + place[block] - place[segment.block]]
+            return dataclasses.replace(event, candidate=(there, number))
+
+        return Segment(segment.kind, blocks.names[to], list(map(seen_from_there, segment.events)), segment.flops)
+
     found: list[Segment] = []
     for segment in segments:
-        found.append(segment)
+        if segment.block not in place:
+            found.append(segment)
+            continue
+        found.append(moved(segment, index[segment.block]))
         if (segment.kind, segment.block) == (FORWARD, early):
-            found += [_moved(segment, blocks.names, index, index[name] - index[early]) for name in left_out]
+            found += [moved(segment, number) for number in left_out]
         elif (segment.kind, segment.block) == (BACKWARD, late):
-            found += [_moved(segment, blocks.names, index, index[name] - index[late]) for name in reversed(left_out)]
+            found += [moved(segment, number) for number in reversed(left_out)]
     return found
-
-
-def _moved(segment: Segment, names: Sequence[str], index: Mapping[str, int], by: int) -> Segment:
-    def moved(event: Event) -> Event:
-        if event.candidate is None or event.candidate[0] not in index:
-            return event
-        block, place = event.candidate
-        return dataclasses.replace(event, candidate=(names[index[block] + by], place))
-
-    return Segment(segment.kind, names[index[segment.block] + by], list(map(moved, segment.events)), segment.flops)
