@@ -91,7 +91,7 @@ class Planner:
             low, high = (middle, high) if self.budget(middle)[0].peak_bytes <= memory else (low, middle)
         return low
 
-    def frontier(self, points: int = 33) -> list[tuple[int, float]]:
+    def frontier(self, points: int = 257) -> list[tuple[int, float]]:
         """Bytes that are saved and FLOPs relative to full checkpointing, for growing budgets."""
         full = self.forecast.plan("full", ()).flops
         return [(saved, (full - avoided) / full) for saved, avoided in budget.frontier(self.forecast.outputs(), points)]

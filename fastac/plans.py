@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from rich.table import Table
 
 from fastac.policy import Policy
 from fastac.reporting import render
+from fastac.shares import summary
 from fastac.sizes import readable_bytes
 
 NOT_MODELLED = (
@@ -107,8 +107,7 @@ class Plan:
         parts += [f"gathered {readable_bytes(states.gathered)}"] * bool(states.gathered)
         lines = [f"peak: with {', '.join(parts)}"]
         if self.blocks:
-            counts = Counter(map(str, self.blocks.values()))
-            lines.append("budget: " + ", ".join(f"{count} x {policy}" for policy, count in counts.items()))
+            lines.append(f"budget: {summary(self.blocks.values())}")
         return lines + list(self.notes)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -206,10 +205,9 @@ def _shared_out(setting: Any, containers: Iterable[models.BlockContainer]) -> li
     """What became of a budget."""
     blocks = [block for container in containers for block in container.blocks.values()] if setting is not None else []
     policies = [policy for block in blocks if (policy := setting.policy_of(block)) is not None and policy.is_budget]
-    counts = Counter(str(shares.decided(policy) or "") for policy in policies)
-    waiting = counts.pop("", 0)
-    parts = ", ".join(f"{count} x {policy}" for policy, count in counts.items())
-    told = [f"the budget was shared out: {parts}"] * bool(counts)
+    found = [decided for policy in policies if (decided := shares.decided(policy)) is not None]
+    waiting = len(policies) - len(found)
+    told = [f"the budget was shared out: {shares.summary(found)}"] * bool(found)
     return told + [f"{waiting} blocks are watched first: until a step was recomputed they save nothing"] * bool(waiting)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,10 +156,23 @@ def policy_of(
     return Policy("full")
 
 
+def summary(policies: Collection[Policy]) -> str:
+    """What so many blocks save, by what is saved: "attention over 513 keys and more in 30 of 30 blocks, ..."."""
+    counts: Counter[str] = Counter()
+    for policy in policies:
+        if policy.name == "attn_only":
+            counts[f"attention over {policy.min_kv} keys and more" if policy.min_kv else "attention"] += 1
+        counts.update(policy.linear)
+    parts = [f"{what} in {count}" for what, count in counts.most_common()]
+    if parts:
+        parts[0] += f" of {len(policies)} blocks"
+    return ", ".join(parts) or "nothing"
+
+
 def _tell(budget_policy: Policy, choices: Mapping[str, budget.Choice], policies: Mapping[str, Policy]) -> None:
     held = sum(choice.bytes for choice in choices.values())
-    kinds = ", ".join(f"{count} x {policy}" for policy, count in Counter(map(str, policies.values())).items())
     if held:
-        logger.info("%s: %s are saved from the next step on: %s", budget_policy, readable_bytes(held), kinds)
+        saved = summary(policies.values())
+        logger.info("%s: %s are saved from the next step on: %s", budget_policy, readable_bytes(held), saved)
     else:
         logger.warning("%s: no output of a block is small enough, so nothing is saved", budget_policy)
