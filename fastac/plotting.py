@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fastac.errors import FastacError
 from fastac.plans import Plan
+from fastac.sizes import readable_bytes
 
 GIB = 2**30
 
@@ -31,19 +32,11 @@ def plot(plan: Plan, path: str | Path) -> None:
     )
     for one in plan.policies:
         if one.policy == "none":
-            axes.axhline(
-                one.relative,
-                color="gray",
-                linestyle="--",
-                linewidth=1,
-                label=f"{one.policy} (holds {one.held_bytes / GIB:,.0f} GiB)",
-            )
+            label = f"no checkpointing (holds {readable_bytes(one.held_bytes)})"
+            axes.axhline(one.relative, color="gray", linestyle="--", linewidth=1, label=label)
             continue
-        budget = one.policy.startswith("budget")
-        axes.scatter(
-            one.saved_bytes / GIB, one.relative, marker="*" if budget else "o", s=110 if budget else 40, zorder=2
-        )
-        axes.annotate(one.policy, (one.saved_bytes / GIB, one.relative), xytext=(7, 6), textcoords="offset points")
+        marker, size = ("*", 130) if one.policy.startswith("budget") else ("o", 45)
+        axes.scatter(one.saved_bytes / GIB, one.relative, marker=marker, s=size, zorder=2, label=one.policy)
     axes.set_xlabel("saved outputs, GiB")
     axes.set_ylabel("FLOPs of a step, relative to full checkpointing")
     axes.set_title(f"{plan.subject}\n{plan.inputs}", fontsize=10)
