@@ -15,6 +15,8 @@ from fastac.hook import disable, enable
 from fastac.opaque import make_visible
 from fastac.outcome import Verification
 from fastac.partitioner import inform_partitioner
+from fastac.planning import plan
+from fastac.plans import Plan
 from fastac.policy import Policy
 from fastac.registry import register
 from fastac.reporting import Report, report
@@ -30,6 +32,7 @@ __all__ = [
     "Compilation",
     "FastacError",
     "OpaqueFunction",
+    "Plan",
     "Policy",
     "PolicyNotAppliedError",
     "Report",
@@ -42,6 +45,7 @@ __all__ = [
     "enable",
     "inform_partitioner",
     "make_visible",
+    "plan",
     "register",
     "report",
     "verify",
