@@ -129,12 +129,53 @@ class Switch:
             self.workload.step()
             self.workload.release()
 
+    def off(self) -> None:
+        """Leave the model without checkpointing and gradients."""
+        hook.restore(self.workload.model, self._plain)
+        self.workload.release()
+
 
 def _waits(model: torch.nn.Module) -> bool:
     """Whether a budget is still to be shared out."""
     setting = hook.setting_of(model)
     policies = () if setting is None else policies_in(setting.policy)
     return any(policy.is_budget and shares.decided(policy) is None for policy in policies)
+
+
+def measure(
+    switch: Switch,
+    look: Callable[[str], Mapping[str, Any]],
+    *,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    tell: Tell = lambda text: None,
+) -> list[Measurement]:
+    """Measure every way of checkpointing. What is refused, or runs out of memory, becomes a row that says so.
+
+    look: is called once with the name of each way, while it is switched on, and returns more fields of its row.
+    The model is left without checkpointing.
+    """
+    workload = switch.workload
+    rows: dict[str, Measurement] = {}
+    for name in VARIANTS:
+        tell(f"{name}: warm-up, bytes")
+        try:
+            switch.first(name)
+            workload.release()
+            held, peak = allocated_bytes(workload.forward, workload.finish, workload.device)
+            workload.release()
+            rows[name] = Measurement(name, held_bytes=held, peak_bytes=peak, **look(name))
+        except measuring.FAILURES as error:
+            rows[name] = Measurement(name, measuring.told(error))
+    names = [name for name, row in rows.items() if not row.problem]
+    turns = measuring.take_turns(names, rounds, switch.to, workload.step, clock=clock, tell=tell)
+    ratios = measuring.relative(turns.seconds, FULL)
+    for name, series in turns.seconds.items():
+        rows[name] = dataclasses.replace(rows[name], seconds=tuple(series), relative=ratios.get(name))
+    for name, problem in turns.problems.items():
+        rows[name] = Measurement(name, problem)
+    switch.off()
+    return list(rows.values())
 
 
 def bench(
@@ -146,46 +187,35 @@ def bench(
     clock: Callable[[], float] = time.perf_counter,
     tell: Tell = lambda text: None,
 ) -> Measurements:
-    """Measure every way of checkpointing. What is refused, or runs out of memory, becomes a row that says so.
+    """Measure every way of checkpointing, and compare outputs and gradients with those of the first that runs.
 
     budget: bytes of saved outputs for `Policy.budget`; by default those that attn_only saves. The model is left without
     checkpointing. Raises FastacError where no way could be run.
     """
+    expected: list[tuple[str, Step, float]] = []
+
+    def one_step() -> Step:
+        return _on_host(run_step(workload.model, workload.model, (), workload.inputs))
+
+    def compare(name: str) -> Mapping[str, Any]:
+        got = one_step()
+        if not expected:
+            expected.append((name, got, max(differences(got, one_step()).values(), default=0.0)))
+        off = differences(expected[0][1], got)
+        return {
+            "attention": sum(got.executions),
+            "compared": len(got.tensors),
+            "different": len(off),
+            "largest_difference": max(off.values(), default=0.0),
+        }
+
     switch = Switch(workload, budget)
-    rows: dict[str, Measurement] = {}
-    expected: tuple[str, Step, float] | None = None
-    for name in VARIANTS:
-        tell(f"{name}: warm-up, bytes, gradients")
-        rows[name] = Measurement(name)
-        try:
-            switch.first(name)
-            workload.release()
-            held, peak = allocated_bytes(workload.forward, workload.finish, workload.device)
-            got = _on_host(run_step(workload.model, workload.model, (), workload.inputs))
-            if expected is None:
-                again = _on_host(run_step(workload.model, workload.model, (), workload.inputs))
-                expected = name, got, max(differences(got, again).values(), default=0.0)
-        except measuring.FAILURES as error:
-            rows[name] = Measurement(name, measuring.told(error))
-            continue
-        off = differences(expected[1], got)
-        figures = (len(expected[1].tensors), len(off), max(off.values(), default=0.0))
-        rows[name] = Measurement(name, "", (), None, held, peak, sum(got.executions), *figures)
-    if expected is None:
-        raise FastacError(f"bench {subject}: no step could be run here: {rows[NONE].problem}")
-    turns = measuring.take_turns(
-        [name for name, row in rows.items() if not row.problem],
-        rounds, switch.to, workload.step, clock=clock, tell=tell,
-    )  # fmt: skip
-    ratios = measuring.relative(turns.seconds, FULL)
-    for name, series in turns.seconds.items():
-        rows[name] = dataclasses.replace(rows[name], seconds=tuple(series), relative=ratios.get(name))
-    for name, problem in turns.problems.items():
-        rows[name] = Measurement(name, problem)
-    hook.restore(workload.model, switch._plain)
-    workload.release()
+    rows = measure(switch, compare, rounds=rounds, clock=clock, tell=tell)
+    if not expected:
+        raise FastacError(f"bench {subject}: no step could be run here: {rows[0].problem}")
+    ((reference, _, noise),) = expected
     weights = sum(one.nbytes for one in (*workload.model.parameters(), *workload.model.buffers()))
-    return Measurements(subject, rounds, weights, switch.limit, expected[0], expected[2], tuple(rows.values()))
+    return Measurements(subject, rounds, weights, switch.limit, reference, noise, tuple(rows))
 
 
 def _on_host(step: Step) -> Step:
