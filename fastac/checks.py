@@ -120,19 +120,29 @@ def check(
 
 def tiny(row: ModelRow, dtype: torch.dtype, device: str, backend: str | None) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The tiny model of a row and its inputs; raises FastacError for a device or backend that can not be used here."""
+    require_device("check", device)
+    model, inputs = models.tiny_model(row, dtype, device)
+    if backend is not None:
+        set_backend("check", model, backend)
+    return model, inputs
+
+
+def require_device(command: str, device: str) -> None:
+    """Raise FastacError for a device that torch can not compute on here."""
     if device == "meta":
-        raise FastacError("check --device meta: nothing is computed there, so nothing can be compared")
+        raise FastacError(f"{command} --device meta: nothing is computed there, so nothing can be compared")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without this device says so in either way
-        raise FastacError(f"check --device {device}: torch can not use it here: {error}") from error
-    model, inputs = models.tiny_model(row, dtype, device)
-    if backend is not None:
-        try:
-            model.set_attention_backend(backend)  # type: ignore[operator]
-        except (ValueError, RuntimeError, ImportError) as error:
-            raise FastacError(f"check --backend {backend}: diffusers can not use it here: {error}") from error
-    return model, inputs
+        raise FastacError(f"{command} --device {device}: torch can not use it here: {error}") from error
+
+
+def set_backend(command: str, model: Any, backend: str) -> None:
+    """Give a model an attention backend. Raises FastacError where diffusers can not use it here."""
+    try:
+        model.set_attention_backend(backend)
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise FastacError(f"{command} --backend {backend}: diffusers can not use it here: {error}") from error
 
 
 def _backend_of(row: ModelRow, model: torch.nn.Module) -> str:

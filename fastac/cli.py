@@ -1,4 +1,4 @@
-"""fastac backends | check | plan: what can be saved on this machine, proof on a tiny model, what policies hold."""
+"""fastac backends | check | plan | bench: what can be saved here, proof on a tiny model, what policies take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,18 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fastac import checks, interception, models, opaque, plan_command, plugins, preflight, registry, verification
+from fastac import (
+    bench_command,
+    checks,
+    interception,
+    models,
+    opaque,
+    plan_command,
+    plugins,
+    preflight,
+    registry,
+    verification,
+)
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.errors import FastacError
@@ -53,9 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.add_argument("--device", default="cpu", help="default: %(default)s")
     plan = commands.add_parser("plan", help="bytes and FLOPs of every policy on a video, without weights or GPU")
     plan_command.add_arguments(plan)
+    bench = commands.add_parser("bench", help="time and bytes of every policy, measured on this machine")
+    bench_command.add_arguments(bench)
     backends.set_defaults(run=_backends)
     check.set_defaults(run=_check)
     plan.set_defaults(run=plan_command.run)
+    bench.set_defaults(run=bench_command.run)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

@@ -71,7 +71,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     census.listeners.append(regions.append)
     try:
         with generators_preserved(_devices(model)), torch.enable_grad():
-            outputs = [_local(t) for t in tree_leaves(_unpacked(function(*args, **kwargs))) if _is_floating(t)]
+            outputs = [_local(t) for t in floating(function(*args, **kwargs))]
             forward = counter.total()
             graphs = compiled_graphs.ids_among(autograd_graph.nodes_between(outputs, ()))
             generator = torch.Generator().manual_seed(0)
@@ -98,12 +98,10 @@ def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _unpacked(outputs: Any) -> Any:
-    return tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs
-
-
-def _is_floating(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+def floating(outputs: Any) -> list[torch.Tensor]:
+    """All floating-point tensors among what a model returns, in order."""
+    leaves = tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def differences(expected: Step, got: Step) -> dict[str, float]:

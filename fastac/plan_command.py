@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.lora < 0:
         raise FastacError(f"plan --lora {options.lora}: a rank of 1 or more was expected")
     configuration = configurations.load(options.model)
-    with _telling() as tell, warnings.catch_warnings():
+    with telling() as tell, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own, about a device that is not there
         found = plan_video(
             configuration,
@@ -81,7 +81,7 @@ def video_of(options: argparse.Namespace, default: Video) -> Video:
 
 
 @contextlib.contextmanager
-def _telling() -> Iterator[Callable[[str], object]]:
+def telling() -> Iterator[Callable[[str], object]]:
     """Shows what is being done, where somebody looks on."""
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -78,6 +78,11 @@ ORDER = (
     "plotting",
     "plan_command",
     "checks",
+    "machine",
+    "measurements",
+    "measuring",
+    "benching",
+    "bench_command",
     "cli",
 )
 """A module imports only from the ones before it. A module that is added gets a place here."""
@@ -126,7 +131,7 @@ LIBRARIES = (
     "deepspeed",
     "triton",
 )
-MAY_NAME_LIBRARIES = ("hook", "verification", "cli", "backends", "models")
+MAY_NAME_LIBRARIES = ("hook", "verification", "machine", "cli", "backends", "models")
 
 PRIVATE_BUT_DOCUMENTED = {
     "torch._ops",  # OpOverload, the type of an op: it has no public name

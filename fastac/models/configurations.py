@@ -20,6 +20,16 @@ from fastac.models.videos import Compression, Video
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 """The Linear modules that the training scripts of diffusers give LoRA weights."""
 
+BLOCK_COUNTS = (
+    "num_layers",
+    "num_single_layers",
+    "num_decoder_layers",
+    "num_text_blocks",
+    "num_visual_blocks",
+    "num_hidden_layers",
+)
+"""Keyword arguments that say how many blocks a list of a model has."""
+
 _SHIPPED = importlib.resources.files("fastac") / "configurations"
 
 
@@ -133,6 +143,17 @@ def _part(video: Video, frames: int, height: int, width: int) -> Video:
         height=max(1, video.height // height),
         width=max(1, video.width // width),
     )
+
+
+def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The configuration of a model that has the first so many blocks of each list, where a list has more."""
+    found = dict(config)
+    for name in BLOCK_COUNTS:
+        if isinstance(found.get(name), int):
+            found[name] = min(layers, found[name])
+    if found.get("vace_layers"):  # the blocks that have one beside them
+        found["vace_layers"] = [index for index in found["vace_layers"] if index < layers]
+    return found
 
 
 def add_lora(model: Any, rank: int) -> None:

@@ -81,6 +81,7 @@ def test_classification(tmp_path: Path) -> None:
         ("host_time.py", ["--rounds", "0"]),
         ("held_bytes.py", ["--layers", "0"]),
         ("classification.py", ["--calls", "0"]),
+        ("gpu_wan.py", ["--rounds", "0"]),
     ],
 )
 def test_nothing_to_measure_is_refused(script: str, arguments: list[str], tmp_path: Path) -> None:

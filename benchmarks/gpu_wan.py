@@ -1,0 +1,285 @@
+"""A training step of Wan2.1-T2V-1.3B on 72,000 tokens, on one CUDA GPU, under every way of checkpointing.
+
+The measurement that fastac began with: 77 frames of 720 x 1280, batch 1, bf16, random weights; a step is forward, mean
+squared error, backward and AdamW. Of every way: the time of a step, the most memory that is allocated, and how many
+kernels of attention and of matrix products ran, by their names in a profile of one step. Without checkpointing a step
+needs more memory than most GPUs have: that is a row that says so. The ways take turns, see fastac/measuring.py.
+
+Before that fastac.verify compares gradients of a model with two blocks on a small video. Nothing is downloaded, and
+fastac need not be installed.
+
+    python benchmarks/gpu_wan.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import fastac
+from common import RESULTS, write_result
+from fastac import machine, scopes
+from fastac.benching import Switch, Workload, measure
+from fastac.forecast import subject
+from fastac.measurements import Measurement
+from fastac.models import configurations
+from fastac.models.configurations import Configuration
+from fastac.models.reading import fill_zeros
+from fastac.models.videos import Video
+from fastac.planning import Planner
+from fastac.sizes import parse_bytes, readable_bytes
+from fastac.video_planning import without_weights
+
+MODEL = "wan2.1-t2v-1.3b"
+SHARE = (
+    0.85  # of the GPU's memory: what the step may take by the plan, which does not know what the allocator rounds up
+)
+
+ATTENTION_BACKWARD = (
+    r"flash_bwd|FlashAttnBwd|FlashAttentionBackward|fmha_cutlassB|fmha.*bwd|sdpa.*bprop|attn_bwd|\b_bwd_kernel"
+)
+ATTENTION_FORWARD = (
+    r"flash_fwd(_splitkv)?_kernel|FlashAttnFwd(?!Combine)|FlashAttentionForward(?!Combine)|fmha_cutlassF|fmha.*fwd|"
+    r"sdpa.*fprop|attn_fwd|\b_fwd_kernel"
+)
+GROUPS = {
+    "attention forward": re.compile(ATTENTION_FORWARD),
+    "attention backward": re.compile(ATTENTION_BACKWARD),
+    "matrix products": re.compile(r"gemm|nvjet|cutlass.*tensorop", re.IGNORECASE),
+}
+"""Kernels by their names; the first group counts. flash-attn's backward is several kernels for each call."""
+
+OTHER = "other"
+
+
+def group_of(kernel: str) -> str:
+    return next((group for group, names in GROUPS.items() if names.search(kernel)), OTHER)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is trained. change: of the configuration. crop: frames, height and width of the video for the check."""
+
+    frames: int = 77
+    height: int = 720
+    width: int = 1280
+    text_tokens: int = 512
+    dtype: torch.dtype = torch.bfloat16
+    change: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    crop: tuple[int, int, int] = (9, 240, 416)
+
+    @property
+    def configuration(self) -> Configuration:
+        found = configurations.load(MODEL)
+        return dataclasses.replace(found, config={**found.config, **self.change})
+
+    @property
+    def video(self) -> Video:
+        return dataclasses.replace(
+            self.configuration.default,
+            frames=self.frames,
+            height=self.height,
+            width=self.width,
+            text_tokens=self.text_tokens,
+            dtype=self.dtype,
+        )
+
+
+class Training(Workload):
+    """A step with an optimizer. The gradients are gone with the next step, weights and the optimizer's states stay."""
+
+    def __init__(self, configuration: Configuration, video: Video, device: torch.device) -> None:
+        torch.manual_seed(0)
+        with device:
+            model = configurations.build(configuration, video.dtype)
+        fill_zeros(model)
+        inputs = configuration.inputs(video)
+        placed = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+        }
+        super().__init__(model, placed, device)
+        self.target = torch.randn(placed["hidden_states"].shape, device=device)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def forward(self) -> torch.Tensor:
+        torch.manual_seed(0)
+        (output,) = self.model(**self.inputs)
+        return torch.nn.functional.mse_loss(output.float(), self.target)
+
+    def finish(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.optimizer.step()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Of one group, in one step."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+def profiled(workload: Workload) -> tuple[dict[str, Kernels], dict[str, int]]:
+    """Kernels of a step by group, and attention ops that ran in it by name."""
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU] + [kinds.CUDA] * (workload.device.type == "cuda")
+    ran: Counter[str] = Counter()
+    scopes.execution_counters.append(ran)
+    try:
+        with torch.profiler.profile(activities=activities) as profile:
+            workload.step()
+    finally:
+        scopes.execution_counters.remove(ran)
+    return grouped(profile.events() or ()), dict(ran)
+
+
+def grouped(events: Iterable[Any]) -> dict[str, Kernels]:
+    """What ran on the GPU among the events of a profile."""
+    found = dict.fromkeys((*GROUPS, OTHER), Kernels())
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            before = found[group := group_of(event.name)]
+            found[group] = Kernels(before.count + 1, before.seconds + event.time_range.elapsed_us() / 1e6)
+    return found
+
+
+def fitting_budget(case: Case, memory: int) -> int | None:
+    """Bytes of saved outputs with which a step fits a share of a memory, by the plan."""
+    inputs = case.configuration.inputs(case.video)
+    planner = Planner(subject(without_weights(case.configuration, case.dtype), inputs))
+    return planner.largest_budget(int(SHARE * memory))
+
+
+def check(case: Case, device: torch.device) -> fastac.Verification:
+    """Gradients under attn_only against none: two blocks, a small video. Raises FastacError where they differ."""
+    frames, height, width = case.crop
+    config = configurations.with_layers(case.configuration.config, 2)
+    small = dataclasses.replace(case.configuration, config=config)
+    video = dataclasses.replace(case.video, frames=frames, height=height, width=width)
+    training = Training(small, video, device)
+    return fastac.verify(training.model, **training.inputs, policy="attn_only")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """kernels, ops: by the name of the way. besides: bytes of weights, the optimizer's states and inputs."""
+
+    rows: list[Measurement]
+    kernels: dict[str, dict[str, Kernels]]
+    ops: dict[str, dict[str, int]]
+    besides: int
+    budget: int | None
+
+
+def measured(case: Case, device: torch.device, rounds: int, budget: int | None, console: Console) -> Result:
+    """Every way of checkpointing on one model."""
+    training = Training(case.configuration, case.video, device)
+    switch = Switch(training, budget)
+    kernels, ops = {}, {}
+
+    def look(name: str) -> dict[str, Any]:
+        kernels[name], ops[name] = profiled(training)
+        return {"attention": sum(ops[name].values())}
+
+    rows = measure(switch, look, rounds=rounds, tell=console.print)
+    weights = [*training.model.parameters(), *training.model.buffers()]
+    states = [value for state in training.optimizer.state.values() for value in state.values()]
+    besides = [*weights, *states, training.target, *training.inputs.values()]
+    total = sum(tensor.nbytes for tensor in besides if isinstance(tensor, torch.Tensor))
+    return Result(rows, kernels, ops, total, switch.limit)
+
+
+def table_of(result: Result, title: str) -> Table:
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    headings = ("step / full", "seconds (fastest - slowest)", "held", "peak with weights", "attention ops")
+    table.add_column("checkpointing", no_wrap=True)
+    for heading in (*headings, *GROUPS):
+        table.add_column(heading, justify="right")
+    for row in result.rows:
+        if row.problem:
+            table.add_row(row.variant, "", row.problem.partition(": ")[0])
+            continue
+        table.add_row(
+            row.variant,
+            "" if row.relative is None else f"{row.relative:.3f}",
+            f"{statistics.median(row.seconds):.3f} ({min(row.seconds):.3f} - {max(row.seconds):.3f})",
+            readable_bytes(row.held_bytes),
+            readable_bytes(row.peak_bytes + result.besides),
+            str(row.attention),
+            *(f"{one.count} ({one.seconds:.3f} s)" for group in GROUPS for one in [result.kernels[row.variant][group]]),
+        )
+    budget = "" if result.budget is None else f", budget {readable_bytes(result.budget)}"
+    table.caption = f"kernels of one step, by name{budget}"
+    return table
+
+
+def json_of(case: Case, rounds: int, checked: fastac.Verification, result: Result) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "change": dict(case.change),
+        "video": {name: getattr(case, name) for name in ("frames", "height", "width", "text_tokens")},
+        "tokens": case.video.tokens((1, 2, 2)),
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "rounds": rounds,
+        "budget": result.budget,
+        "besides_bytes": result.besides,
+        "check": {"policy": checked.policy, "compared": checked.compared, "different": len(checked.different)}
+        | {"largest_difference": checked.largest_difference, "noise": checked.noise},
+        "results": [
+            {
+                **dataclasses.asdict(row),
+                "ops": result.ops.get(row.variant, {}),
+                "kernels": {name: dataclasses.asdict(one) for name, one in result.kernels.get(row.variant, {}).items()},
+            }
+            for row in result.rows
+        ],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way (default: %(default)s)")
+    parser.add_argument("--budget", metavar="BYTES", help="of saved outputs; default: what fits the GPU by the plan")
+    parser.add_argument(
+        "--output", type=Path, help="where the JSON goes; default: benchmarks/results/gpu_wan_<GPU>.json"
+    )
+    options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    try:
+        budget = None if options.budget is None else parse_bytes(options.budget)
+    except fastac.FastacError as error:
+        parser.error(f"--budget {error}")
+
+    console = Console(width=200)
+    if not torch.cuda.is_available():
+        console.print("gpu_wan.py measures on a CUDA GPU, and torch finds none here: nothing was measured.")
+        return 0
+    case, device = Case(), torch.device("cuda")
+    gpu = machine.gpu()
+    if budget is None:
+        budget = fitting_budget(case, gpu["memory_bytes"])
+    checked = check(case, device)
+    console.print(str(checked), markup=False)
+    result = measured(case, device, options.rounds, budget, console)
+    console.print(table_of(result, f"{MODEL}, {case.video.tokens((1, 2, 2)):,} tokens, {gpu['name']}"))
+    name = re.sub(r"[^a-z0-9]+", "_", gpu["name"].lower()).strip("_")
+    write_result(options.output or RESULTS / f"gpu_wan_{name}.json", json_of(case, options.rounds, checked, result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
