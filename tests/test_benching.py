@@ -215,14 +215,15 @@ def test_a_budget_that_is_not_known_is_refused() -> None:
 def test_a_budget_that_is_never_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "decided", lambda policy: None)
     switch = benching.Switch(tiny_wan(), 20_000)
-    with pytest.raises(FastacError, match="was not shared out in 6 steps"):
+    with pytest.raises(FastacError, match="was not shared out in 2 steps"):
         switch.first("budget")
 
 
 def test_the_model_is_left_plain() -> None:
     workload = tiny_wan()
     fastac.enable(workload.model, Policy("attn_only", 7))
-    bench(workload, "tiny Wan", rounds=1)
+    found = bench(workload, "tiny Wan", rounds=1)
+    assert [row.problem for row in found.rows] == [""] * len(NAMES), "whatever the model came with"
     assert not workload.model.is_gradient_checkpointing
     assert hook.setting_of(workload.model) is None
     assert all(parameter.grad is None for parameter in workload.model.parameters())
@@ -259,9 +260,9 @@ def test_ways_take_turns() -> None:
 
 
 def test_times_are_compared_within_a_round() -> None:
-    """Another median than that of the medians: the machine was slow in the second round."""
-    seconds = {"full": [2.0, 20.0, 4.0], "attn_only": [1.0, 18.0, 3.0]}
-    assert measuring.relative(seconds, "full") == {"full": 1.0, "attn_only": 0.75}
+    """Another median than that of the medians: which is 0.75."""
+    seconds = {"full": [1.0, 10.0, 4.0], "attn_only": [2.0, 3.0, 4.0]}
+    assert measuring.relative(seconds, "full") == {"full": 1.0, "attn_only": 1.0}
     assert measuring.relative({"attn_only": [1.0]}, "full") == {}
 
 
@@ -320,14 +321,17 @@ def test_a_distribution_that_is_not_installed_has_no_version(monkeypatch: pytest
     assert (facts["fastac"], facts["torch"]) == (None, torch.__version__)
 
 
-@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", "hunyuanvideo", "WanVACETransformer3DModel", "mochi-1"])
-def test_fewer_layers(name: str) -> None:
-    """Of every list of blocks; and of nothing else, such as text refiners."""
+@pytest.mark.parametrize(
+    ("name", "fewer"),
+    [
+        ("wan2.1-t2v-1.3b", {"num_layers": 7}),
+        ("hunyuanvideo", {"num_layers": 7, "num_single_layers": 7}),
+        ("WanVACETransformer3DModel", {"num_layers": 7, "vace_layers": [0, 5]}),
+        ("Kandinsky5Transformer3DModel", {"num_visual_blocks": 7}),
+    ],
+)
+def test_fewer_layers(name: str, fewer: dict[str, Any]) -> None:
+    """Of every list of blocks that has more; and of nothing else, such as text refiners."""
     found = configurations.load(name)
-    config = configurations.with_layers(found.config, 3)
-    changed = {key for key in config if config[key] != found.config[key]}
-    counts = {key: config[key] for key in changed}
-    assert counts.pop("vace_layers", [0]) == [0]
-    assert set(counts.values()) == {3}
-    assert "num_refiner_layers" not in changed
-    assert configurations.with_layers(found.config, 1000) == dict(found.config)
+    config = configurations.with_layers(found.config, 7)
+    assert {key: value for key, value in config.items() if value != found.config[key]} == fewer
