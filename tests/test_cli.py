@@ -207,6 +207,110 @@ def test_what_can_not_be_done_is_one_message(
     assert captured.out == ""
 
 
+def test_bench_measures_a_tiny_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written = tmp_path / "bench.json"
+    arguments = ["bench", "WanTransformer3DModel", "--dtype", "fp32", "--rounds", "2", "--budget", "20KiB"]
+    assert cli.main([*arguments, "--json", str(written)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "", "what is being done is told to a terminal alone"
+    cells = {
+        row[0]: row[1:] for line in captured.out.splitlines() if (row := [c.strip() for c in line.split("│")[1:-1]])
+    }
+    assert [cells[name][4] for name in ("none", "full", "attn_only", "torch SAC, by name")] == ["4", "8", "4", "4"]
+    assert {row[5] for row in cells.values()} == {"bitwise"}
+
+    found = json.loads(written.read_text())
+    assert str(tmp_path) not in found["command"]
+    assert found["command"].split()[1:] == [*arguments[:4], "--device", "cpu", *arguments[4:]]
+    assert {"processor", "cores", "torch", "fastac"} < found["machine"].keys()
+    assert (found["rounds"], found["budget"], found["reference"]) == (2, 20 * 2**10, "none")
+    for row in found["rows"]:
+        assert len(row["seconds"]) == 2
+        assert cells[row["variant"]][4] == str(row["attention"])
+
+
+@pytest.fixture
+def small_configuration(tmp_path: Path) -> Path:
+    """The config.json of a Wan transformer that is small, and has three blocks."""
+    config = {**models.MODELS["WanTransformer3DModel"].config, "num_layers": 3}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **config}))
+    return path
+
+
+SMALL = ["--frames", "5", "--height", "32", "--width", "48", "--text-tokens", "8", "--rounds", "1"]
+
+
+def test_bench_of_a_configuration_and_a_video(small_configuration: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = small_configuration.with_name("bench.json")
+    command = ["bench", str(small_configuration), *SMALL, "--json", str(written)]
+    assert cli.main([*command, "--batch", "2"]) == 0
+    table = capsys.readouterr().out
+    assert "2 x 5 frames of 32 x 48, 8 text tokens, blocks x 3, bf16 on cpu" in table
+    all_blocks = json.loads(written.read_text())
+    assert [row["attention"] for row in all_blocks["rows"][:3]] == [6, 12, 6]
+
+    assert cli.main([*command, "--layers", "2"]) == 0
+    assert "blocks x 2" in capsys.readouterr().out
+    two_blocks = json.loads(written.read_text())
+    assert [row["attention"] for row in two_blocks["rows"][:3]] == [4, 8, 4]
+    assert two_blocks["weights"] < all_blocks["weights"]
+
+
+def test_bench_goes_on_where_a_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "WanTransformer3DModel", "--layers", "1", "--rounds", "1", "--backend", "_native_math"]
+    assert cli.main(arguments) == 0
+    table = capsys.readouterr().out
+    cells = {row[0]: row[1:] for line in table.splitlines() if (row := [c.strip() for c in line.split("│")[1:-1]])}
+    assert [cells[name][5] for name in ("none", "full", "attn_only", "budget")] == ["bitwise"] * 2 + ["refused"] * 2
+    assert "blocks x 1" in table
+    assert "is decomposed" in table
+
+
+def test_bench_refuses_what_does_not_fit(
+    small_configuration: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nowhere = str(tmp_path / "nowhere" / "bench.json")
+    for arguments, message in (
+        ([str(small_configuration), *SMALL, "--layers", "4"], "has blocks x 3"),
+        ([str(small_configuration), *SMALL, "--frames", "6"], "frames 6 is not"),
+        ([str(small_configuration), *SMALL, "--json", nowhere], "there is no folder"),
+        (["WanTransformer3DModel", "--frames", "5"], "--frames: WanTransformer3DModel stands for its tiny model"),
+        (["WanTransformer3DModel", "--batch", "2"], "--batch: WanTransformer3DModel stands for its tiny model"),
+        (["WanTransformer3DModel", "--rounds", "0"], "--rounds 0: 1 or more"),
+        (["WanTransformer3DModel", "--layers", "0"], "--layers 0: 1 or more"),
+        (["WanTransformer3DModel", "--budget", "much"], "expected bytes"),
+        (["WanTransformer3DModel", "--backend", "nonsense"], "bench --backend nonsense: diffusers can not use it"),
+        (["WanTransformer3DModel", "--device", "nonsense"], "bench --device nonsense: torch can not use it here"),
+        (["WanTransformer3DModel", "--device", "meta"], "nothing is computed there"),
+        (["wan-of-tomorrow"], "wan2.1-t2v-1.3b"),
+        (["AnyFlowFARTransformer3DModel"], "no step could be run here"),
+    ):
+        assert cli.main(["bench", *arguments]) == 1, arguments
+        captured = capsys.readouterr()
+        assert captured.out == "", arguments
+        assert captured.err.splitlines()[-1].startswith("fastac: "), captured.err
+        assert message in captured.err, captured.err
+
+
+def test_bench_wants_a_device_whose_bytes_it_can_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fastac.bench_command.require_device", lambda command, device: None)
+    assert cli.main(["bench", "WanTransformer3DModel", "--device", "mps"]) == 1
+    assert "bytes can be measured on cpu and cuda" in capsys.readouterr().err
+
+
+def test_bench_tells_a_terminal_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    assert cli.main(["bench", "WanTransformer3DModel", "--rounds", "1"]) == 0
+    captured = capsys.readouterr()
+    assert "warm-up" in captured.err
+    assert "warm-up" not in captured.out
+
+
 def test_the_installed_command() -> None:
     ran = subprocess.run([sys.executable, "-m", "fastac.cli", "check", "Wan"], capture_output=True, text=True)
     assert ran.returncode == 1

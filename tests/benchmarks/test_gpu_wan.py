@@ -1,0 +1,199 @@
+"""What of the GPU benchmark a CPU can show: names of kernels, the loop on a tiny model; and on a GPU, in small."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "freq_dim": 256, "ffn_dim": 32}
+
+KERNELS = {
+    "attention forward": (
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, "
+        "cutlass::bfloat16_t, Flash_kernel_traits<128, 128, 64, 4, cutlass::bfloat16_t> >, false, false, false, false, "
+        "true, true, false, false>(pytorch_flash::Flash_fwd_params)",
+        "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::half_t>>",
+        "void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64, 128, 4, false, false>>",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<"
+        "flash::CollectiveMainloopFwdSm90<2, cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> > > > > >",
+        "flash::FlashAttentionForwardSm100",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t, "
+        "cutlass::arch::Sm80, true, 64, 128, 128, true, true>::Params)",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
+        "cudnn_generated_fort_native_sdpa_sm80_flash_fprop_wmma_f16_knob_3_64x64x128_4x1x1_kernel0_0",
+        "_attn_fwd",
+        "_fwd_kernel",
+    ),
+    "attention backward": (
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128, 64, 128, 8, 2, "
+        "4, 2, false, false, cutlass::bfloat16_t>>",
+        "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<128, 64, 128, 8>>",
+        "void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<(int)64, (int)64, (int)128>>",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnBwdSm90<"
+        "flash::CollectiveMainloopBwdSm90<2> > > >",
+        "fmha_cutlassB_bf16_aligned_128x128_k128_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<"
+        "cutlass::arch::Sm80, cutlass::bfloat16_t>::Params)",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0",
+        "_bwd_kernel_dk_dv",
+    ),
+    "matrix products": (
+        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_kernel__5x_cublas",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>(cutlass_80)",
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
+        "volta_sgemm_128x64_tn",
+        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int, int>>>",
+    ),
+    "other": (
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
+        "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false>",
+        "void pytorch_flash::flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits<128, 64, 128, 4>>",
+        "flash::FlashAttnFwdCombine",
+        "Memset (Device)",
+    ),
+}
+
+
+@pytest.fixture
+def gpu_wan(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("gpu_wan")
+
+
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in KERNELS.items() for name in names])
+def test_kernels_are_known_by_their_names(gpu_wan: Any, group: str, name: str) -> None:
+    assert gpu_wan.group_of(name) == group
+
+
+def test_what_a_profile_has_of_the_gpu(gpu_wan: Any) -> None:
+    """Operators on the CPU and ranges that somebody named are no kernels."""
+
+    def event(name: str, us: float, on_gpu: bool = True, named: bool = False) -> Any:
+        kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+        time_range = SimpleNamespace(elapsed_us=lambda: us)
+        return SimpleNamespace(name=name, device_type=kind, is_user_annotation=named, time_range=time_range)
+
+    found = gpu_wan.grouped(
+        [
+            event("flash_fwd_kernel", 1e6),
+            event("flash_fwd_kernel", 2e6),
+            event("flash_fwd_kernel", 4e6, on_gpu=False),
+            event("a gemm of mine", 8e6, named=True),
+            event("nvjet_tst", 5e5),
+        ]
+    )
+    assert {name: (one.count, one.seconds) for name, one in found.items()} == {
+        "attention forward": (2, 3.0),
+        "attention backward": (0, 0.0),
+        "matrix products": (1, 0.5),
+        "other": (0, 0.0),
+    }
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    """From another folder, and without the package on the path: the repository is enough."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu_wan.py"), "--output", str(tmp_path / "result.json")],
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "measures on a CUDA GPU, and torch finds none here" in ran.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_case_is_the_one_that_was_reported(gpu_wan: Any) -> None:
+    case = gpu_wan.Case()
+    assert case.video.tokens((1, 2, 2)) == 72_000
+    assert (case.configuration.config["num_layers"], case.configuration.config["ffn_dim"]) == (30, 8960)
+    assert (case.video.batch, case.video.dtype) == (1, torch.bfloat16)
+
+
+def test_the_budget_is_what_fits_by_the_plan(gpu_wan: Any) -> None:
+    case = gpu_wan.Case(5, 64, 64, 8, change={**TINY, "num_layers": 2})
+    inputs = case.configuration.inputs(case.video)
+    planner = gpu_wan.Planner(gpu_wan.subject(gpu_wan.fake_model(case.configuration, case.dtype), inputs))
+    full = next(one.peak_bytes for one in planner.policies() if one.policy == "full")
+    everything = gpu_wan.fitting_budget(case, 10**9)
+    middle = (full + planner.budget(everything)[0].peak_bytes) / 2
+    assert 0 < gpu_wan.fitting_budget(case, int(middle / 0.85)) < everything
+    assert gpu_wan.fitting_budget(case, full) is None, "it would fit the whole memory, and not 85 % of it"
+
+
+@pytest.mark.slow
+def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = gpu_wan.Case(5, 64, 64, 8, torch.float32, {**TINY, "num_layers": 3}, crop=(5, 32, 32))
+    device = torch.device("cpu")
+    checked = gpu_wan.check(case, device)
+    assert (checked.saved, checked.different) == (4, ()), "two blocks of it"
+    result = gpu_wan.measured(case, device, 2, None, Console(quiet=True))
+    attention = {row.variant: row.attention for row in result.rows}
+    assert attention.pop("budget") in range(6, 13)
+    assert attention == {"none": 6, "full": 12, "attn_only": 6, "long_attn_only": 12, "torch SAC, by name": 6}
+    rows = {row.variant: row for row in result.rows}
+    assert rows["none"].held_bytes > rows["attn_only"].held_bytes > rows["full"].held_bytes
+    assert all(len(row.seconds) == 2 and not row.problem for row in result.rows)
+    weights = sum(one.nbytes for one in gpu_wan.Training(case.configuration, case.video, device).model.parameters())
+    assert result.besides > 3 * weights, "with two states for each"
+
+    table = Console(width=200, file=io.StringIO())
+    table.print(gpu_wan.table_of(result, "a title"))
+    assert all(f" {name} " in table.file.getvalue() for name in rows)
+    monkeypatch.setattr(sys, "argv", ["gpu_wan.py", "--rounds", "2"])
+    gpu_wan.write_result(tmp_path / "gpu.json", gpu_wan.json_of(case, 2, checked, result))
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["command"] == "python benchmarks/gpu_wan.py --rounds 2"
+    assert [row["variant"] for row in written["results"]] == list(rows)
+    assert written["results"][1]["ops"] == {"aten._scaled_dot_product_flash_attention_for_cpu.default": 12}
+
+
+@pytest.mark.slow
+def test_a_way_that_runs_out_of_memory_is_a_row(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastac import benching
+
+    case = gpu_wan.Case(5, 64, 64, 8, torch.float32, {**TINY, "num_layers": 1})
+
+    def out_of_memory(model: Any, limit: int | None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB.")
+
+    ways = {"none": out_of_memory, "full": benching.VARIANTS["full"]}
+    monkeypatch.setattr(benching, "VARIANTS", ways)
+    result = gpu_wan.measured(case, torch.device("cpu"), 1, None, Console(quiet=True))
+    assert [row.problem for row in result.rows] == ["out of memory", ""]
+    assert (result.rows[1].attention, result.rows[1].relative) == (4, 1.0)
+
+
+@pytest.mark.gpu
+def test_small_on_a_gpu(gpu_wan: Any) -> None:
+    case = gpu_wan.Case(5, 256, 256, 64, change={"num_layers": 2}, crop=(5, 128, 128))
+    device = torch.device("cuda")
+    gpu_wan.check(case, device)
+    result = gpu_wan.measured(
+        case, device, 2, gpu_wan.fitting_budget(case, gpu_wan.machine.gpu()["memory_bytes"]), Console()
+    )
+    kernels = result.kernels
+    for row in result.rows:
+        assert not row.problem, row
+        assert kernels[row.variant]["attention forward"].count == row.attention, kernels[row.variant]
+        assert kernels[row.variant]["attention backward"].count == kernels["none"]["attention backward"].count > 0
+        assert kernels[row.variant]["matrix products"].count > 0
+    attention = {row.variant: row.attention for row in result.rows}
+    assert (attention["none"], attention["full"], attention["attn_only"]) == (4, 8, 4)
