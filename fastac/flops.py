@@ -29,9 +29,9 @@ def attention_flops(resolved: ResolvedOp, args: Sequence[Any], kwargs: Mapping[s
 
 
 def product_flops(args: Sequence[Any]) -> int:
-    """FLOPs of the matrix product that ends a call's arguments: (rows, inner) by (inner, columns)."""
+    """FLOPs of the matrix product that ends a call's arguments: (..., rows, inner) by (..., inner, columns)."""
     left, right = args[-2:]
-    return int(2 * left.shape[0] * left.shape[1] * right.shape[1])
+    return int(2 * left.numel() * right.shape[-1])
 
 
 def register_formulas() -> list[str]:

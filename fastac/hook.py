@@ -90,6 +90,7 @@ def enable(
     else:
         disable(model)
         block_forward.put_on(model, named, Setting(selected, engine))
+    shares.watch(model, selected)
     for name, block in named.items():
         record = census.block_record(block)
         if record is not None:

@@ -61,6 +61,8 @@ class Policy:
                 'Policy("linear_only"): it saves the outputs of the Linear modules named by linear=(...), which must '
                 "be there, and no attention, so min_kv has no meaning"
             )
+        if self.limit is not None and (not isinstance(self.limit, int) or isinstance(self.limit, bool)):
+            raise FastacError(f'Policy(limit={self.limit!r}): a number of bytes. Or Policy.budget("24GiB").')
         if self.name == "budget" and self.limit is None:
             raise FastacError('Policy("budget"): of how many bytes? Policy.budget("24GiB"), or per_block="600MiB"')
         if self.name != "budget" and (self.limit is not None or self.per_block):
