@@ -178,10 +178,10 @@ class Record(Scope):
         entry = Entry(resolved, 0, described(args))
         entry.linear = name or ""
         self.tape.append(entry)
-        outputs = run_kernel(resolved, keyset, args, kwargs)
         self.products.append(entry.linear)
-        guarded = _is_differentiable(args)
-        entry.keep(outputs, guarded, copied=not guarded or resolved.name != WHOLE_PRODUCT)
+        outputs = run_kernel(resolved, keyset, args, kwargs)
+        guarded = _is_differentiable(args) and resolved.name == WHOLE_PRODUCT
+        entry.keep(outputs, guarded, copied=not guarded)
         return outputs
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -43,6 +44,38 @@ class LiveBytes(TorchDispatchMode):
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _tensors_of_python() -> list[torch.Tensor]:
+    """Those with memory of their own: what vmap of another test left behind has none."""
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return [tensor for tensor in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(tensor)]
+
+
+class NewStorages(TorchDispatchMode):
+    """Weak references to the storages that were not there when this was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors_of_python()}
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)):
+            self.add(tensor)
+        return outputs
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.before:
+            self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def sizes(self) -> list[int]:
+        """Of the new storages that live. Python's tensors count: a copy made below the mode was not seen by it."""
+        for tensor in _tensors_of_python():
+            self.add(tensor)
+        return [nbytes for reference, nbytes in self.seen.values() if not reference.expired()]
 
 
 def peak_of(run: Callable[[], Any], outside: Iterable[Any] = ()) -> int:
