@@ -80,7 +80,6 @@ def enable(
     check_backends(model, selected)
     refuse_only_linear(model, containers, selected)
     selected = shares.shared(selected, named)
-
     if blocks is None:
         block_forward.refuse_hooked(model)
         function = functools.partial(checkpoint, policy=selected, engine=engine)

@@ -40,17 +40,18 @@ class _Pass:
     def decide(self) -> None:
         """Share out the budgets anew when blocks were recomputed that were not known.
 
-        Those of their pass that were not recomputed have no gradients: saving something there avoids nothing.
+        One that was not is watched on: it has no gradients, or no backward came, or that was broken off.
         """
-        reached = [
-            surveys
-            for surveys in self.surveyed
-            if any(one.reached is not None for _, regions in surveys.values() for one in regions)
-        ]
+        reached: Surveys = {}
+        for surveys in self.surveyed:
+            reached |= {
+                block: (share, regions)
+                for block, (share, regions) in surveys.items()
+                if any(one.reached is not None for one in regions)
+            }
         if not reached:
             return
-        for surveys in reached:
-            self.known |= surveys
+        self.known |= reached
         self.surveyed = []
         for share in dict.fromkeys(share for share, _ in self.known.values()):
             mine = {block: together(regions) for block, (own, regions) in self.known.items() if own == share}
@@ -198,15 +199,17 @@ def policy_of(
     if choice.min_kv is not None:
         min_kv = max(left_out) + 1 if left_out else 0
         return Policy("attn_only", min_kv, collectives, choice.linear)
-    if choice.linear or (communicates and collectives == "save"):
+    if choice.linear:
         return Policy("linear_only", collectives=collectives, linear=choice.linear)
+    if communicates and collectives == "save":  # these alone
+        return Policy("attn_only", max(left_out, default=0) + 1, collectives)
     return Policy("full")
 
 
 def _tell(budget_policy: Policy, choices: Mapping[str, budget.Choice], policies: Mapping[str, Policy]) -> None:
     held = sum(choice.bytes for choice in choices.values())
     kinds = ", ".join(f"{count} x {policy}" for policy, count in Counter(map(str, policies.values())).items())
-    if held:
+    if any(not policy.saves_nothing for policy in policies.values()):
         logger.info("%s: %s are saved from the next step on: %s", budget_policy, budget.readable_bytes(held), kinds)
     else:
         logger.warning("%s: no output of a block is small enough, so nothing is saved", budget_policy)

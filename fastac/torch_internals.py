@@ -44,6 +44,7 @@ _REQUIRED = (
     "_C._autograd._get_sequence_nr",
     "_C._autograd._top_saved_tensors_default_hooks",
     "compiler._is_non_strict_tracing",
+    "utils.checkpoint._StopRecomputationError",
     "utils.checkpoint._checkpoint_debug_enabled",
 )
 
@@ -53,6 +54,9 @@ _SKIP_FRAME = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eva
 
 COMPILED_NODE = "CompiledFunctionBackward"
 """Name of the autograd node that stands for code torch.compile made."""
+
+StopRecompute = torch.utils.checkpoint._StopRecomputationError
+"""How torch ends a recompute as soon as autograd has what it needs."""
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 

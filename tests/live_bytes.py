@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,38 +45,6 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _tensors_of_python() -> list[torch.Tensor]:
-    """Those with memory of their own: what vmap of another test left behind has none."""
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-    return [tensor for tensor in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(tensor)]
-
-
-class NewStorages(TorchDispatchMode):
-    """Weak references to the storages that were not there when this was made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors_of_python()}
-        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        for tensor in (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)):
-            self.add(tensor)
-        return outputs
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.before:
-            self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-
-    def sizes(self) -> list[int]:
-        """Of the new storages that live. Python's tensors count: a copy made below the mode was not seen by it."""
-        for tensor in _tensors_of_python():
-            self.add(tensor)
-        return [nbytes for reference, nbytes in self.seen.values() if not reference.expired()]
-
-
 def peak_of(run: Callable[[], Any], outside: Iterable[Any] = ()) -> int:
     """The most bytes alive at one time while `run` runs, its result among them."""
     gc.collect()
@@ -88,12 +55,31 @@ def peak_of(run: Callable[[], Any], outside: Iterable[Any] = ()) -> int:
 
 def allocated_peak(run: Callable[[], Any]) -> int:
     """The most bytes allocated at one time while `run` runs, from the allocator's events."""
-    gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
+    for size in _allocations(run):
+        now += size
         peak = max(peak, now)
     return peak
+
+
+def allocated(run: Callable[[], Any]) -> int:
+    """Bytes that `run` allocates and that live on after it, its result among them, from the allocator's events.
+
+    Without the garbage collector, which in training comes when it likes.
+    """
+    gc.disable()
+    try:
+        return sum(_allocations(run))
+    finally:
+        gc.enable()
+
+
+def _allocations(run: Callable[[], Any]) -> list[int]:
+    """Bytes of every allocation, and less than 0 of what is freed, in their order."""
+    if gc.isenabled():
+        gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    del result
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import io
 import os
 import subprocess
@@ -31,7 +30,7 @@ from fastac import interception, linear, scopes
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
 from tests import support
-from tests.live_bytes import NewStorages
+from tests.live_bytes import allocated
 from tests.model_state import state_of
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, stack, stack_inputs, train_step
 
@@ -690,31 +689,20 @@ def test_recompute_that_attends_where_the_forward_multiplied() -> None:
 
 
 def held_by(block: torch.nn.Module, policy: Any, inputs: dict[str, torch.Tensor]) -> tuple[int, int, int]:
-    """Bytes that a region holds after its forward beside its output; after a backward; and a dropped forward.
-
-    Without the garbage collector, which in training comes when it likes.
-    """
+    """Bytes that a region holds after its forward beside its output; after a backward; and a dropped forward."""
 
     def forward() -> torch.Tensor:
         return fastac.checkpoint(block, *inputs.values(), policy=policy, preserve_rng_state=False)
 
-    support.loss_of(forward()).backward()
-    gc.collect()
-    gc.disable()
-    try:
-        with NewStorages() as storages:
-            output = forward()
-        held = sum(storages.sizes()) - output.untyped_storage().nbytes()
-        support.loss_of(output).backward()
-        del output
-        after = sum(storages.sizes())
-        with storages:
-            output = forward()
-        del output
-        dropped = sum(storages.sizes())
-    finally:
-        gc.enable()
-    return held, after, dropped
+    def step() -> None:
+        support.loss_of(forward()).backward()
+
+    def dropped() -> None:
+        forward()
+
+    step()
+    output = inputs["video"].untyped_storage().nbytes()
+    return allocated(forward) - output, allocated(step), allocated(dropped)
 
 
 def rows_of(columns: int, rows: int = support.VIDEO_TOKENS, size: int = 4) -> int:
@@ -1039,16 +1027,16 @@ def test_products_are_intercepted_only_where_a_policy_needs_it() -> None:
         import torch, fastac
         from fastac import interception
         from fastac.policy import Policy
-        from tests import support
         ops = {"aten::addmm", "aten::mm", "aten::bmm"}
-        model, inputs = support.build("WanTransformer3DModel")
+        model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.TransformerEncoderLayer(8, 2)])})
+        model.forward = lambda video: model["blocks"][0](video)
         for policy in ("attn_only", "full", Policy.budget("1GiB", linear=False)):
-            fastac.enable(model, policy)
-            support.train_step(model, inputs)
-            support.train_step(model, inputs)
+            fastac.enable(model, policy, blocks="blocks")
+            for _ in range(2):
+                model(torch.randn(3, 2, 8)).sum().backward()
             assert interception.intercepted() and not ops & set(interception.intercepted()), policy
-        fastac.enable(model, Policy("linear_only", linear=("ffn.*",)))
-        support.train_step(model, inputs)
+        fastac.enable(model, Policy("linear_only", linear=("linear1",)), blocks="blocks")
+        model(torch.randn(3, 2, 8)).sum().backward()
         assert ops <= set(interception.intercepted())
         print("done")
     """

@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import interception, registry, scopes
 from fastac.errors import FastacError
 from tests import support
-from tests.live_bytes import NewStorages
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, custom_attention, stack, stack_inputs, train_step
 
 Attend = Callable[..., torch.Tensor]
@@ -608,6 +609,38 @@ def test_kernel_that_raises_and_is_caught_leaves_the_region_open(attention_execu
 
 
 # Memory
+
+
+def _tensors_of_python() -> list[torch.Tensor]:
+    """Those with memory of their own: what vmap of another test left behind has none."""
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return [tensor for tensor in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(tensor)]
+
+
+class NewStorages(TorchDispatchMode):
+    """Weak references to the storages that were not there when this was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors_of_python()}
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in support.flat_tensors(outputs, "").values():
+            self.add(tensor)
+        return outputs
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.before:
+            self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def sizes(self) -> list[int]:
+        """Of the new storages that live. Python's tensors count: a copy made below the mode was not seen by it."""
+        for tensor in _tensors_of_python():
+            self.add(tensor)
+        return [nbytes for reference, nbytes in self.seen.values() if not reference.expired()]
 
 
 def held_bytes(block: torch.nn.Module, policy: Any, known: bool = True) -> tuple[int, int]:
