@@ -23,6 +23,7 @@ from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.models import has_switch
 from fastac.policy import BlockPolicies, Policy
 from fastac.ranks import class_name
+from fastac.shares import Budgets
 
 logger = logging.getLogger("fastac")
 
@@ -109,13 +110,13 @@ def _set(block: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
 
 
 def _watches(model: torch.nn.Module) -> list[tuple[dict[int, Any], int, Any]]:
-    """Where the hooks of watches are, inside a model: the dict of hooks, the key in it, the hook."""
+    """Where the hooks of watches and budgets are, inside a model: the dict of hooks, the key in it, the hook."""
     return [
         (hooks, key, hook)
         for module in model.modules()
         for hooks in (module._forward_pre_hooks, module._forward_hooks)
         for key, hook in hooks.items()
-        if isinstance(getattr(hook, "__self__", None), Watch)
+        if isinstance(getattr(hook, "__self__", None), (Watch, Budgets))
     ]
 
 

@@ -55,7 +55,7 @@ def checkpoint(
     else:
         policy = resolve(policy)
     if policy.is_budget and not torch.compiler.is_dynamo_compiling():
-        policy = shares.current(policy, function, args)
+        policy = shares.current(policy, function, args, kwargs)
     if use_reentrant or context_fn is not None or engine not in ENGINES:
         refuse_options(use_reentrant, context_fn, engine, ENGINES)
     if debug and not policy.saves_nothing:

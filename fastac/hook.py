@@ -29,7 +29,7 @@ from fastac.policy import BlockPolicies, Policy, policy_of, resolve, resolve_blo
 from fastac.preflight import check_backends
 from fastac.ranks import class_name
 from fastac.remarks import refuse_only_linear, remarks
-from fastac.shares import as_given, shared
+from fastac.shares import as_given, shared, watch
 
 logger = logging.getLogger("fastac")
 
@@ -92,6 +92,7 @@ def enable(
     else:
         disable(model)
         block_forward.put_on(model, named, Setting(selected, engine))
+    watch(model, selected)
     for name, block in named.items():
         record = census.block_record(block)
         if record is not None:

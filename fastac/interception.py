@@ -44,8 +44,9 @@ class _Holder:
         self.resolved = resolved
 
 
-LINEAR_OPS = ("aten::addmm", "aten::mm")
-"""What a Linear module ends in (torch 2.13): with a bias in one op, but for inputs that can not be flattened."""
+LINEAR_OPS = ("aten::addmm", "aten::mm", "aten::bmm")
+"""What a Linear module ends in (torch 2.13): with a bias in one op, but for inputs that can not be flattened. Those are
+multiplied sample by sample where the weight is frozen."""
 
 _holders: dict[str, _Holder] = {}
 _installing = threading.Lock()

@@ -104,6 +104,19 @@ def _end(module: torch.nn.Linear, args: Any, output: Any) -> None:
         scope.no_product(module, name)
 
 
+def _refuse_exchanged(function: Any, policy: Policy) -> None:
+    block = census.block_of(function)
+    if block is None:
+        return
+    modules = dict(block.named_modules())
+    for key, name in watched(function, policy).items():
+        if id(modules.get(name)) != key:
+            raise PolicyNotAppliedError(
+                f"{policy}: the Linear module {name!r} of {census.describe(function)} was exchanged since its first "
+                f"step, so its output is not saved. Call fastac.enable again after a model was changed."
+            )
+
+
 def judge(
     function: Any, policy: Policy, products: Collection[str], before: Collection[str], compiled: bool = False
 ) -> None:
@@ -119,6 +132,7 @@ def judge(
         )
     if policy.is_budget:
         return
+    _refuse_exchanged(function, policy)
     missing = [name for name in dict.fromkeys(before) if name not in products]
     if missing or len(products) < len(before):
         raise PolicyNotAppliedError(

@@ -61,6 +61,10 @@ class Policy:
                 'Policy("linear_only"): it saves the outputs of the Linear modules named by linear=(...), which must '
                 "be there, and no attention, so min_kv has no meaning"
             )
+        if self.limit is not None and (type(self.limit) is not int or self.limit < 0):
+            raise FastacError(f'Policy(limit={self.limit!r}): a number of bytes. Or Policy.budget("24GiB").')
+        if self.name == "budget" and (self.min_kv or self.linear not in ((), ("*",))):
+            raise FastacError('Policy("budget", ...): it chooses what is saved, so min_kv and names have no meaning')
         if self.name == "budget" and self.limit is None:
             raise FastacError('Policy("budget"): of how many bytes? Policy.budget("24GiB"), or per_block="600MiB"')
         if self.name != "budget" and (self.limit is not None or self.per_block):

@@ -1,7 +1,6 @@
 """Which ops run an attention forward: the registered rows, and one cached decision per op.
 
-No library is imported to classify anything: an op is looked up in the dispatcher, where it is once its library was
-loaded by somebody else.
+No library is imported to classify an op: it is in the dispatcher once its library was loaded by somebody else.
 """
 
 from __future__ import annotations
@@ -101,10 +100,9 @@ class ResolvedOp:
         if isinstance(row, (SelectionOp, CollectiveOp, LinearOp)):
             raise TypeError(f"{self.name} is no attention, and attends to no keys")
         if isinstance(row, DecompositionOp):
-            keys: int = args[row.scores].shape[-1]
-            return keys
+            return args[row.scores].shape[-1]  # type: ignore[no-any-return]
         if row.max_kv is not None:
-            keys = self.argument(row.max_kv, args, kwargs)
+            keys: int | None = self.argument(row.max_kv, args, kwargs)
             if keys is not None and keys >= 0:  # some libraries pass -1 where nothing is packed
                 return keys
         key = args[self._key] if self._key < len(args) else kwargs[row.key]

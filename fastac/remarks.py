@@ -59,7 +59,11 @@ def refuse_only_linear(
     containers = list(containers)
     blocks = {name: block for container in containers for name, block in container.blocks.items()}
     linear = linear_attention(model, containers)
-    long = {name for name, block in blocks.items() if policy_of(policy, block).min_kv >= LONG_MIN_KV}
+    long = {
+        name
+        for name, block in blocks.items()
+        if (one := policy_of(policy, block)).min_kv >= LONG_MIN_KV and not one.linear
+    }
     saving = {name for name, block in blocks.items() if not policy_of(policy, block).saves_nothing}
     crossing = [use.module for use in registry.backend_uses(model) if use.cross]
     other = [use.module for use in registry.backend_uses(model) if not (use.linear or use.cross)]

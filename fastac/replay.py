@@ -56,7 +56,7 @@ class Replay(Scope):
         name, self.linear = self.linear, None
         if self.passes_by(resolved, args):
             return self.let_by(resolved, keyset, args, kwargs)
-        entry = self._next(resolved, described(args))
+        entry = self._next(resolved, described(args), name or "")
         if entry.linear != name:
             raise FastacError(
                 f"recompute runs the Linear module {name!r} where the forward ran {entry.linear!r}: the checkpointed "
@@ -86,10 +86,15 @@ class Replay(Scope):
 
     @property
     def _calls(self) -> str:
-        return "attention calls" if self.tape.communication is None else "attention calls and collectives"
+        kinds = ["attention calls", *["products"] * bool(self.tape.linears)]
+        kinds += ["collectives"] * (self.tape.communication is not None)
+        return " and ".join((", ".join(kinds[:-1]), kinds[-1])) if len(kinds) > 1 else kinds[0]
 
-    def _next(self, resolved: ResolvedOp, inputs: Sequence[Any]) -> Entry:
-        """The entry of the call that recompute makes now. Raises FastacError where it is another one."""
+    def _next(self, resolved: ResolvedOp, inputs: Sequence[Any], linear: str = "") -> Entry:
+        """The entry of the call that recompute makes now. Raises FastacError where it is another one.
+
+        linear: the Linear module whose product it is.
+        """
         if self.position >= len(self.tape):
             raise FastacError(
                 f"recompute called {resolved.name} after the {len(self.tape)} {self._calls} the forward made: the "
@@ -104,10 +109,13 @@ class Replay(Scope):
             )
         # By name: torch may hand out another object for the same op once an older definition of it is collected.
         if entry.resolved.qualified_name != resolved.qualified_name or entry.inputs != inputs:
-            kind = "attention call" if resolved.is_attention else "product" if resolved.is_linear else "collective"
+            kind = "attention call" if resolved.is_attention else "collective"
+            if resolved.is_linear:
+                kind = f"the product of the Linear module {linear!r}, call"
+            recorded = entry.resolved.name + f" of {entry.linear!r}" * bool(entry.linear)
             raise FastacError(
                 f"{kind} {self.position} of recompute is not the one of the forward: {resolved.name} on "
-                f"{readable(inputs)} where {entry.resolved.name} on {readable(entry.inputs)} was recorded. "
+                f"{readable(inputs)} where {recorded} on {readable(entry.inputs)} was recorded. "
                 f"The checkpointed function took another path, or the attention backend changed in between."
             )
         return entry

@@ -1,7 +1,7 @@
 """What each block of a model saves under a budget: shared out once a step with inputs of their shapes was watched.
 
-One pass is one run through the blocks. The first with inputs of some shape is surveyed: it saves nothing. When its
-blocks were all recomputed, the budget is shared out among them by `fastac.budget`, and holds for later passes.
+One pass is one forward of the model. The first with inputs of some shape is surveyed: it saves nothing. When its
+blocks were recomputed, the budget is shared out among them by `fastac.budget`, and holds for later passes.
 """
 
 from __future__ import annotations
@@ -16,37 +16,80 @@ import torch
 
 from fastac import budget, census
 from fastac.errors import FastacError
-from fastac.policy import BlockPolicies, Policy
+from fastac.policy import BlockPolicies, Policy, policies_in
 from fastac.sizes import readable_bytes
-from fastac.survey import Survey
+from fastac.survey import Survey, together
 
 logger = logging.getLogger("fastac")
 
 
+Surveys = dict[str, tuple["Share", list[Survey]]]
+"""What the regions of each block could save, by the block's name: several of a block that is called several times."""
+
+ATTEMPTS = 8
+"""Passes in a row that were surveyed and not recomputed, of which each may still be."""
+
+
 @dataclasses.dataclass
 class _Pass:
-    """Passes whose first block gets inputs of one signature. surveys, chosen: by the names of blocks."""
+    """Passes over inputs of one signature. surveyed: in each of the latest; known: what was shared out, as chosen."""
 
-    surveys: dict[str, tuple[Share, Survey]] = dataclasses.field(default_factory=dict)
+    surveyed: list[Surveys] = dataclasses.field(default_factory=list)
+    known: Surveys = dataclasses.field(default_factory=dict)
     chosen: dict[str, Policy] = dataclasses.field(default_factory=dict)
+
+    def decide(self) -> None:
+        """Share out the budgets anew when blocks were recomputed that were not known.
+
+        One that was not is watched on: it has no gradients, or no backward came, or that was broken off.
+        """
+        reached: Surveys = {}
+        for surveys in self.surveyed:
+            reached |= {
+                block: (share, regions)
+                for block, (share, regions) in surveys.items()
+                if any(one.reached is not None for one in regions)
+            }
+        if not reached:
+            return
+        self.known |= reached
+        self.surveyed = []
+        for share in dict.fromkeys(share for share, _ in self.known.values()):
+            mine = {block: together(regions) for block, (own, regions) in self.known.items() if own == share}
+            self.chosen |= share_out(share, mine)
 
 
 @dataclasses.dataclass(eq=False)
 class Budgets:
-    """The budgets of one model, and what became of them. Copied and pickled with it."""
+    """The budgets of one model, and what became of them. Copied and pickled with it.
+
+    watched: whether the model's forward tells when a pass begins. called: the blocks of the pass that runs.
+    """
 
     passes: dict[Any, _Pass] = dataclasses.field(default_factory=dict)
     running: _Pass = dataclasses.field(default_factory=_Pass)
     called: set[str] = dataclasses.field(default_factory=set)
+    watched: bool = False
 
-    def call(self, block: str, args: Sequence[Any]) -> None:
-        """A block is called. One that was called already in this pass begins the next."""
-        if block in self.called or not self.called:
-            if len(self.passes) >= census.MANY:
-                self.passes.clear()
-            self.running = self.passes.setdefault((block, census.signature(tuple(args))), _Pass())
-            self.called = set()
+    def before(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """The model's forward begins: a hook."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.watched = True
+            self._begin(census.signature((args, kwargs)))
+
+    def call(self, block: str, args: Any, kwargs: Any) -> None:
+        """A block is called. Where its model's forward is not, one that was called already begins the next pass."""
+        if not self.watched and (block in self.called or not self.called):
+            self._begin((block, census.signature((args, kwargs))))
         self.called.add(block)
+
+    def _begin(self, key: Any) -> None:
+        if len(self.passes) >= census.MANY:
+            self.passes.clear()
+        self.running = self.passes.setdefault(key, _Pass())
+        self.running.decide()
+        self.running.surveyed = [*filter(None, self.running.surveyed[-ATTEMPTS:]), {}]
+        self.called = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,24 +100,23 @@ class Share(Policy):
     block: str = dataclasses.field(default="", compare=False)
 
     def begin_survey(self) -> Survey:
-        """A survey of the block's region in the pass that runs."""
+        """A survey of a region of the block in the pass that runs."""
         survey = Survey()
-        self.budgets.running.surveys[self.block] = self, survey
+        if torch.is_grad_enabled():  # else it is never recomputed
+            surveyed = self.budgets.running.surveyed
+            if not surveyed:
+                surveyed.append({})
+            surveyed[-1].setdefault(self.block, (self, []))[1].append(survey)
         return survey
 
     def decided(self) -> Policy | None:
         """What the block saves in passes such as the latest; None before that was shared out."""
-        running = self.budgets.running
-        mine = running.surveys.get(self.block)
-        if self.block not in running.chosen and mine is not None and mine[0] == self:
-            surveys = {block: survey for block, (share, survey) in running.surveys.items() if share == self}
-            if all(survey.reached is not None for survey in surveys.values()):
-                running.chosen.update(share_out(self, surveys))
-        return running.chosen.get(self.block)
+        self.budgets.running.decide()
+        return self.budgets.running.chosen.get(self.block)
 
 
 def shared(policies: Policy | BlockPolicies, blocks: Mapping[str, torch.nn.Module]) -> Policy | BlockPolicies:
-    """The policies of a model's blocks, with a share for every block that has a budget."""
+    """The policies of a model's blocks, with a share for every block that has a budget. `watch` does the rest."""
     if isinstance(policies, Policy):
         if not policies.is_budget:
             return policies
@@ -85,6 +127,13 @@ def shared(policies: Policy | BlockPolicies, blocks: Mapping[str, torch.nn.Modul
         if policy.is_budget:
             policies[getattr(block, "_orig_mod", block)] = Share(**_given(policy), budgets=budgets, block=name)
     return policies
+
+
+def watch(model: torch.nn.Module, policies: Policy | BlockPolicies) -> None:
+    """Let a model's forward tell its budgets, where it has any, when a pass begins."""
+    found = {id(policy.budgets): policy.budgets for policy in policies_in(policies) if isinstance(policy, Share)}
+    for budgets in found.values():
+        model.register_forward_pre_hook(budgets.before, with_kwargs=True)
 
 
 def decided(policy: Policy) -> Policy | None:
@@ -103,7 +152,7 @@ def _given(policy: Policy) -> dict[str, Any]:
     return {field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)}
 
 
-def current(policy: Policy, function: Any, args: Sequence[Any]) -> Policy:
+def current(policy: Policy, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Policy:
     """The policy of a block that has a budget and is called now: what was decided, or its share, to be surveyed.
 
     Raises FastacError for a budget that `enable` has not shared out.
@@ -115,8 +164,8 @@ def current(policy: Policy, function: Any, args: Sequence[Any]) -> Policy:
         )
     if not torch.is_grad_enabled():
         return policy
-    policy.budgets.call(policy.block, args)
-    return policy.decided() or policy
+    policy.budgets.call(policy.block, args, kwargs)
+    return policy.budgets.running.chosen.get(policy.block, policy)
 
 
 def share_out(budget_policy: Policy, surveys: Mapping[str, Survey]) -> dict[str, Policy]:
@@ -131,10 +180,10 @@ def share_out(budget_policy: Policy, surveys: Mapping[str, Survey]) -> dict[str,
         for name, found in outputs.items():
             choices |= budget.choose({name: found}, limit - communicated[name])
     else:
-        together = sum(communicated.values())
-        if together > limit:
-            collectives, together = "recompute", 0
-        choices = budget.choose(outputs, limit - together)
+        sent = sum(communicated.values())
+        if sent > limit:
+            collectives, sent = "recompute", 0
+        choices = budget.choose(outputs, limit - sent)
     policies = {
         name: policy_of(choice, outputs[name], collectives, bool(surveys[name].communicated))
         for name, choice in choices.items()
@@ -151,8 +200,10 @@ def policy_of(
     if choice.min_kv is not None:
         min_kv = max(left_out) + 1 if left_out else 0
         return Policy("attn_only", min_kv, collectives, choice.linear)
-    if choice.linear or (communicates and collectives == "save"):
+    if choice.linear:
         return Policy("linear_only", collectives=collectives, linear=choice.linear)
+    if communicates and collectives == "save":  # these alone
+        return Policy("attn_only", max(left_out, default=0) + 1, collectives)
     return Policy("full")
 
 
@@ -171,7 +222,7 @@ def summary(policies: Collection[Policy]) -> str:
 
 def _tell(budget_policy: Policy, choices: Mapping[str, budget.Choice], policies: Mapping[str, Policy]) -> None:
     held = sum(choice.bytes for choice in choices.values())
-    if held:
+    if any(not policy.saves_nothing for policy in policies.values()):
         saved = summary(policies.values())
         logger.info("%s: %s are saved from the next step on: %s", budget_policy, readable_bytes(held), saved)
     else:

@@ -35,12 +35,16 @@ from fastac.events import (
     Simulation,
     Split,
 )
+from fastac.interception import LINEAR_OPS
 from fastac.known_values import KnownValues
 from fastac.registry import classify
-from fastac.tape import PRODUCT_ALONE, is_differentiable
+from fastac.tape import WHOLE_PRODUCT, is_differentiable
 from fastac.torch_internals import tree_leaves
 
-PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+"""Matrix products that are candidates also outside Linear modules, for policies that know no modules."""
+
+LINEAR_PRODUCTS = tuple(f"{name.replace('::', '.')}.default" for name in LINEAR_OPS)
 
 GENERATOR_STATE = torch.get_rng_state().nbytes
 """Bytes that torch's checkpoint keeps of the CPU's random number generator for every block."""
@@ -67,7 +71,6 @@ class Meter(TorchDispatchMode):
         self.forwards = True
         self.region = ""  # that runs, in forward or recompute
         self.linear = ""  # the Linear module that runs
-        self.adds_bias = False  # whether that does so after its product, in place
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
         self._alive: dict[int, _Storage] = {}
         self._parts: dict[Place, list[_Storage]] = {}  # of the candidates
@@ -87,19 +90,18 @@ class Meter(TorchDispatchMode):
             spent = self.segments[-1].flops
             phase = FORWARD if self.forwards else RECOMPUTE if recomputes else BACKWARD
             spent[phase] = spent.get(phase, 0) + count
-        changes = self.linear != "" and self.adds_bias and str(func) == PRODUCT_ALONE
-        copied = self.forwards and (changes or not is_differentiable(args))
+        guarded = is_differentiable(args) and (self.linear == "" or str(func) == WHOLE_PRODUCT)
         place = self._place(func, keys, count) if self.region and (self.forwards or recomputes) else None
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and torch_internals.has_storage(tensor):
-                self._see(tensor.untyped_storage(), place, copied)
+                self._see(tensor.untyped_storage(), place, copied=self.forwards and not guarded)
         return outputs
 
     def _place(self, func: Any, keys: int, count: int) -> Place | None:
         """The candidate that was called: a new one, or the one that recompute has come to."""
         resolved = classify(func)
         attends = resolved is not None and resolved.is_attention
-        if not attends and getattr(func, "overloadpacket", None) not in PRODUCTS:
+        if not attends and str(func) not in (LINEAR_PRODUCTS if self.linear else PRODUCTS):
             return None
         mine = self.candidates.setdefault(self.region, [])
         if self.forwards:
@@ -241,8 +243,8 @@ def _begin_backward(meter: Meter, name: str, gradient: torch.Tensor) -> None:
 def _named_linear(meter: Meter, blocks: Mapping[str, torch.nn.Module]) -> Iterator[None]:
     """Tells which Linear module of a block runs."""
 
-    def begin(name: str, module: torch.nn.Linear, args: Any) -> None:
-        meter.linear, meter.adds_bias = name, module.bias is not None
+    def begin(name: str, module: torch.nn.Module, args: Any) -> None:
+        meter.linear = name
 
     def end(module: torch.nn.Module, args: Any, output: Any) -> None:
         meter.linear = ""

@@ -42,6 +42,12 @@ class Survey:
         ]
 
 
+def together(surveys: Sequence[Survey]) -> Survey:
+    """The survey of a block that is called several times in one pass."""
+    outputs = [output for survey in surveys for output in survey.outputs]
+    return Survey(dict(enumerate(outputs)), sum(survey.communicated for survey in surveys), len(outputs))
+
+
 class SurveyRecord(Record):
     """Keeps what could be saved until the region ends, and looks how large it is."""
 
@@ -56,6 +62,11 @@ class SurveyRecord(Record):
         super().__init__(tape, policy, preserves_generators, observer)
         self.survey = survey
         self._flops: dict[int, int] = {}
+
+    def __enter__(self) -> SurveyRecord:
+        super().__enter__()
+        self.checkpoint = torch_internals.innermost_checkpoint()
+        return self
 
     def __exit__(self, *exception: object) -> None:
         try:
@@ -76,6 +87,9 @@ class SurveyRecord(Record):
         outputs = super().multiply(resolved, keyset, args, kwargs)
         if len(self.tape) > place:
             self._flops[place] = flops.of_call(resolved.op, args, kwargs, outputs)
+            entry = self.tape[place]
+            if entry is not None and torch_internals.innermost_checkpoint() != self.checkpoint:
+                entry.forget()  # a torch.utils.checkpoint of the block's own runs it again, saved or not
         return outputs
 
     def no_product(self, module: torch.nn.Linear, name: str) -> None:
@@ -103,5 +117,9 @@ class SurveyReplay(Replay):
         self.survey = survey
 
     def __exit__(self, *exception: object) -> None:
-        self.survey.reached = max(self.survey.reached or 0, self.position)
+        if exception[0] in (None, torch_internals.StopRecompute):
+            self.survey.reached = max(self.survey.reached or 0, self.position)
         super().__exit__(*exception)
+
+    def no_product(self, module: torch.nn.Linear, name: str) -> None:
+        """Nor did it in the forward."""

@@ -24,8 +24,9 @@ from fastac.registry import ResolvedOp
 from fastac.scopes import Scope, Tape, run_kernel, thread
 from fastac.selection import Selection
 
-PRODUCT_ALONE = "aten.mm.default"
-"""The op to whose output a Linear module adds its bias in place, where it has one."""
+WHOLE_PRODUCT = "aten.addmm.default"
+"""The op whose output is that of the Linear module. To that of others it adds its bias in place, and hands it out under
+another version counter (aten::_unsafe_view), by which no change of it is noticed."""
 
 
 def is_differentiable(args: Sequence[Any]) -> bool:
@@ -58,7 +59,6 @@ class Record(Scope):
         self.observer = observer
         self.entered = False
         self.products: list[str] = []  # the Linear modules whose outputs are on the tape, by name
-        self.adds_bias = False  # whether the Linear module that runs now does so after its product, in place
         self.ops = tape.ops
         self.calls: list[ResolvedOp] = []
         self.keys: list[int] = []  # over how many each call on the tape attends
@@ -168,24 +168,20 @@ class Record(Scope):
             communication.keep(entry, outputs, guarded=is_differentiable(args))
         return outputs
 
-    def begin_linear(self, module: torch.nn.Linear) -> None:
-        """A Linear module that is watched begins its forward."""
-        super().begin_linear(module)
-        self.adds_bias = module.bias is not None
-
     def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Keep the product of a Linear module."""
         name, self.linear = self.linear, None
         if self.passes_by(resolved, args):
             return self.let_by(resolved, keyset, args, kwargs)
+        if self.observer is not None and not self.policy.is_budget:
+            self._refuse_inner_checkpoint(resolved)
         entry = Entry(resolved, 0, described(args))
         entry.linear = name or ""
         self.tape.append(entry)
-        outputs = run_kernel(resolved, keyset, args, kwargs)
         self.products.append(entry.linear)
-        guarded = is_differentiable(args)
-        changes = self.adds_bias and resolved.name == PRODUCT_ALONE
-        entry.keep(outputs, guarded, copied=changes or not guarded)
+        outputs = run_kernel(resolved, keyset, args, kwargs)
+        guarded = is_differentiable(args) and resolved.name == WHOLE_PRODUCT
+        entry.keep(outputs, guarded, copied=not guarded)
         return outputs
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

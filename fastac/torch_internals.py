@@ -51,6 +51,7 @@ _REQUIRED = (
     "_C._autograd._get_sequence_nr",
     "_C._autograd._top_saved_tensors_default_hooks",
     "compiler._is_non_strict_tracing",
+    "utils.checkpoint._StopRecomputationError",
     "utils.checkpoint._checkpoint_debug_enabled",
 )
 
@@ -63,6 +64,9 @@ COMPILED_NODE = "CompiledFunctionBackward"
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What an operation on fake tensors raises whose output depends on their values."""
+
+StopRecompute = torch.utils.checkpoint._StopRecomputationError
+"""How torch ends a recompute as soon as autograd has what it needs."""
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 

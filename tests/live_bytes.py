@@ -55,12 +55,31 @@ def peak_of(run: Callable[[], Any], outside: Iterable[Any] = ()) -> int:
 
 def allocated_peak(run: Callable[[], Any]) -> int:
     """The most bytes allocated at one time while `run` runs, from the allocator's events."""
-    gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
+    for size in _allocations(run):
+        now += size
         peak = max(peak, now)
     return peak
+
+
+def allocated(run: Callable[[], Any]) -> int:
+    """Bytes that `run` allocates and that live on after it, its result among them, from the allocator's events.
+
+    Without the garbage collector, which in training comes when it likes.
+    """
+    gc.disable()
+    try:
+        return sum(_allocations(run))
+    finally:
+        gc.enable()
+
+
+def _allocations(run: Callable[[], Any]) -> list[int]:
+    """Bytes of every allocation, and less than 0 of what is freed, in their order."""
+    if gc.isenabled():
+        gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run()
+    del result
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

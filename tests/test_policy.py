@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,72 @@ def test_resolve_names_what_there_is() -> None:
 def test_resolve_of_something_else(wrong: object) -> None:
     with pytest.raises(fastac.FastacError, match="expected a name"):
         resolve(wrong)  # type: ignore[arg-type]
+
+
+# Linear modules and budgets
+
+
+@pytest.mark.parametrize("linear", ["ffn.0", ["ffn.0"], ("",), (3,), None, ("ffn.0", None), {"ffn.0"}])
+def test_linear_is_a_tuple_of_names(linear: object) -> None:
+    with pytest.raises(fastac.FastacError, match=r"a tuple of names was expected"):
+        Policy("attn_only", linear=linear)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "full", "linear": ("ffn.0",)}, "full saves nothing"),
+        ({"name": "linear_only"}, "must be there"),
+        ({"name": "linear_only", "linear": ()}, "must be there"),
+        ({"name": "linear_only", "linear": ("*",), "min_kv": 3}, "min_kv has no meaning"),
+        ({"name": "budget"}, r"of how many bytes\? Policy\.budget"),
+        ({"name": "attn_only", "limit": 5}, "these are of Policy.budget"),
+        ({"name": "attn_only", "per_block": True}, "these are of Policy.budget"),
+        ({"name": "budget", "limit": "24GiB"}, "a number of bytes"),
+        ({"name": "budget", "limit": 2.5}, "a number of bytes"),
+        ({"name": "budget", "limit": True}, "a number of bytes"),
+        ({"name": "budget", "limit": -1}, "a number of bytes"),
+        ({"name": "budget", "limit": 100, "min_kv": 3}, "budget"),
+        ({"name": "budget", "limit": 100, "linear": ("ffn.0",)}, "budget"),
+    ],
+    ids=str,
+)
+def test_arguments_that_have_no_meaning_together(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(fastac.FastacError, match=message):
+        Policy(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"total": 1, "per_block": 1}, {"total": "1GiB", "per_block": "1MiB"}])
+def test_a_budget_is_of_all_blocks_or_of_each(arguments: dict[str, Any]) -> None:
+    with pytest.raises(fastac.FastacError, match="one of two"):
+        Policy.budget(**arguments)
+
+
+def test_what_policies_save() -> None:
+    alone, budget = Policy("linear_only", linear=("ffn.*",)), Policy.budget(1 << 30)
+    assert not alone.saves(72_000)
+    assert not alone.saves_nothing
+    assert alone.saves_collectives
+    assert budget.saves(1)
+    assert budget.is_budget
+    assert not any(one.is_budget for one in (alone, *NAMED.values()))
+    assert not Policy.budget(1, collectives="recompute").saves_collectives
+
+
+def test_policies_of_linear_modules_and_budgets_are_printed_with_them() -> None:
+    assert str(Policy(linear=("ffn.2", "attn1.*"))) == "attn_only(linear=ffn.2+attn1.*)"
+    assert str(Policy(min_kv=9, linear=("*",))) == "attn_only(min_kv=9, linear=*)"
+    assert str(Policy("linear_only", linear=("q",))) == "linear_only(linear=q)"
+    assert str(Policy.budget("1GiB")) == "budget(1.0 GiB)"
+    assert str(Policy.budget(per_block="2MiB", linear=False)) == "budget(2.0 MiB per block, linear=False)"
+
+
+def test_budgets_are_values() -> None:
+    assert Policy.budget("1GiB") == Policy.budget(1 << 30)
+    assert hash(Policy.budget("1GiB")) == hash(Policy.budget(1 << 30))
+    assert Policy.budget("1GiB") != Policy.budget(per_block="1GiB")
+    assert Policy.budget("1GiB") != Policy.budget("1GiB", linear=False)
+    assert pickle.loads(pickle.dumps(Policy.budget("1GiB"))) == Policy.budget("1GiB")
 
 
 # Per block
