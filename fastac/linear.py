@@ -25,8 +25,8 @@ _found: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, ...], dict[in
 def watched(function: Any, policy: Policy) -> Mapping[int, str]:
     """The Linear modules of a block whose outputs a policy saves, by id, with their names in the block.
 
-    They get hooks where they have none. Raises FastacError for a function that is no block, and for a block without
-    any of them that `enable` did not see: there a name needs to be right for one of the blocks.
+    They get hooks where they have none. Raises FastacError for a function that is no block, and for a name that is
+    wrong for a block that `enable` did not see: there it must be right for one of the blocks.
     """
     block = census.block_of(function)
     if block is None:
@@ -47,7 +47,7 @@ def check_names(policies: Mapping[torch.nn.Module, Policy]) -> None:
     for policy in dict.fromkeys(policies.values()):
         names = [name for block, mine in policies.items() if mine == policy for name in linear_modules(block)]
         for pattern in policy.linear:
-            if not fnmatch.filter(names, pattern) and pattern != "*":
+            if not fnmatch.filter(names, pattern) and not policy.is_budget:
                 raise FastacError(
                     f"{policy}: {pattern!r} names no Linear module of the blocks. Their Linear modules are "
                     f"{', '.join(dict.fromkeys(names)) or 'none'}."
@@ -63,7 +63,7 @@ def _named(block: torch.nn.Module, policy: Policy) -> dict[int, str]:
     modules = linear_modules(block)
     names = [name for name in modules if any(fnmatch.fnmatchcase(name, pattern) for pattern in policy.linear)]
     record = census.block_record(block)
-    if not names and not (record is not None and record.name):
+    if record is None or not record.name:
         check_names({block: policy})
     for name in names:
         _watch(modules[name])

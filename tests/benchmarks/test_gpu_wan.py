@@ -130,8 +130,8 @@ def test_the_case_is_the_one_that_was_reported(gpu_wan: Any) -> None:
 def test_the_budget_is_what_fits_by_the_plan(gpu_wan: Any) -> None:
     case = gpu_wan.Case(5, 64, 64, 8, change={**TINY, "num_layers": 2})
     inputs = case.configuration.inputs(case.video)
-    planner = gpu_wan.Planner(gpu_wan.subject(gpu_wan.fake_model(case.configuration, case.dtype), inputs))
-    full = next(one.peak_bytes for one in planner.policies() if one.policy == "full")
+    planner = gpu_wan.Planner(gpu_wan.subject(gpu_wan.without_weights(case.configuration, case.dtype), inputs))
+    full = planner.policy("full").peak_bytes
     everything = gpu_wan.fitting_budget(case, 10**9)
     middle = (full + planner.budget(everything)[0].peak_bytes) / 2
     assert 0 < gpu_wan.fitting_budget(case, int(middle / 0.85)) < everything
