@@ -1047,7 +1047,8 @@ def test_products_are_intercepted_only_where_a_policy_needs_it() -> None:
         from fastac import interception
         from fastac.policy import Policy
         ops = {"aten::addmm", "aten::mm", "aten::bmm"}
-        model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0)])})
+        block = torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0)
+        model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])})
         model.forward = lambda video: model["blocks"][0](video)
         for policy in ("attn_only", "full", Policy.budget("1GiB", linear=False)):
             fastac.enable(model, policy, blocks="blocks")
