@@ -8,21 +8,32 @@ The hooks stay on a module until `take_off`. Without an open scope, or under ano
 from __future__ import annotations
 
 import fnmatch
+import types
 import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fastac import census, interception
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.scopes import thread
 
-_found: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, ...], dict[int, str]]] = weakref.WeakKeyDictionary()
+
+class Watched(dict[int, str]):
+    """Linear modules of a block, by id, with their names in it."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Linear] = types.MappingProxyType({})) -> None:
+        super().__init__({id(module): name for name, module in modules.items()})
+        self.modules = [weakref.ref(module) for module in modules.values()]
 
 
-def watched(function: Any, policy: Policy) -> Mapping[int, str]:
+_found: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, ...], Watched]] = weakref.WeakKeyDictionary()
+
+
+def watched(function: Any, policy: Policy) -> Watched:
     """The Linear modules of a block whose outputs a policy saves, by id, with their names in the block.
 
     They get hooks where they have none. Raises FastacError for a function that is no block, and for a name that is
@@ -59,21 +70,25 @@ def linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     return {name: module for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)}
 
 
-def _named(block: torch.nn.Module, policy: Policy) -> dict[int, str]:
+def _named(block: torch.nn.Module, policy: Policy) -> Watched:
     modules = linear_modules(block)
     names = [name for name in modules if any(fnmatch.fnmatchcase(name, pattern) for pattern in policy.linear)]
     record = census.block_record(block)
     if record is None or not record.name:
         check_names({block: policy})
-    for name in names:
-        _watch(modules[name])
-    return {id(modules[name]): name for name in names}
+    found = Watched({name: modules[name] for name in names})
+    watch_again(found)
+    return found
 
 
-def _watch(module: torch.nn.Linear) -> None:
-    if _begin not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_begin)
-        module.register_forward_hook(_end)
+def watch_again(linears: Watched) -> list[RemovableHandle]:
+    """Put hooks on those that have none, or none any more. Returns what takes them off again."""
+    handles = []
+    for reference in linears.modules:
+        module = reference()
+        if module is not None and _begin not in module._forward_pre_hooks.values():
+            handles += [module.register_forward_pre_hook(_begin), module.register_forward_hook(_end)]
+    return handles
 
 
 def take_off(model: torch.nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -117,9 +118,9 @@ class Region:
                 f'engine="sac": {policy} is for the default engine, which knows which Linear module a product belongs '
                 f"to. Leave engine out, or use a policy of attention alone."
             )
-        linears = linear.watched(self.function, policy) if policy.linear else {}
+        linears = linear.watched(self.function, policy) if policy.linear else linear.Watched()
         tape = Tape()  # after that: it counts what is intercepted when it begins
-        tape.linears = linears
+        tape.linears, tape.watch = linears, functools.partial(linear.watch_again, linears)
         record: Record
         replay: Replay
         if isinstance(policy, Share):

@@ -30,11 +30,14 @@ class Replay(Scope):
     def __enter__(self) -> Replay:
         self.position = 0
         self.choices.used.clear()
+        self.handles = self.tape.watch()  # fastac may have been disabled since the forward
         super().__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
+        for handle in self.handles:
+            handle.remove()
         # torch ends a recompute early by an exception; one that came to its end must have made the same calls.
         if exception[0] is None and self.position != len(self.tape):
             raise FastacError(

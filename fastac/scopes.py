@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fastac import torch_internals
 from fastac.choices import Choices
@@ -31,7 +32,7 @@ execution_counters: list[Calls] = []
 class Tape(list[Entry | None]):
     """The entries of one region, and what goes with them."""
 
-    __slots__ = ("choices", "communication", "companions", "linears", "ops", "recording")
+    __slots__ = ("choices", "communication", "companions", "linears", "ops", "recording", "watch")
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +40,7 @@ class Tape(list[Entry | None]):
         self.communication: Communication | None = None  # of a region that has any
         self.companions: list[object] = []  # what kept outputs need besides, which is no tensor
         self.linears: Mapping[int, str] = {}  # Linear modules whose outputs are saved, by id, and their names
+        self.watch: Callable[[], list[RemovableHandle]] = list  # puts hooks on those that have none any more
         self.ops = CountedOps()
         self.recording = False
 

@@ -239,5 +239,17 @@ def models(
 
 POLICIES = st.sampled_from(("attn_only", "full", Policy("attn_only", min_kv=4), Policy("attn_only", min_kv=6)))
 MAPPINGS = st.builds(lambda first, others: {"blocks.0": first, "*": others}, POLICIES, POLICIES)
+LINEAR = st.sampled_from(
+    (
+        Policy("attn_only", linear=("*",)),
+        Policy("attn_only", min_kv=4, linear=("ffn.*", "text")),
+        Policy("linear_only", linear=("projections.*",)),
+        Policy.budget(1 << 40),
+        Policy.budget(3_000),
+        Policy.budget(per_block=1_500, linear=False),
+    )
+)
+"""Policies that save outputs of Linear modules, or may."""
+
 ALL_KINDS = (*SUPPORTED, *REFUSED)
 ALL_CHANGES = tuple(CHANGES)

@@ -965,6 +965,24 @@ def test_hooks_come_and_go(blocks: str | None) -> None:
     assert state_of(model) == before
 
 
+@pytest.mark.parametrize("between", ["disabled", "attn_only", "full", Policy("linear_only", linear=("q",))], ids=str)
+def test_what_is_enabled_between_forward_and_backward_is_for_the_next(between: Any, products: Counter[str]) -> None:
+    """The recompute is that of its forward, and leaves no hooks behind."""
+    model, inputs = stack(), stack_inputs()
+    expected = train_step(model, inputs)
+
+    def backward(loss: torch.Tensor) -> None:
+        fastac.disable(model) if between == "disabled" else fastac.enable(model, between, blocks="blocks")
+        products.clear()
+        loss.backward()
+
+    for _ in range(2):
+        fastac.enable(model, ALL, blocks="blocks")
+        assert_same(train_step(model, inputs, backward=backward), expected)
+        assert products["addmm"] == 0
+        assert hooks_of(model) == 0
+
+
 def test_hooks_do_nothing_without_a_region(products: Counter[str]) -> None:
     block, inputs = One(), stack_inputs()
     reference = train_step(block, inputs)
@@ -987,6 +1005,7 @@ def test_hooks_under_another_policy_save_nothing() -> None:
     fastac.checkpoint(block, **inputs, policy=ALL)
     held, _, _ = held_by(block, Policy("linear_only", linear=("out",)), inputs)
     assert held == rows_of(W)
+    assert hooks_of(block) == 4
     held, _, _ = held_by(block, "attn_only", inputs)
     assert held == 0
 
@@ -1028,7 +1047,8 @@ def test_products_are_intercepted_only_where_a_policy_needs_it() -> None:
         from fastac import interception
         from fastac.policy import Policy
         ops = {"aten::addmm", "aten::mm", "aten::bmm"}
-        model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.TransformerEncoderLayer(8, 2, dropout=0)])})
+        block = torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0)
+        model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])})
         model.forward = lambda video: model["blocks"][0](video)
         for policy in ("attn_only", "full", Policy.budget("1GiB", linear=False)):
             fastac.enable(model, policy, blocks="blocks")

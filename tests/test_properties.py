@@ -26,6 +26,7 @@ from tests.random_models import (
     ALL_KINDS,
     CALLERS,
     HOW,
+    LINEAR,
     MAPPINGS,
     POLICIES,
     SHAPES,
@@ -136,6 +137,21 @@ def test_supported_attention(spec: ModelSpec, how: str, policy: Policies, steps:
 def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policies, steps: Steps) -> None:
     """And where attention outputs are changed in place."""
     go_through(RandomTwins(spec, "checkpoint"), policy, "tape", steps)
+
+
+ANY_LINEAR = st.one_of(LINEAR, st.builds(lambda first, others: {"blocks.0": first, "*": others}, POLICIES, LINEAR))
+
+
+@examples(12)
+@given(
+    random_models.models(),
+    st.sampled_from(HOW[:2]),
+    ANY_LINEAR,
+    operations(fail=FAIL, enable=st.tuples(st.one_of(ANY_LINEAR, ANY_POLICY), st.just("tape"))),
+)
+def test_outputs_of_linear_modules_and_budgets(spec: ModelSpec, how: str, policy: Policies, steps: Steps) -> None:
+    """There is an error where a block writes into such an output, or names are not of its modules."""
+    go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
 @examples(20)

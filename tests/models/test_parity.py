@@ -155,6 +155,40 @@ def test_parity(name: str, dtype: str, policy: str, engine: str, attention_execu
             assert sum(n for keys, n in support.executed_keys.items() if keys >= MIN_KV) == calls.long
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_parity_with_every_linear_output_saved(name: str, attention_executions: Counter[str]) -> None:
+    """Of every Linear module that a block runs, with a bias or without, trained on whatever inputs: none runs again."""
+    expected, calls = without_checkpointing(name, "fp32"), CALLS[name]
+    model, inputs = support.build(name)
+    with support.counting("aten::addmm") as products:
+        train_step(model, inputs)
+        needed = products["addmm"]
+        fastac.enable(model, fastac.Policy("attn_only", linear=("*",)))
+        for _ in range(2):
+            attention_executions.clear()
+            products.clear()
+            assert_same(train_step(model, inputs), expected)
+            assert attention_executions == calls.executions(again=Calls())
+            assert products["addmm"] == needed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1 << 40, 100_000, 10_000])
+@pytest.mark.parametrize("name", MODELS)
+def test_parity_under_a_budget(name: str, limit: int, attention_executions: Counter[str]) -> None:
+    """The first step runs everything again, those after it what is not chosen: nothing at all of a large budget."""
+    expected, calls = without_checkpointing(name, "fp32"), CALLS[name]
+    model, inputs = support.build(name)
+    fastac.enable(model, fastac.Policy.budget(limit))
+    for again in (calls.run_again("full"), Calls(), Calls()):
+        attention_executions.clear()
+        assert_same(train_step(model, inputs), expected)
+        if limit > 100_000 or again != Calls():
+            assert attention_executions == calls.executions(again=again)
+    held = sum(row.saved_bytes + row.linear_bytes + row.selection_bytes for row in fastac.report(model).rows)
+    assert held <= limit
+
+
 @pytest.mark.parametrize(("name", "dtype"), TRAINED)
 def test_reference_is_sound(name: str, dtype: str, attention_executions: Counter[str]) -> None:
     """What the other tests compare with: every parameter and input has a gradient, and none is all zeros."""
