@@ -175,6 +175,11 @@ def _verify_blocks(
 ) -> Verification:
     inner: Any = models.unwrapped(model)
     selected = _selected(inner, policy, engine)
+    if any(one.is_budget for one in policies_in(selected)):
+        raise FastacError(
+            "verify(per_block=True): a budget is shared out in a step of the whole model. Verify without per_block, or "
+            "train a step first and verify the policy that the model is enabled with."
+        )
     regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     hook.disable(inner)
     checkpoint_wrappers.take_over_all(inner, checkpoint_wrappers.call_plainly)

@@ -793,3 +793,14 @@ def test_calls_over_as_many_keys_are_saved_together_or_not() -> None:
     """What is not chosen has fewer keys than what is: a bound on keys tells them apart."""
     found = share_out(Policy.budget(100), {"b": survey(("sdpa", 100, 9_000, 64), ("sdpa", 100, 9_000, 63))})
     assert str(found["b"]) == "attn_only(min_kv=64)"
+
+
+def test_verification_block_by_block_needs_what_was_decided() -> None:
+    """Alone, each block would be given the budget of all."""
+    model, inputs = support.build("WanTransformer3DModel")
+    fastac.enable(model, Policy.budget(HUGE))
+    with pytest.raises(FastacError, match=r"a budget is shared out in a step of the whole model"):
+        fastac.verify(model, per_block=True, **inputs)
+    for _ in range(2):
+        support.loss_of(model(**inputs)).backward()
+    assert fastac.verify(model, per_block=True, **inputs).linear_saved > 10
