@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastac import block_selection, budget, flops, models, shares, torch_internals
+from fastac import block_selection, budget, flops, hook, models, shares, torch_internals
 from fastac.errors import FastacError
 from fastac.events import EXCHANGED, Candidate, Place, Simulation, Split
 from fastac.known_values import KnownValues
@@ -165,7 +165,8 @@ def subject(model: torch.nn.Module, inputs: Mapping[str, Any], blocks: Any = Non
     Raises FastacError for a model without blocks that are known.
     """
     known = KnownValues(torch_internals.fake_mode())
-    fake = _faked(model, known)
+    fake = _faked(models.unwrapped(model), known)
+    hook.disable(fake)  # what is enabled on the model is not what is simulated
     if blocks is None:
         containers = models.containers(fake, models.row_of(fake))
     else:

@@ -46,10 +46,11 @@ def watched(function: Any, policy: Policy) -> Watched:
             f'Checkpoint the block itself, or use a policy without linear=..., such as "attn_only".'
         )
     by_names = _found.setdefault(block, {})
-    found = by_names.get(policy.linear)
+    names = tuple(policy.linear)
+    found = by_names.get(names)
     if found is None:
         interception.install_linear()
-        found = by_names[policy.linear] = _named(block, policy)
+        found = by_names[names] = _named(block, policy)
     return found
 
 

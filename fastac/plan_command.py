@@ -18,7 +18,7 @@ from fastac.errors import FastacError
 from fastac.models import configurations
 from fastac.models.videos import Video
 from fastac.planning import OPTIMIZERS
-from fastac.plotting import plot
+from fastac.plotting import check_path, plot
 from fastac.video_planning import Training, plan_video
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,6 +52,11 @@ def run(options: argparse.Namespace) -> int:
     """Print a plan. Raises FastacError for what can not be planned."""
     if options.lora < 0:
         raise FastacError(f"plan --lora {options.lora}: a rank of 1 or more was expected")
+    for name in ("budget", "memory"):
+        if (getattr(options, name) or "").isdigit():
+            raise FastacError(f"plan --{name} {getattr(options, name)}: of what? {getattr(options, name)}GiB, say")
+    if options.plot is not None:
+        check_path(options.plot)
     configuration = configurations.load(options.model)
     with telling() as tell, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own, about a device that is not there
@@ -63,13 +68,15 @@ def run(options: argparse.Namespace) -> int:
             memory=options.memory,
             tell=tell,
         )
-    if options.plot is not None:
-        plot(found, options.plot)
     if options.json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps({"configuration": configuration.source, **found.as_json()}, indent=2))
     else:
         print(found)
-        print(f"configuration: {configuration.source}")
+        if found.budget is not None:
+            limit = f'"{found.budget // 2**20}MiB"' if found.budget >= 2**20 else str(found.budget)
+            print(f"fastac.enable(transformer, policy=fastac.Policy.budget({limit}))")
+    if options.plot is not None:
+        plot(found, options.plot)
     return 0
 
 

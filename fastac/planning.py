@@ -127,12 +127,14 @@ def put_together(
     memory: str | int | None = None,
 ) -> Plan:
     """The plan of everything that was asked for."""
+    bytes_of_memory = None if memory is None else parse_bytes(memory)
     policies = [planner.policy(name) for name in ("none", "full", "long_attn_only", "attn_only", EVERY_SECOND)]
     chosen: dict[str, Policy] = {}
-    if limit is None and memory is not None:
-        limit = planner.largest_budget(parse_bytes(memory))
+    if limit is None and bytes_of_memory is not None:
+        limit = planner.largest_budget(bytes_of_memory)
     if limit is not None:
-        found, chosen = planner.budget(parse_bytes(limit))
+        limit = parse_bytes(limit)
+        found, chosen = planner.budget(limit)
         policies.append(found)
     return Plan(
         subject=name,
@@ -142,4 +144,6 @@ def put_together(
         policies=tuple(policies),
         frontier=tuple(planner.frontier()),
         blocks=chosen,
+        memory=bytes_of_memory,
+        budget=limit,
     )

@@ -59,7 +59,7 @@ class Plan:
     states: of the model. gradients: bytes of its gradients, which the peak of every policy has in it. frontier: bytes
     that are saved and FLOPs relative to full checkpointing, for growing budgets. blocks: what each block saves under
     the budget that was asked for, as `fastac.enable` takes it. largest: policy -> frames of the longest video whose
-    step fits `memory`, 0 for none.
+    step fits `memory`, 0 for none. budget: bytes that were asked for, or the most with which a step fits `memory`.
     """
 
     subject: str
@@ -71,6 +71,7 @@ class Plan:
     blocks: Mapping[str, Policy] = dataclasses.field(default_factory=dict)
     largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     memory: int | None = None
+    budget: int | None = None
     notes: tuple[str, ...] = NOT_MODELLED
 
     def as_json(self) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class Plan:
             table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
         for one in self.policies:
             table.add_row(
-                one.policy,
+                f"{one.policy} (torchtitan)" if one.policy == "ops" else one.policy,
                 *map(readable_bytes, (one.saved_bytes, one.held_bytes, one.peak_bytes)),
                 f"{one.recomputed_flops / 1e12:,.4g}",
                 f"{one.relative:.3f}",
@@ -108,8 +109,17 @@ class Plan:
         lines = [f"peak: with {', '.join(parts)}"]
         if self.blocks:
             lines.append(f"budget: {summary(self.blocks.values())}")
+        if self.memory is not None:
+            lines.append(
+                f"memory: {readable_bytes(self.memory)}, nothing of it kept back for what is not counted: ask for a "
+                f"tenth less than the device has"
+            )
+            if next(one for one in self.policies if one.policy == "full").peak_bytes > self.memory:
+                lines.append("no policy fits: fewer frames, LoRA, more GPUs or context parallelism would hold less")
         return lines + list(self.notes)
 
 
 def _frames(count: int | None) -> str:
-    return "" if count is None else f"{count} frames" if count else "does not fit"
+    if count is None:
+        return ""
+    return f"{count} frame{'s' * (count > 1)}" if count else "does not fit"

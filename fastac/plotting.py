@@ -11,6 +11,17 @@ from fastac.sizes import readable_bytes
 GIB = 2**30
 
 
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_path(path: Path) -> None:
+    """Raise FastacError for a file that a plot can not be written to."""
+    if path.suffix not in SUFFIXES:
+        raise FastacError(f"plan: a plot is a file that ends in {', '.join(SUFFIXES)}, not {path.name}")
+    if not path.parent.is_dir():
+        raise FastacError(f"plan: can not write the plot {path}: there is no folder {path.parent}")
+
+
 def plot(plan: Plan, path: str | Path) -> None:
     """Write the frontier of a plan, with the policies on it, as a picture. path: ends in .png, .svg or .pdf.
 

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from fastac.checkpoint_wrappers import inside
@@ -36,11 +36,13 @@ class Policy:
     name: str = "attn_only"
     min_kv: int = 0
     collectives: str = "save"
-    linear: tuple[str, ...] = ()
+    linear: Sequence[str] = ()
     limit: int | None = None
     per_block: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.linear, list):  # as JSON has it
+            object.__setattr__(self, "linear", tuple(self.linear))
         if self.name not in ("full", "attn_only", "linear_only", "budget"):
             raise FastacError(
                 f"Policy({self.name!r}): no such policy. There are {_quoted(NAMED)}, "

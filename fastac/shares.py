@@ -208,11 +208,11 @@ def policy_of(
 
 
 def summary(policies: Collection[Policy]) -> str:
-    """What so many blocks save, by what is saved: "attention over 513 keys and more in 30 of 30 blocks, ..."."""
+    """What so many blocks save, by what is saved: "attention over at least 513 keys in 30 of 30 blocks, ..."."""
     counts: Counter[str] = Counter()
     for policy in policies:
         if policy.name == "attn_only":
-            counts[f"attention over {policy.min_kv} keys and more" if policy.min_kv else "attention"] += 1
+            counts[f"attention over at least {policy.min_kv} keys" if policy.min_kv else "attention"] += 1
         counts.update(policy.linear)
     parts = [f"{what} in {count}" for what, count in counts.most_common()]
     if parts:

@@ -175,10 +175,10 @@ def _verify_blocks(
 ) -> Verification:
     inner: Any = models.unwrapped(model)
     selected = _selected(inner, policy, engine)
-    if any(one.is_budget for one in policies_in(selected)):
+    if any(one.is_budget and not one.per_block for one in policies_in(selected)):
         raise FastacError(
-            "verify(per_block=True): a budget is shared out in a step of the whole model. Verify without per_block, or "
-            "train a step first and verify the policy that the model is enabled with."
+            "verify(per_block=True): a budget of all blocks is shared out in a step of the whole model. Verify without "
+            "per_block, or train a step first and verify the policy that the model is enabled with."
         )
     regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     hook.disable(inner)
@@ -206,6 +206,7 @@ def _verify_blocks(
         saved=sum(part.saved for part in parts),
         recomputed=sum(part.recomputed for part in parts),
         saved_bytes=sum(part.saved_bytes for part in parts),
+        linear_saved=sum(part.linear_saved for part in parts),
         allowed_again=sum(part.allowed_again for part in parts),
     )
 

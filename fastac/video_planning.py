@@ -76,7 +76,7 @@ def plan_video(
         for one in found.policies
         if not one.policy.startswith("budget") or limit is not None
     }
-    return dataclasses.replace(found, largest=largest, memory=bytes_of_memory)
+    return dataclasses.replace(found, largest=largest)
 
 
 def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:

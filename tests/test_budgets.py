@@ -799,7 +799,7 @@ def test_verification_block_by_block_needs_what_was_decided() -> None:
     """Alone, each block would be given the budget of all."""
     model, inputs = support.build("WanTransformer3DModel")
     fastac.enable(model, Policy.budget(HUGE))
-    with pytest.raises(FastacError, match=r"a budget is shared out in a step of the whole model"):
+    with pytest.raises(FastacError, match=r"a budget of all blocks is shared out in a step of the whole model"):
         fastac.verify(model, per_block=True, **inputs)
     for _ in range(2):
         support.loss_of(model(**inputs)).backward()
