@@ -29,6 +29,11 @@ class BlockList:
         """Whether all were simulated."""
         return self.names == self.simulated
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The blocks that were not."""
+        return () if self.is_whole else self.names[ENDS : len(self.names) - ENDS]
+
 
 def ends_of(names: Sequence[str]) -> tuple[str, ...]:
     """The blocks of a list that are simulated at first."""
@@ -99,6 +104,18 @@ def _with_ends(segments: Sequence[Segment]) -> list[Segment]:
     return ended
 
 
+def middles_are_alike(forward: Simulation, lists: Sequence[BlockList]) -> bool:
+    """Whether the blocks that are left out do what the early block in the middle does, in a forward of the whole."""
+    for blocks in lists:
+        if blocks.is_whole:
+            continue
+        early = blocks.names[ENDS - 1]
+        for name in blocks.left_out:
+            if not _are_alike(forward.segments, forward.candidates, early, name):
+                return False
+    return True
+
+
 def repeated(simulation: Simulation, lists: Sequence[BlockList]) -> Timeline | None:
     """The step of the whole model; None where the blocks in the middle of a list are not alike."""
     segments = list(simulation.segments)
@@ -136,20 +153,19 @@ def _are_alike(
             if segment.block == block
         ]
 
-    return done_by(early) == done_by(late) and candidates[early] == candidates[late]
+    return done_by(early) == done_by(late) and candidates.get(early) == candidates.get(late)
 
 
 def _repeat(segments: Sequence[Segment], blocks: BlockList, early: str, late: str) -> list[Segment]:
     """The segments of one of the two blocks in the middle, for each that was left out, in the order of its calls."""
     index = {name: i for i, name in enumerate(blocks.names)}
-    left_out = blocks.names[ENDS : len(blocks.names) - ENDS]
     found: list[Segment] = []
     for segment in segments:
         found.append(segment)
         if (segment.kind, segment.block) == (FORWARD, early):
-            found += [_moved(segment, blocks.names, index, index[name] - index[early]) for name in left_out]
+            found += [_moved(segment, blocks.names, index, index[name] - index[early]) for name in blocks.left_out]
         elif (segment.kind, segment.block) == (BACKWARD, late):
-            found += [_moved(segment, blocks.names, index, index[name] - index[late]) for name in reversed(left_out)]
+            found += [_moved(segment, blocks.names, index, index[name] - index[late]) for name in blocks.left_out[::-1]]
     return found
 
 
