@@ -23,7 +23,7 @@ from fastac.policy import Policy
 from fastac.ranks import class_name
 from fastac.simulation import simulate
 from fastac.survey import Survey
-from fastac.timeline import BlockList, Timeline, ends_of, repeated
+from fastac.timeline import ENDS, BlockList, Timeline, ends_of, middles_are_alike, repeated
 
 logger = logging.getLogger("fastac")
 
@@ -46,7 +46,25 @@ class Subject:
     def given(self, inputs: Mapping[str, Any]) -> Subject:
         """The same model with other inputs."""
         fakes = torch_internals.tree_map(functools.partial(_fake_input, self.known), dict(inputs))
-        return dataclasses.replace(self, inputs=fakes)
+        other = dataclasses.replace(self, inputs=fakes)
+        if "lists" in vars(self):  # a matter of the model
+            vars(other)["lists"] = self.lists
+        return other
+
+    @functools.cached_property
+    def lists(self) -> list[BlockList]:
+        """The blocks, and those of them that stand for the others of their list: all, where these are not alike.
+
+        How a block differs may show in its parameters, or in a forward alone: a model may treat blocks by their places.
+        """
+        lists = [_ends(self.model, container) for container in self.containers]
+        if all(one.is_whole for one in lists):
+            return lists
+        whole = [BlockList(one.names, one.names) for one in lists]
+        if not all(_have_equal_parameters(self.containers, one) for one in lists):
+            return whole
+        forward = _step(self, whole, False, Split(), backward=False)
+        return lists if middles_are_alike(forward, lists) else whole
 
 
 class Forecast:
@@ -214,7 +232,7 @@ def simulated(subject: Subject, checkpoints: bool, split: Split = Split()) -> Ti
     Of long lists a few blocks are simulated, where that gives the same.
     """
     flops.register_formulas()
-    lists = [_ends(subject.model, container) for container in subject.containers]
+    lists = subject.lists
     if not all(one.is_whole for one in lists):
         try:
             found = repeated(_step(subject, lists, checkpoints, split), lists)
@@ -236,7 +254,19 @@ def _ends(model: torch.nn.Module, container: BlockContainer) -> BlockList:
     return BlockList(names, ends_of(names) if is_list else names)
 
 
-def _step(subject: Subject, lists: Sequence[BlockList], checkpoints: bool, split: Split) -> Simulation:
+def _have_equal_parameters(containers: Sequence[BlockContainer], one: BlockList) -> bool:
+    """Whether those of the blocks that are left out are like those of the one that stands for them."""
+    blocks = {name: block for container in containers for name, block in container.blocks.items()}
+
+    def parameters(name: str) -> list[object]:
+        return [(inner, p.shape, p.dtype, p.requires_grad) for inner, p in blocks[name].named_parameters()]
+
+    return all(parameters(name) == parameters(one.simulated[ENDS - 1]) for name in one.left_out)
+
+
+def _step(
+    subject: Subject, lists: Sequence[BlockList], checkpoints: bool, split: Split, backward: bool = True
+) -> Simulation:
     blocks = {
         name: container.blocks[name]
         for container, one in zip(subject.containers, lists, strict=True)
@@ -244,7 +274,7 @@ def _step(subject: Subject, lists: Sequence[BlockList], checkpoints: bool, split
     }
     put_on = functools.partial(_put_on, subject.model, blocks)
     with subject.known.mode, _shortened(subject, lists):
-        return simulate(subject.model, subject.inputs, blocks, put_on, checkpoints, subject.known, split)
+        return simulate(subject.model, subject.inputs, blocks, put_on, checkpoints, subject.known, split, backward)
 
 
 @contextmanager

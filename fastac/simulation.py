@@ -80,6 +80,13 @@ class Meter(TorchDispatchMode):
         """Something else begins."""
         self.segments.append(Segment(kind, block))
 
+    def hold(self, size: int, owner: object) -> None:
+        """So many bytes, which no operation returns, are alive as long as something is."""
+        event = Event(size)
+        self.segments[-1].events.append(event)
+        self._alive[-id(owner)] = _Storage(event)  # the addresses of storages are above 0
+        weakref.finalize(owner, self._free, -id(owner)).atexit = False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         outputs = self.known.run(func, args, kwargs)
@@ -188,8 +195,9 @@ def simulate(
     checkpoints: bool,
     known: KnownValues,
     split: Split,
+    backward: bool = True,
 ) -> Simulation:
-    """One forward and backward of the mean square of a model's outputs; all tensors are fake.
+    """One forward and backward of the mean square of a model's outputs, or the forward; all tensors are fake.
 
     blocks: by name. put_on: makes the model call a function in the place of each block, with the block and its inputs.
     checkpoints: under full checkpointing, without any otherwise. known: values of inputs. split: whose rank this is.
@@ -206,7 +214,7 @@ def simulate(
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"
         run = functools.partial(_run, meter, region, block)
         if checkpoints:
-            meter.segments[-1].events.append(Event(GENERATOR_STATE))
+            meter.hold(GENERATOR_STATE, run)  # which lives as long as what recompute needs
         outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpoints else run(*args, **kwargs)
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -221,6 +229,8 @@ def simulate(
         outputs = [t for t in tree_leaves(model(**inputs)) if isinstance(t, torch.Tensor) and t.requires_grad]
         meter.forwards = False
         meter.mark(LOSS)
+        if not backward:
+            return meter.finish(())
         losses = [output.float().square().mean() for output in outputs]
         torch.stack(losses).sum().backward()
         del outputs, losses

@@ -29,6 +29,11 @@ class BlockList:
         """Whether all were simulated."""
         return self.names == self.simulated
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The blocks that were not."""
+        return () if self.is_whole else self.names[ENDS : len(self.names) - ENDS]
+
 
 def ends_of(names: Sequence[str]) -> tuple[str, ...]:
     """The blocks of a list that are simulated at first."""
@@ -99,6 +104,17 @@ def _with_ends(segments: Sequence[Segment]) -> list[Segment]:
     return ended
 
 
+def middles_are_alike(forward: Simulation, lists: Sequence[BlockList]) -> bool:
+    """Whether the blocks that are left out do what the early block in the middle does, in a forward of the whole."""
+    for blocks in lists:
+        if blocks.is_whole:
+            continue
+        for name in blocks.left_out:
+            if not _are_alike(forward.segments, forward.candidates, blocks.names, blocks.names[ENDS - 1], name):
+                return False
+    return True
+
+
 def repeated(simulation: Simulation, lists: Sequence[BlockList]) -> Timeline | None:
     """The step of the whole model; None where the blocks in the middle of a list are not alike."""
     segments = list(simulation.segments)
@@ -110,7 +126,7 @@ def repeated(simulation: Simulation, lists: Sequence[BlockList]) -> Timeline | N
         if not blocks.is_whole:
             if any("#" in region for region in mine):
                 return None  # blocks that are called several times
-            if not _are_alike(segments, mine, blocks.simulated):
+            if not _are_alike(segments, mine, blocks.simulated, *blocks.simulated[ENDS - 1 : ENDS + 1]):
                 return None
             segments = _repeat(segments, blocks)
             early = blocks.simulated[ENDS - 1]
@@ -120,11 +136,14 @@ def repeated(simulation: Simulation, lists: Sequence[BlockList]) -> Timeline | N
 
 
 def _are_alike(
-    segments: Sequence[Segment], candidates: Mapping[str, Sequence[Candidate]], simulated: Sequence[str]
+    segments: Sequence[Segment],
+    candidates: Mapping[str, Sequence[Candidate]],
+    simulated: Sequence[str],
+    early: str,
+    late: str,
 ) -> bool:
-    """Whether the two blocks in the middle of those that were simulated did the same."""
+    """Whether two of the blocks that were simulated one after the other did the same."""
     place = {name: number for number, name in enumerate(simulated)}
-    early, late = simulated[ENDS - 1], simulated[ENDS]
 
     def seen_from(event: Event, block: str) -> object:
         mine = event.candidate
@@ -139,7 +158,7 @@ def _are_alike(
             if segment.block == block
         ]
 
-    return done_by(early) == done_by(late) and candidates[early] == candidates[late]
+    return done_by(early) == done_by(late) and candidates.get(early) == candidates.get(late)
 
 
 def _repeat(segments: Sequence[Segment], blocks: BlockList) -> list[Segment]:
