@@ -33,7 +33,6 @@ import fastac
 from common import RESULTS, write_result
 from fastac import machine, scopes
 from fastac.benching import Switch, Workload, measure
-from fastac.forecast import subject
 from fastac.measurements import Measurement
 from fastac.models import configurations
 from fastac.models.configurations import Configuration
@@ -41,6 +40,7 @@ from fastac.models.reading import fill_zeros
 from fastac.models.videos import Video
 from fastac.planning import Planner
 from fastac.sizes import parse_bytes, readable_bytes
+from fastac.subjects import subject
 from fastac.video_planning import without_weights
 
 MODEL = "wan2.1-t2v-1.3b"

@@ -27,10 +27,11 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
 from common import RESULTS, allocated_bytes, write_result
-from fastac.forecast import Forecast, subject
+from fastac.forecast import Forecast
 from fastac.models import configurations, videos
 from fastac.policy import Policy, resolve
 from fastac.replay import Replay
+from fastac.subjects import subject
 
 HELD, PEAK = 0.01, 0.03
 """By how much a prediction of bytes may be off; one of FLOPs not at all."""

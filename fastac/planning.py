@@ -10,11 +10,12 @@ import torch
 from fastac import budget
 from fastac.errors import FastacError
 from fastac.events import Split
-from fastac.forecast import Forecast, Subject, subject
+from fastac.forecast import Forecast
 from fastac.plans import Plan, PolicyPlan, States
 from fastac.policy import NAMED, Policy
 from fastac.ranks import class_name
 from fastac.sizes import parse_bytes
+from fastac.subjects import Subject, subject
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
     "adamw": lambda size: 2 * size,

@@ -9,12 +9,12 @@ import torch
 
 from fastac.errors import FastacError
 from fastac.events import Split
-from fastac.forecast import Subject, subject
 from fastac.models.configurations import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning import Planner, put_together
 from fastac.plans import Plan
 from fastac.sizes import parse_bytes
+from fastac.subjects import Subject, subject
 
 Tell = Callable[[str], object]
 

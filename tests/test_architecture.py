@@ -72,6 +72,7 @@ ORDER = (
     "simulation",
     "timeline",
     "plans",
+    "subjects",
     "forecast",
     "planning",
     "video_planning",
