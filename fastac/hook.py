@@ -98,6 +98,7 @@ def enable(
         if record is not None:
             record.name = f"{class_name(model)}.{name}"
             record.latest = record.latest_key = None  # what another policy did is no longer so
+            record.censuses.clear()  # nor what the block was made of
     logger.info("%s: policy %s, engine %s, %d blocks", class_name(model), selected, engine, len(named))
     for remark in remarks(model, containers):
         _tell(class_name(model), remark)

@@ -1098,3 +1098,18 @@ def test_verify_leaves_an_enabled_model_as_it_was(products: Counter[str]) -> Non
     products.clear()
     assert_same(train_step(model, inputs), reference)
     assert products["addmm"] == needed
+
+
+def test_model_that_was_changed_trains_when_it_is_enabled_again() -> None:
+    """As the message for a Linear module that was exchanged says."""
+    model, inputs = stack(policy="none"), stack_inputs()
+    fastac.enable(model, ALL, blocks="blocks")
+    train_step(model, inputs)
+    for block in model.blocks:
+        block.ffn = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())
+    plain = copy.deepcopy(model)
+    fastac.disable(plain)
+    expected = train_step(plain, inputs)
+    fastac.enable(model, ALL, blocks="blocks")
+    for _ in range(2):
+        assert_same(train_step(model, inputs), expected)
