@@ -161,19 +161,29 @@ def _repeat(segments: Sequence[Segment], blocks: BlockList, early: str, late: st
     index = {name: i for i, name in enumerate(blocks.names)}
     found: list[Segment] = []
     for segment in segments:
-        found.append(segment)
+        if segment.block not in index:
+            found.append(segment)
+            continue
+        found.append(_moved(segment, blocks, index[segment.block]))
         if (segment.kind, segment.block) == (FORWARD, early):
-            found += [_moved(segment, blocks.names, index, index[name] - index[early]) for name in blocks.left_out]
+            found += [_moved(segment, blocks, index[name]) for name in blocks.left_out]
         elif (segment.kind, segment.block) == (BACKWARD, late):
-            found += [_moved(segment, blocks.names, index, index[name] - index[late]) for name in blocks.left_out[::-1]]
+            found += [_moved(segment, blocks, index[name]) for name in blocks.left_out[::-1]]
     return found
 
 
-def _moved(segment: Segment, names: Sequence[str], index: Mapping[str, int], by: int) -> Segment:
+def _moved(segment: Segment, blocks: BlockList, to: int) -> Segment:
+    """A segment of one block for the block of a number: a neighbour in the simulation is one in the whole, too.
+
+    Backward may come to the recompute of a block before the gradient that begins its segment is there.
+    """
+    places = {name: i for i, name in enumerate(blocks.simulated)}
+    by = to - places[segment.block]
+
     def moved(event: Event) -> Event:
-        if event.candidate is None or event.candidate[0] not in index:
+        if event.candidate is None or event.candidate[0] not in places:
             return event
         block, place = event.candidate
-        return dataclasses.replace(event, candidate=(names[index[block] + by], place))
+        return dataclasses.replace(event, candidate=(blocks.names[places[block] + by], place))
 
-    return Segment(segment.kind, names[index[segment.block] + by], list(map(moved, segment.events)), segment.flops)
+    return Segment(segment.kind, blocks.names[to], list(map(moved, segment.events)), segment.flops)
