@@ -37,6 +37,8 @@ def states_of(model: torch.nn.Module, optimizer: str = "adamw", gpus: int = 1, b
     """
     if optimizer not in OPTIMIZERS:
         raise FastacError(f"plan(optimizer={optimizer!r}): there are {', '.join(OPTIMIZERS)}")
+    if gpus < 1:
+        raise FastacError(f"plan(gpus={gpus}): 1 or more was expected")
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     buffers = sum(value.nbytes for value in model.buffers())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import census, flops, torch_internals
+from fastac.errors import FastacError
 from fastac.events import (
     BACKWARD,
     EXCHANGED,
@@ -227,6 +228,10 @@ def simulate(
         parameter.grad = None
     with _named_linear(meter, blocks), meter:
         outputs = [t for t in tree_leaves(model(**inputs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not outputs:
+            raise FastacError(
+                "plan: no output of the model requires grad: nothing of it is trained, or gradients are off"
+            )
         meter.forwards = False
         meter.mark(LOSS)
         if not backward:

@@ -109,8 +109,9 @@ def middles_are_alike(forward: Simulation, lists: Sequence[BlockList]) -> bool:
     for blocks in lists:
         if blocks.is_whole:
             continue
+        early = blocks.names[ENDS - 1]
         for name in blocks.left_out:
-            if not _are_alike(forward.segments, forward.candidates, blocks.names, blocks.names[ENDS - 1], name):
+            if not _are_alike(forward.segments, forward.candidates, early, name):
                 return False
     return True
 
@@ -126,34 +127,28 @@ def repeated(simulation: Simulation, lists: Sequence[BlockList]) -> Timeline | N
         if not blocks.is_whole:
             if any("#" in region for region in mine):
                 return None  # blocks that are called several times
-            if not _are_alike(segments, mine, blocks.simulated, *blocks.simulated[ENDS - 1 : ENDS + 1]):
+            early, late = blocks.simulated[ENDS - 1], blocks.simulated[ENDS]
+            if not _are_alike(segments, mine, early, late):
                 return None
-            segments = _repeat(segments, blocks)
-            early = blocks.simulated[ENDS - 1]
+            segments = _repeat(segments, blocks, early, late)
             mine = {name: mine.get(name, mine[early]) for name in blocks.names}
         candidates.update(mine)
     return Timeline(segments, candidates)
 
 
 def _are_alike(
-    segments: Sequence[Segment],
-    candidates: Mapping[str, Sequence[Candidate]],
-    simulated: Sequence[str],
-    early: str,
-    late: str,
+    segments: Sequence[Segment], candidates: Mapping[str, Sequence[Candidate]], early: str, late: str
 ) -> bool:
-    """Whether two of the blocks that were simulated one after the other did the same."""
-    place = {name: number for number, name in enumerate(simulated)}
-
-    def seen_from(event: Event, block: str) -> object:
-        mine = event.candidate
-        if mine is not None and mine[0] in place:
-            return event.bytes, event.change, event.gradient, place[mine[0]] - place[block], mine[1]
-        return event.bytes, event.change, event.gradient, mine
-
     def done_by(block: str) -> list[object]:
         return [
-            (segment.kind, segment.flops, [seen_from(event, block) for event in segment.events])
+            (
+                segment.kind,
+                segment.flops,
+                [
+                    (e.bytes, e.change, e.gradient, e.candidate and (e.candidate[0] == block, e.candidate[1]))
+                    for e in segment.events
+                ],
+            )
             for segment in segments
             if segment.block == block
         ]
@@ -161,34 +156,34 @@ def _are_alike(
     return done_by(early) == done_by(late) and candidates.get(early) == candidates.get(late)
 
 
-def _repeat(segments: Sequence[Segment], blocks: BlockList) -> list[Segment]:
-    """The segments, with those of one of the two blocks in the middle for each that was left out.
-
-    What a segment says of the block before or after is said of that which is before or after it in the whole list.
-    """
-    place = {name: number for number, name in enumerate(blocks.simulated)}
-    index = {name: number for number, name in enumerate(blocks.names)}
-    early, late = blocks.simulated[ENDS - 1], blocks.simulated[ENDS]
-    left_out = range(ENDS, len(blocks.names) - ENDS)
-
-    def moved(segment: Segment, to: int) -> Segment:
-        def seen_from_there(event: Event) -> Event:
-            if event.candidate is None or event.candidate[0] not in place:
-                return event
-            block, number = event.candidate
-            there = blocks.names[to + place[block] - place[segment.block]]
-            return dataclasses.replace(event, candidate=(there, number))
-
-        return Segment(segment.kind, blocks.names[to], list(map(seen_from_there, segment.events)), segment.flops)
-
+def _repeat(segments: Sequence[Segment], blocks: BlockList, early: str, late: str) -> list[Segment]:
+    """The segments of one of the two blocks in the middle, for each that was left out, in the order of its calls."""
+    index = {name: i for i, name in enumerate(blocks.names)}
     found: list[Segment] = []
     for segment in segments:
-        if segment.block not in place:
+        if segment.block not in index:
             found.append(segment)
             continue
-        found.append(moved(segment, index[segment.block]))
+        found.append(_moved(segment, blocks, index[segment.block]))
         if (segment.kind, segment.block) == (FORWARD, early):
-            found += [moved(segment, number) for number in left_out]
+            found += [_moved(segment, blocks, index[name]) for name in blocks.left_out]
         elif (segment.kind, segment.block) == (BACKWARD, late):
-            found += [moved(segment, number) for number in reversed(left_out)]
+            found += [_moved(segment, blocks, index[name]) for name in blocks.left_out[::-1]]
     return found
+
+
+def _moved(segment: Segment, blocks: BlockList, to: int) -> Segment:
+    """A segment of one block for the block of a number: a neighbour in the simulation is one in the whole, too.
+
+    Backward may come to the recompute of a block before the gradient that begins its segment is there.
+    """
+    places = {name: i for i, name in enumerate(blocks.simulated)}
+    by = to - places[segment.block]
+
+    def moved(event: Event) -> Event:
+        if event.candidate is None or event.candidate[0] not in places:
+            return event
+        block, place = event.candidate
+        return dataclasses.replace(event, candidate=(blocks.names[places[block] + by], place))
+
+    return Segment(segment.kind, blocks.names[to], list(map(moved, segment.events)), segment.flops)
