@@ -120,10 +120,17 @@ def test_resolve_of_something_else(wrong: object) -> None:
 # Linear modules and budgets
 
 
-@pytest.mark.parametrize("linear", ["ffn.0", ["ffn.0"], ("",), (3,), None, ("ffn.0", None), {"ffn.0"}])
+@pytest.mark.parametrize("linear", ["ffn.0", ("",), (3,), None, ("ffn.0", None), {"ffn.0"}])
 def test_linear_is_a_tuple_of_names(linear: object) -> None:
     with pytest.raises(fastac.FastacError, match=r"a tuple of names was expected"):
         Policy("attn_only", linear=linear)  # type: ignore[arg-type]
+
+
+def test_linear_may_be_a_list() -> None:
+    """As JSON has it; what is held is a tuple, so that policies can be compared and be keys."""
+    policy = Policy("attn_only", linear=["ffn.0"])
+    assert policy.linear == ("ffn.0",)
+    assert {policy: 1}[Policy("attn_only", linear=("ffn.0",))] == 1
 
 
 @pytest.mark.parametrize(

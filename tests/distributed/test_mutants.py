@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastac import collectives, registry, tape
+from fastac import collectives, registry, replay, tape
 from fastac.policy import Policy
 from fastac.rows import CollectiveOp
 from tests.distributed import ranks, test_collectives, test_tensor_parallel
@@ -45,7 +45,8 @@ def _save_by_name(*names: str) -> None:
 
     collectives.Communication.keep = keep_anything  # type: ignore[method-assign]
     collectives._bytes = lambda outputs: size(outputs) if _is_tensors(outputs) else 0
-    tape.inputs_of = lambda args: []  # type: ignore[attr-defined]
+    for module in (tape, replay):
+        module.inputs_of = lambda args: []  # type: ignore[attr-defined]
 
 
 def _is_tensors(outputs: Any) -> bool:

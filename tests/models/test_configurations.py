@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,12 @@ class AllValid(TorchDispatchMode):
 def warnings_of_diffusers(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """What diffusers logs: its logger keeps that to itself."""
     logger = diffusers.utils.logging.get_logger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # whatever others have it log
     logger.addHandler(caplog.handler)
     yield caplog
     logger.removeHandler(caplog.handler)
+    logger.setLevel(level)
 
 
 def test_all_are_known_here() -> None:
