@@ -54,8 +54,10 @@ def checkpoint(
         policy = policy.of(function) or refuse_strange_block(function)
     else:
         policy = resolve(policy)
+    share = None
     if policy.is_budget and not torch.compiler.is_dynamo_compiling():
-        policy = shares.current(policy, function, args, kwargs)
+        share = shares.share_of(policy, function)
+        policy = share.current(function, args, kwargs)
     if use_reentrant or context_fn is not None or engine not in ENGINES:
         refuse_options(use_reentrant, context_fn, engine, ENGINES)
     if debug and not policy.saves_nothing:
@@ -83,7 +85,7 @@ def checkpoint(
         return full(debug=debug)
     if torch_internals.checkpoint_debug_enabled():
         refuse_debug(policy)
-    region = Region(function, args, kwargs, policy, engine, preserve_rng_state)
+    region = Region(function, args, kwargs, policy, engine, preserve_rng_state, share)
     outputs = full(context_fn=region.contexts)
     region.check(outputs)
     return outputs

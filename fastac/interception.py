@@ -196,7 +196,7 @@ def _product(holder: _Holder) -> Callable[..., Any]:
     def product_called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
         if scope is not None and scope.linear is not None:
-            return scope.multiply(holder.resolved, keyset, args, kwargs)
+            return scope.product(holder.resolved, keyset, args, kwargs)
         return holder.resolved.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
 
     return product_called

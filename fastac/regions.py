@@ -57,6 +57,7 @@ class Region:
         "policy",
         "preserves_generators",
         "record",
+        "share",
     )
 
     def __init__(
@@ -67,11 +68,13 @@ class Region:
         policy: Policy,
         engine: str = "tape",
         preserves_generators: bool = True,
+        share: Share | None = None,
     ) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.policy = policy
+        self.share = share  # of a budget: what the policy saves was not asked for by name
         self.engine = engine
         self.preserves_generators = preserves_generators
         self.record: Record | SelectiveRecord | None = None
@@ -123,8 +126,8 @@ class Region:
         tape.linears, tape.watch = linears, functools.partial(linear.watch_again, linears)
         record: Record
         replay: Replay
-        if isinstance(policy, Share):
-            survey = policy.begin_survey()
+        if policy is self.share:
+            survey = self.share.begin_survey()
             record = SurveyRecord(tape, policy, self.preserves_generators, self.observer, survey)
             replay = SurveyReplay(tape, survey)
         else:
@@ -150,7 +153,7 @@ class Region:
             or record.missed
             or record.late
             or (known.ops != record.calls and record.calls not in known.others)
-            or known.linear != record.products
+            or (known.linear != record.products and self.share is None)
             or (self.block is not None and self.key not in self.block.censuses and self._is_odd(record, known, outputs))
         ):
             self._settle(record, outputs)
@@ -162,7 +165,7 @@ class Region:
             if self.block is not None:
                 self.block.looked = now
             mine = known
-            if known.keys != record.keys:
+            if known.keys != record.keys or known.linear != record.products:
                 mine = dataclasses.replace(
                     _census_of(record), compiled=known.compiled, writing=known.writing, communicates=known.communicates
                 )
@@ -210,9 +213,11 @@ class Region:
             return  # nothing is remembered: the next region is taken as the first of its kind
         if seen is not None:
             self._judge(record, mine, seen)
-        if self.policy.linear:
+        if self.policy.linear and compiled:
+            linear.refuse_compiled(self.function, self.policy)
+        if self.policy.linear and self.share is None and isinstance(record, Record):
             before = self.block.censuses.get(self.key) if self.block is not None else None
-            linear.judge(self.function, self.policy, record.products, before.linear if before else [], compiled)
+            linear.judge(self.function, self.policy, record, before.linear if before else [], nodes)
         kinds = census.known(self.function)
         if len(kinds) >= census.MANY:
             kinds.clear()

@@ -54,15 +54,14 @@ class Replay(Scope):
             return self.run(resolved, keyset, args, kwargs)
         return self._replay(entry, resolved, args, kwargs)
 
-    def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def multiply(
+        self, linear: str, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Return the product of a Linear module that the forward kept."""
-        name, self.linear = self.linear, None
-        if self.passes_by(resolved, args):
-            return self.let_by(resolved, keyset, args, kwargs)
-        entry = self._next(resolved, described(args), name or "")
-        if entry.linear != name:
+        entry = self._next(resolved, described(args), linear)
+        if entry.linear != linear:
             raise FastacError(
-                f"recompute runs the Linear module {name!r} where the forward ran {entry.linear!r}: the checkpointed "
+                f"recompute runs the Linear module {linear!r} where the forward ran {entry.linear!r}: the checkpointed "
                 f"function took another path. Make it depend on its arguments alone."
             )
         if entry.kept is None:

@@ -77,6 +77,7 @@ class Scope:
 
     outer: Scope | None = None
     linear: str | None = None  # the Linear module that runs now and whose output is saved, by its name in the block
+    expected: tuple[int, int, int] | None = None  # how its product must look: rows, inputs and outputs; None if at all
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -125,9 +126,22 @@ class Scope:
         """Run such a call. What it calls in turn was seen in the forward, where this op was not one yet."""
         return run_kernel(resolved, keyset, args, kwargs, inside=self)
 
-    def begin_linear(self, module: torch.nn.Linear) -> None:
+    def begin_linear(self, module: torch.nn.Linear, expected: tuple[int, int, int] | None) -> None:
         """A Linear module that is watched begins its forward in this thread while the scope is open."""
         self.linear = self.tape.linears.get(id(module))
+        self.expected = expected
+        outer = self.outer
+        while outer is not None:
+            outer.see_inside(module, self.linear is not None)
+            outer = outer.outer
+
+    def see_inside(self, module: torch.nn.Linear, saved: bool) -> None:
+        """A Linear module that is watched begins its forward in a region inside this one, which saves it or not."""
+
+    def end_linear(self) -> str | None:
+        """The Linear module has run. Returns its name when no product of it was called."""
+        name, self.linear = self.linear, None
+        return name
 
     def no_product(self, module: torch.nn.Linear, name: str) -> None:
         """A Linear module whose output is saved has run, and no product of it was called."""
@@ -137,7 +151,19 @@ class Scope:
             f"the policy's linear=(...)."
         )
 
-    def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def product(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Something is multiplied while a Linear module runs whose output is saved: that, or what goes before it."""
+        name = self.linear or ""
+        left, right = args[-2:]
+        found = left.shape[:-1].numel(), right.shape[-2], right.shape[-1]
+        if self.passes_by(resolved, args) or self.expected not in (None, found):
+            return self.let_by(resolved, keyset, args, kwargs)
+        self.linear = None
+        return self.multiply(name, resolved, keyset, args, kwargs)
+
+    def multiply(
+        self, linear: str, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """The product of a Linear module whose output is saved was called in this thread while the scope is open."""
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastac import budget, census
+from fastac import budget, census, linear
 from fastac.errors import FastacError
 from fastac.policy import BlockPolicies, Policy, policies_in
 from fastac.sizes import readable_bytes
@@ -83,6 +83,11 @@ class Budgets:
             self._begin((block, census.signature((args, kwargs))))
         self.called.add(block)
 
+    def forget(self) -> None:
+        """The model was changed: what was decided may name modules that are no more."""
+        for one in (self.running, *self.passes.values()):
+            one.surveyed, one.known, one.chosen = [], {}, {}
+
     def _begin(self, key: Any) -> None:
         if len(self.passes) >= census.MANY:
             self.passes.clear()
@@ -108,6 +113,18 @@ class Share(Policy):
                 surveyed.append({})
             surveyed[-1].setdefault(self.block, (self, []))[1].append(survey)
         return survey
+
+    def current(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Policy:
+        """The policy of the block, which is called now: what was decided, or this, to be surveyed."""
+        if not torch.is_grad_enabled():
+            return self
+        self.budgets.call(self.block, args, kwargs)
+        chosen = self.budgets.running.chosen.get(self.block, self)
+        if chosen is not self and linear.was_exchanged(function, chosen):
+            logger.info("%s: Linear modules of the model were exchanged, so the budget is shared out anew", self)
+            self.budgets.forget()
+            return self
+        return chosen
 
     def decided(self) -> Policy | None:
         """What the block saves in passes such as the latest; None before that was shared out."""
@@ -152,20 +169,14 @@ def _given(policy: Policy) -> dict[str, Any]:
     return {field.name: getattr(policy, field.name) for field in dataclasses.fields(Policy)}
 
 
-def current(policy: Policy, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Policy:
-    """The policy of a block that has a budget and is called now: what was decided, or its share, to be surveyed.
-
-    Raises FastacError for a budget that `enable` has not shared out.
-    """
+def share_of(policy: Policy, function: Any) -> Share:
+    """The share of a block that has a budget. Raises FastacError for a budget that `enable` has not shared out."""
     if not isinstance(policy, Share):
         raise FastacError(
             f"checkpoint(policy={str(policy)!r}) of {census.describe(function)}: a budget is shared out among the "
             f"blocks that fastac.enable finds or is given. Use fastac.enable(model, policy, blocks=...)."
         )
-    if not torch.is_grad_enabled():
-        return policy
-    policy.budgets.call(policy.block, args, kwargs)
-    return policy.budgets.running.chosen.get(policy.block, policy)
+    return policy
 
 
 def share_out(budget_policy: Policy, surveys: Mapping[str, Survey]) -> dict[str, Policy]:

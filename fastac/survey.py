@@ -27,11 +27,22 @@ class Survey:
     """What one region could save. found: place on the tape -> output; communicated: bytes of saved collectives.
 
     reached: how many calls of the tape recompute made, None before it ran.
+    marks: of outputs whose changes can be noticed, what shares their version counters and holds no memory.
     """
 
     found: dict[int, Output] = dataclasses.field(default_factory=dict)
     communicated: int = 0
     reached: int | None = None
+    marks: dict[int, tuple[tuple[Any, ...], Sequence[int | None]]] = dataclasses.field(default_factory=dict)
+
+    def leave_out_changed(self) -> None:
+        """Leave out Linear modules of which an output was changed in place: legal, and it could not be replayed."""
+        places = [
+            place for place, (marks, versions) in self.marks.items() if torch_internals.versions(marks) != versions
+        ]
+        names = {self.found[place].name for place in places}
+        self.found = {place: output for place, output in self.found.items() if output.name not in names}
+        self.marks = {}
 
     @property
     def outputs(self) -> list[Output]:
@@ -81,10 +92,12 @@ class SurveyRecord(Record):
             self._flops[place] = flops.of_call(resolved.op, args, kwargs, outputs)
         return outputs
 
-    def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def multiply(
+        self, linear: str, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Keep a product, until the region ends."""
         place = len(self.tape)
-        outputs = super().multiply(resolved, keyset, args, kwargs)
+        outputs = super().multiply(linear, resolved, keyset, args, kwargs)
         if len(self.tape) > place:
             self._flops[place] = flops.of_call(resolved.op, args, kwargs, outputs)
             entry = self.tape[place]
@@ -102,10 +115,10 @@ class SurveyRecord(Record):
             if place not in self._flops:
                 self.survey.communicated += entry.saved_bytes
                 continue
-            changed = torch_internals.versions(entry.kept) != entry.versions
-            if not (entry.linear and changed):  # which is legal, and could not be saved
-                name = entry.linear or entry.resolved.name
-                self.survey.found[place] = Output(name, entry.saved_bytes, self._flops[place], int(entry.keys))
+            name = entry.linear or entry.resolved.name
+            self.survey.found[place] = Output(name, entry.saved_bytes, self._flops[place], int(entry.keys))
+            if entry.linear and entry.guarded:
+                self.survey.marks[place] = torch_internals.emptied(entry.kept), entry.versions
             entry.forget()
 
 
@@ -118,6 +131,7 @@ class SurveyReplay(Replay):
 
     def __exit__(self, *exception: object) -> None:
         if exception[0] in (None, torch_internals.StopRecompute):
+            self.survey.leave_out_changed()
             self.survey.reached = max(self.survey.reached or 0, self.position)
         super().__exit__(*exception)
 

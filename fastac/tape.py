@@ -59,6 +59,7 @@ class Record(Scope):
         self.observer = observer
         self.entered = False
         self.products: list[str] = []  # the Linear modules whose outputs are on the tape, by name
+        self.called_inside: set[str] = set()  # those that are called in regions inside this one
         self.ops = tape.ops
         self.calls: list[ResolvedOp] = []
         self.keys: list[int] = []  # over how many each call on the tape attends
@@ -168,21 +169,33 @@ class Record(Scope):
             communication.keep(entry, outputs, guarded=is_differentiable(args))
         return outputs
 
-    def multiply(self, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def multiply(
+        self, linear: str, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """Keep the product of a Linear module."""
-        name, self.linear = self.linear, None
-        if self.passes_by(resolved, args):
-            return self.let_by(resolved, keyset, args, kwargs)
         if self.observer is not None and not self.policy.is_budget:
             self._refuse_inner_checkpoint(resolved)
         entry = Entry(resolved, 0, described(args))
-        entry.linear = name or ""
+        entry.linear = linear
         self.tape.append(entry)
-        self.products.append(entry.linear)
+        self.products.append(linear)
         outputs = run_kernel(resolved, keyset, args, kwargs)
         guarded = is_differentiable(args) and resolved.name == WHOLE_PRODUCT
         entry.keep(outputs, guarded, copied=not guarded)
         return outputs
+
+    def see_inside(self, module: torch.nn.Linear, saved: bool) -> None:
+        """Raise PolicyNotAppliedError for a module of this region's policy that the region inside it does not save."""
+        name = self.tape.linears.get(id(module))
+        if name is None:
+            return
+        self.called_inside.add(name)
+        if not saved and not self.policy.is_budget:
+            raise PolicyNotAppliedError(
+                f"{self.policy}: the Linear module {name!r} is called inside a fastac.checkpoint of the block's own, "
+                f"whose policy does not save it. Give that one a policy with linear=..., or name in this one the "
+                f"modules that it is to save."
+            )
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         found = Decomposed.from_call(resolved, args, kwargs)

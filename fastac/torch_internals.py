@@ -187,6 +187,18 @@ def aliases(values: Sequence[Any]) -> tuple[Any, ...]:
         return tuple([value.detach() if isinstance(value, torch.Tensor) else value for value in values])
 
 
+def emptied(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Detached aliases, made empty: what still shares the version counter and holds no memory.
+
+    Setting `.data` gives a tensor other memory, and keeps the version counter that it shares with the others.
+    """
+    kept = aliases(values)
+    for value in kept:
+        if isinstance(value, torch.Tensor):
+            value.data = value.new_empty(0)
+    return kept
+
+
 def clones(values: Sequence[Any]) -> tuple[Any, ...]:
     """Copies with the same strides, also of a part of a larger buffer, where a plain `clone()` would be contiguous."""
     return tuple([_clone(value) if isinstance(value, torch.Tensor) else value for value in values])

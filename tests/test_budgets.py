@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
 
 import fastac
 from fastac import budget, hook, scopes, shares
@@ -196,6 +197,98 @@ def test_outputs_that_can_not_be_saved_are_no_candidates(products: Counter[str])
         assert_same(step_of(model, inputs), expected)
         # Seven of the block, once. The odd one and the one inside run again.
         assert products["addmm"] == 3 * (7 + 2 + 2)
+
+
+class Exposed(torch.nn.Module):
+    """A block that hands out what a Linear module returned, which relu keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = AttentionBlock()
+        self.up, self.down = torch.nn.Linear(W, 2 * W), torch.nn.Linear(2 * W, W)
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        up = self.up(self.attention(video, text))
+        return self.down(torch.relu(up)), up
+
+
+class Scaled(Model):
+    """Changes in place what its blocks hand out."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        total = video.new_zeros(())
+        for block in self.blocks:
+            video, feature = block(video, text)
+            total = total + feature.mul_(2).mean()
+        return video + total
+
+
+def test_output_that_is_changed_after_the_block_is_no_candidate(products: Counter[str]) -> None:
+    plain, checked = twins(Policy.budget(HUGE), block=Exposed)
+    plain.__class__ = checked.__class__ = Scaled
+    inputs = stack_inputs()
+    reference = step_of(plain, inputs)
+    needed = Counter(products)
+    for _ in range(3):
+        products.clear()
+        assert_same(step_of(checked, inputs), reference)
+    assert products.total() == needed.total() + 3  # "up" of every block, and no other
+    assert all("up" not in str(policy).split("linear=")[1].split("+") for policy in chosen(checked).values())
+
+
+# Modules that are not called in every step, or are others by then
+
+
+class Experts(torch.nn.Module):
+    """Each token goes through one of a few Linear modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = AttentionBlock()
+        self.choice = torch.nn.Linear(W, 4)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(W, W) for _ in range(4))
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        video = self.attention(video, text)
+        choice = self.choice(video).argmax(-1)
+        out = torch.zeros_like(video)
+        for place, expert in enumerate(self.experts):
+            chosen_here = choice == place
+            if chosen_here.any():
+                out = out.index_put((chosen_here,), torch.tanh(expert(video[chosen_here])))
+        return video + out
+
+
+def test_experts_that_are_called_in_some_steps() -> None:
+    plain, checked = twins(Policy.budget(HUGE), block=Experts)
+    for seed in range(8):
+        inputs = stack_inputs(seed)
+        assert_same(step_of(checked, inputs), step_of(plain, inputs))
+    row = fastac.report(checked).rows[0]
+    assert row.linear_saved >= 8
+
+
+@pytest.mark.parametrize("limit", [HUGE, 40_000], ids=str)
+def test_adapters_that_come_and_go(limit: int) -> None:
+    """The budget is shared out anew among the Linear modules that there are then."""
+    plain, checked = twins(Policy.budget(limit))
+    inputs = stack_inputs()
+    for change in (
+        lambda model: inject_adapter_in_model(LoraConfig(target_modules=["qkv", "q"], init_lora_weights=False), model),
+        lambda model: setattr(model.blocks[1], "qkv", model.blocks[1].qkv.get_base_layer()),
+    ):
+        for _ in range(3):
+            assert_same(step_of(checked, inputs), step_of(plain, inputs))
+        before = chosen(checked)
+        torch.manual_seed(1)
+        change(plain)
+        torch.manual_seed(1)
+        change(checked)
+        assert_same(step_of(checked, inputs), step_of(plain, inputs))
+        for _ in range(2):
+            assert_same(step_of(checked, inputs), step_of(plain, inputs))
+        assert chosen(checked) != before
+        assert "qkv.base_layer" in chosen(checked)["blocks.0"]
 
 
 def test_attention_that_can_not_be_saved_is_an_error_under_a_budget() -> None:

@@ -6,6 +6,7 @@ by the kernel of aten::addmm, in which a Linear module with a bias ends and no b
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -16,17 +17,18 @@ import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import interception, linear, scopes
+from fastac import census, interception, linear, scopes
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
 from tests import support
@@ -448,8 +450,13 @@ SOME = Policy("attn_only", linear=("out", "inner.q"))
 @pytest.mark.parametrize("inner", ["attn_only", "full", ALL, Policy("linear_only", linear=("ffn.0",))], ids=str)
 @pytest.mark.parametrize("outer", ["attn_only", "full", ALL], ids=str)
 def test_nested_regions(outer: Any, inner: Any) -> None:
-    if outer != "full" and inner == "full":  # a torch.utils.checkpoint of the block's own
-        with pytest.raises(PolicyNotAppliedError, match=r"inside a torch\.utils\.checkpoint of the block's own"):
+    refused = None
+    if outer != "full" and inner == "full":
+        refused = r"inside a torch\.utils\.checkpoint of the block's own"
+    elif outer == ALL and inner != ALL:
+        refused = r"Linear module 'inner\.qkv' is called inside a fastac\.checkpoint of the block's own"
+    if refused is not None:
+        with pytest.raises(PolicyNotAppliedError, match=refused):
             fastac.checkpoint(RegionInside(inner), *stack_inputs().values(), policy=outer)
     else:
         assert_exact(lambda: RegionInside(inner), outer)
@@ -457,8 +464,10 @@ def test_nested_regions(outer: Any, inner: Any) -> None:
 
 def test_linear_in_a_region_inside_is_missed_by_name() -> None:
     """The inner region's policy decides about what is in it."""
-    with pytest.raises(PolicyNotAppliedError, match=r"'inner\.q' of RegionInside was called"):
+    with pytest.raises(PolicyNotAppliedError, match=r"'inner\.q' is called inside a fastac\.checkpoint.* linear="):
         fastac.checkpoint(RegionInside("attn_only"), *stack_inputs().values(), policy=SOME)
+    assert_exact(lambda: RegionInside("attn_only"), Policy("attn_only", linear=("out",)))
+    assert_exact(lambda: RegionInside(Policy("linear_only", linear=("q",))), SOME)
 
 
 def test_linear_in_a_region_of_torch_s_own_inside_is_refused() -> None:
@@ -568,8 +577,19 @@ def test_hooks_of_the_users_own_on_a_linear_module(products: Counter[str]) -> No
     assert_exact(lambda: One(first=hooked), FIRST, 0, products=products)
 
 
-def test_weight_that_is_computed(products: Counter[str]) -> None:
-    """A parametrization that multiplies: what is on the tape then is the weight, and the gradients are right."""
+def saved_of_first(first: Callable[[torch.nn.Linear], torch.nn.Module]) -> int:
+    """Bytes that are kept of the one Linear module whose output is saved."""
+    model = stack(layers=1, block=functools.partial(One, first=first), policy=FIRST)
+    train_step(model, stack_inputs())
+    record = census.block_record(model.blocks[0])
+    assert record is not None
+    (found,) = record.censuses.values()
+    (product,) = found.products
+    return product.saved_bytes
+
+
+def test_weight_that_is_computed() -> None:
+    """A parametrization that multiplies: the weight's product is not that of the module, and is not saved for it."""
 
     class Product(torch.nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:
@@ -579,6 +599,21 @@ def test_weight_that_is_computed(products: Counter[str]) -> None:
         return torch.nn.utils.parametrize.register_parametrization(module, "weight", Product())
 
     assert_exact(lambda: One(first=parametrized), FIRST)
+    assert saved_of_first(parametrized) == rows_of(W) != rows_of(W, rows=W)
+
+
+def test_linear_that_turns_its_input_first() -> None:
+    """A class of the user's own multiplies before it does so with its weight."""
+
+    class Rotated(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            return super().forward(torch.mm(input[0], torch.ones(W, 2 * W))[None, :, :W])
+
+    def rotated(module: torch.nn.Linear) -> torch.nn.Module:
+        return Rotated(module.in_features, module.out_features)
+
+    assert_exact(lambda: One(first=rotated), FIRST)
+    assert saved_of_first(rotated) == rows_of(W)
 
 
 # Exceptions
@@ -636,6 +671,31 @@ def test_linear_that_raises_and_is_caught(products: Counter[str]) -> None:
             return super().forward(video, text)
 
     assert_exact(FallsBack, ALONE)
+
+
+def test_linear_whose_hook_raises_and_is_caught() -> None:
+    """It ends before its product, and the one that comes then is not taken for it."""
+
+    class Stops(One):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stopped = torch.nn.Linear(support.WIDTH, support.WIDTH)
+            self.stopped.register_forward_pre_hook(self.stop)
+
+        @staticmethod
+        def stop(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            with contextlib.suppress(ZeroDivisionError):
+                self.stopped(video)
+            video = torch.mm(video[0], self.stopped.weight)[None]
+            return super().forward(video, text)
+
+    assert_exact(Stops, Policy("linear_only", linear=("first", "out")))
+    model = stack(layers=1, block=Stops, policy=Policy("linear_only", linear=("*s*t*",)))
+    with pytest.raises(PolicyNotAppliedError, match=r"with the weight of the Linear module 'stopped'"):
+        train_step(model, stack_inputs())
 
 
 # The recompute takes another path
@@ -835,6 +895,57 @@ def test_functional_call_with_a_modules_weight() -> None:
 
     with pytest.raises(PolicyNotAppliedError, match=r"no Linear module 'first' of Functional was called.*were out"):
         fastac.checkpoint(Functional(), **stack_inputs(), policy=Policy("linear_only", linear=("first", "out")))
+
+
+@pytest.mark.parametrize("way", ["its weight", "its forward", "another thread"])
+def test_module_that_is_not_called_where_others_are(way: str) -> None:
+    """A name with wildcards is right for others, so that alone tells nothing."""
+
+    class Around(One):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            if way == "its weight":
+                found = F.linear(video, self.first.weight, self.first.bias)
+            elif way == "its forward":
+                found = self.first.forward(video)
+            else:
+                with ThreadPoolExecutor(1) as pool:
+                    found = pool.submit(self.first, video).result()
+            return video + self.out(torch.tanh(found))
+
+    with pytest.raises(PolicyNotAppliedError, match=r"computes with the weight of the Linear module 'first'.*call"):
+        fastac.checkpoint(Around(), **stack_inputs(), policy=ALL)
+    assert_exact(Around, Policy("linear_only", linear=("out",)))
+
+
+def test_modules_that_are_not_used_are_no_error() -> None:
+    class Spare(One):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare, self.tied = (torch.nn.Linear(support.WIDTH, support.WIDTH) for _ in range(2))
+            self.tied.weight = self.first.weight
+
+    assert_exact(Spare, ALONE)
+
+
+@pytest.mark.parametrize("name", ["first", "alias", "a*", "*"])
+def test_module_with_two_names(name: str, products: Counter[str]) -> None:
+    class Alias(One):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alias = self.first
+
+    assert_exact(Alias, Policy("linear_only", linear=(name,)), 0, products=products)
+
+
+@pytest.mark.parametrize("names", [("first",), ("*",)], ids=str)
+def test_adapter_that_is_added_later_is_an_error(names: tuple[str, ...]) -> None:
+    """It wraps the module: its output, and those of its own Linear modules, would not be saved."""
+    policy = Policy("linear_only", linear=names)
+    model = stack(block=One, policy=policy)
+    train_step(model, stack_inputs())
+    inject_adapter_in_model(LoraConfig(target_modules=["first"]), model)
+    with pytest.raises(PolicyNotAppliedError, match=r"'first' of One was exchanged.*enable again"):
+        train_step(model, stack_inputs())
 
 
 @pytest.mark.parametrize("other_shape", [False, True])
