@@ -55,12 +55,12 @@ class Watched(dict[int, str]):
 _found: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, ...], Watched]] = weakref.WeakKeyDictionary()
 
 
-def watched(function: Any, policy: Policy) -> Watched:
+def watched(function: Any, policy: Policy, by_name: bool = True) -> Watched:
     """The Linear modules of a block whose outputs a policy saves, by id, with their names in the block.
 
     They get hooks where they have none. Raises FastacError for a function that is no block, and for a name that is
     wrong for a block that `enable` did not see: there it must be right for one of the blocks. PolicyNotAppliedError
-    when one of them was exchanged; under a budget they are looked for anew.
+    when one of them was exchanged. by_name: whether the user named them; else they are looked for anew then.
     """
     block = census.block_of(function)
     if block is None:
@@ -72,11 +72,12 @@ def watched(function: Any, policy: Policy) -> Watched:
     names = tuple(policy.linear)
     found = by_names.get(names)
     if found is not None and (name := found.exchanged()) is not None:
-        if not policy.is_budget:
+        if by_name:
             raise PolicyNotAppliedError(
                 f"{policy}: the Linear module {name!r} of {census.describe(function)} was exchanged since its first "
                 f"step, so its output is not saved. Call fastac.enable again after a model was changed."
             )
+        by_names.clear()
         found = None
     if found is None:
         interception.install_linear()

@@ -121,7 +121,9 @@ class Region:
                 f'engine="sac": {policy} is for the default engine, which knows which Linear module a product belongs '
                 f"to. Leave engine out, or use a policy of attention alone."
             )
-        linears = linear.watched(self.function, policy) if policy.linear else linear.Watched()
+        linears = linear.Watched()
+        if policy.linear:
+            linears = linear.watched(self.function, policy, by_name=self.share is None)
         tape = Tape()  # after that: it counts what is intercepted when it begins
         tape.linears, tape.watch = linears, functools.partial(linear.watch_again, linears)
         record: Record

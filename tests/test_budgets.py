@@ -245,8 +245,8 @@ class Experts(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = AttentionBlock()
-        self.choice = torch.nn.Linear(W, 4)
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(W, W) for _ in range(4))
+        self.choice = torch.nn.Linear(W, 16)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(W, W) for _ in range(16))
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         video = self.attention(video, text)
@@ -266,6 +266,27 @@ def test_experts_that_are_called_in_some_steps() -> None:
         assert_same(step_of(checked, inputs), step_of(plain, inputs))
     row = fastac.report(checked).rows[0]
     assert row.linear_saved >= 8
+
+
+def test_modules_that_are_exchanged_for_others_of_their_name(products: Counter[str]) -> None:
+    """Every shape of inputs is surveyed once more, and then all is saved again."""
+    plain, checked = twins(Policy.budget(HUGE))
+    shapes = [stack_inputs(batch=1), stack_inputs(batch=2)]
+    for inputs in shapes * 2:
+        assert_same(step_of(checked, inputs), step_of(plain, inputs))
+    before = chosen(checked)
+    for model in (plain, checked):
+        for block in model.blocks:
+            block.ffn[0] = copy.deepcopy(block.ffn[0])
+    for again in (3 * 6, 0):
+        for inputs in shapes:
+            products.clear()
+            reference = step_of(plain, inputs)
+            needed = products.total()
+            products.clear()
+            assert_same(step_of(checked, inputs), reference)
+            assert products.total() == needed + again
+    assert chosen(checked) == before
 
 
 @pytest.mark.parametrize("limit", [HUGE, 40_000], ids=str)
