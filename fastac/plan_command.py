@@ -73,11 +73,18 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(found)
         if found.budget is not None:
-            limit = f'"{found.budget // 2**20}MiB"' if found.budget >= 2**20 else str(found.budget)
-            print(f"fastac.enable(transformer, policy=fastac.Policy.budget({limit}))")
+            print(f"fastac.enable(transformer, policy=fastac.Policy.budget({_written(found.budget)}))")
     if options.plot is not None:
         plot(found, options.plot)
     return 0
+
+
+def _written(size: int) -> str:
+    """A number of bytes as it is written in code: with the largest unit of which it is a whole number."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size and size % 2**power == 0:
+            return f'"{size >> power}{unit}"'
+    return str(size)
 
 
 def video_of(options: argparse.Namespace, default: Video) -> Video:

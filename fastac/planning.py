@@ -29,6 +29,9 @@ EVERY_SECOND = "ops"
 """torchtitan's selective checkpointing by op: attention, and every second matrix product."""
 
 
+MIB = 2**20
+
+
 def states_of(model: torch.nn.Module, optimizer: str = "adamw", gpus: int = 1, blocks: Sequence[Any] = ()) -> States:
     """What a model and its optimizer hold on each of several GPUs, which FSDP2 gives equal parts of the parameters.
 
@@ -81,18 +84,18 @@ class Planner:
     def largest_budget(self, memory: int) -> int | None:
         """The most bytes of saved outputs with which a step fits a memory; None where full checkpointing does not.
 
-        To within a thousandth of all that could be saved.
+        To within a thousandth of all that could be saved, in whole MiB, as one writes it.
         """
         everything = sum(one.bytes for found in self.forecast.candidates.values() for one in found)
         low, high = 0, everything
         if self.forecast.plan("full", ()).peak_bytes > memory:
             return None
         if self.budget(high)[0].peak_bytes <= memory:
-            return high
+            return -(-high // MIB) * MIB  # more than all is all
         while high - low > everything / 1000:
             middle = (low + high) // 2
             low, high = (middle, high) if self.budget(middle)[0].peak_bytes <= memory else (low, middle)
-        return low
+        return low // MIB * MIB if low >= MIB else low
 
     def frontier(self, points: int = 257) -> list[tuple[int, float]]:
         """Bytes that are saved and FLOPs relative to full checkpointing, for growing budgets."""

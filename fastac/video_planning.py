@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
@@ -14,7 +15,9 @@ from fastac.models.videos import Video
 from fastac.planning import Planner, put_together
 from fastac.plans import Plan
 from fastac.sizes import parse_bytes
-from fastac.subjects import Subject, subject
+from fastac.subjects import BREAKS, Subject, subject
+
+logger = logging.getLogger("fastac")
 
 Tell = Callable[[str], object]
 
@@ -66,7 +69,14 @@ def plan_video(
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
     tell("sharing out the budget")
-    found = put_together(planner, configuration.name, described, budget, memory)
+    try:
+        found = put_together(planner, configuration.name, described, budget, memory)
+    except BREAKS as error:
+        if isinstance(error, FastacError):
+            raise
+        raise FastacError(
+            f"plan: {configuration.name} does not run on {described}: {type(error).__name__}: {error}"
+        ) from error
     if memory is None:
         return found
     bytes_of_memory = parse_bytes(memory)
@@ -106,6 +116,12 @@ class _Search:
         if frames not in self._planners:
             part = self._part(frames)
             split = Split(self.training.context_parallel, part.tokens(self.configuration.patch))
+            if split.ranks > 1 and split.tokens <= part.text_tokens:
+                raise FastacError(
+                    f"plan: each of {split.ranks} context parallel ranks would have {split.tokens} tokens of {frames} "
+                    f"frames, no more than the {part.text_tokens} of the text, from which the plan tells them by their "
+                    f"number. Plan a larger video, or fewer ranks."
+                )
             inputs = self.configuration.inputs(part)
             self.tell(f"simulating {self.configuration.name} on {frames} frames")
             self._subject = self._subject.given(inputs) if self._subject else subject(self.model, inputs)
@@ -139,7 +155,7 @@ class _Search:
         raise FastacError(f"plan: found no video longer than {self.video.frames} frames for {self.configuration.name}")
 
     def longest(self, policy: str, memory: int, limit: int | None) -> int:
-        """The most frames with which a step fits a memory; 0 for none.
+        """The most frames with which a step fits a memory, and which the model takes; 0 for none.
 
         Bytes are nearly proportional to frames: each guess is on the line through the last two.
         """
@@ -147,16 +163,23 @@ class _Search:
         step = self._step()
         first = self.video.frames % step or step
         known: dict[int, int] = {}  # number of steps -> peak
+        refused: int | None = None  # so many steps are more than the model takes: of its positions, say
         for frames, planner in self._planners.items():
             if planner.forecast.was_simulated(checkpoints=policy != "none"):
                 known[(frames - first) // step] = self.peak(frames, policy, limit)
         while True:
             fits = max((steps for steps, peak in known.items() if peak <= memory), default=-1)
-            fails = min((steps for steps, peak in known.items() if peak > memory), default=None)
+            fails = min((steps for steps, peak in known.items() if peak > memory), default=refused)
             if fails is not None and fails - fits <= 1:
                 return 0 if fits < 0 else first + fits * step
             guess = _next_guess(known, memory, fits, fails)
-            known[guess] = self.peak(first + guess * step, policy, limit)
+            if refused is not None:
+                guess = min(guess, (max(fits, 0) + refused) // 2)
+            try:
+                known[guess] = self.peak(first + guess * step, policy, limit)
+            except (FastacError, *BREAKS) as error:
+                logger.debug("%s refuses %d steps of frames: %s", self.configuration.name, guess, error)
+                refused = guess
 
 
 def _next_guess(known: Mapping[int, int], memory: int, fits: int, fails: int | None) -> int:
