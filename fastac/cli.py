@@ -6,7 +6,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import logging
 import shutil
@@ -35,6 +34,7 @@ from fastac import (
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.errors import FastacError
+from fastac.machine import version
 from fastac.plan_command import DTYPES
 from fastac.policy import NAMED, resolve
 from fastac.rows import AttentionOp, OpaqueFunction, Verdict
@@ -133,13 +133,13 @@ def _found() -> dict[str, Any]:
     interception.install()
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp)]
     return {
-        "versions": {name: _version(name) for name in ("fastac", "torch", "diffusers")},
+        "versions": {name: version(name) for name in ("fastac", "torch", "diffusers")},
         "libraries": [
             {
                 "name": library.name,
                 "backend": library.backend,
                 "distribution": library.distribution or "torch",
-                "installed": _version(library.distribution or "torch"),
+                "installed": version(library.distribution or "torch"),
                 "ops": sorted(op.qualified_name for op in ops if getattr(op.row, "backend", "") == library.backend),
                 "verdict": library.verdict.value,
                 "how": library.how,
@@ -189,13 +189,6 @@ def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.ResolvedOp]) -> dict[
     }
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _missing(backend: DiffusersBackend) -> str | None:
     return preflight.unavailable(backend.family, backend.op) if backend.family else None
 
@@ -230,7 +223,7 @@ def _check_all(options: argparse.Namespace, dtype: torch.dtype) -> int:
             one = checks.check(row, options.policy, options.engine, dtype, options.device, options.backend)
             found.append(one)
     if options.json:
-        versions = {name: _version(name) for name in ("fastac", "torch", "diffusers")}
+        versions = {name: version(name) for name in ("fastac", "torch", "diffusers")}
         what = {name: getattr(options, name) for name in ("policy", "engine", "dtype", "device")} | {"policy": policy}
         rows = [dataclasses.asdict(one) for one in found]
         print(json.dumps({**what, "versions": versions, "models": rows}, indent=2))

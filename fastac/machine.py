@@ -25,7 +25,7 @@ def facts() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": platform.system(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("torch", "diffusers", "fastac")},
+        **{name: version(name) for name in ("torch", "diffusers", "fastac")},
         **({"gpu": gpu()} if torch.cuda.is_available() else {}),
     }
 
@@ -53,7 +53,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(distribution: str) -> str | None:
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution; None where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -118,8 +118,13 @@ def plan(
     The model is copied without its data; it may be on the device "meta". inputs: keyword arguments of one call. blocks:
     as in `enable`. budget: bytes of saved outputs, for a plan of `Policy.budget`. memory: of the device, for the
     largest budget with which a step fits. optimizer: a name in OPTIMIZERS. gpus: among how many FSDP2 shards weights.
-    Raises FastacError for a model without blocks that are known, or another optimizer.
+    Raises FastacError for a model without blocks that are known, inputs that are no mapping, or another optimizer.
     """
+    if not isinstance(inputs, Mapping):
+        raise FastacError(
+            f"plan(inputs=...): a mapping of argument names to values was expected, as in "
+            f'{{"hidden_states": ..., "timestep": ...}}, got {type(inputs).__name__}'
+        )
     planner = Planner(subject(model, inputs, blocks), optimizer, gpus)
     shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, torch.Tensor)]
     return put_together(planner, class_name(model), ", ".join(shapes), budget, memory)

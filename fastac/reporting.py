@@ -51,6 +51,12 @@ class ContainerReport:
     linear_saved: int = 0
     linear_bytes: int = 0
 
+    @property
+    def held_bytes(self) -> int:
+        """Everything that is saved: what attention, Linear modules and collectives returned, and choices."""
+        communicated = self.communication.saved_bytes if self.communication is not None else 0
+        return self.saved_bytes + self.selection_bytes + self.linear_bytes + communicated
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -154,7 +160,7 @@ def report(model: torch.nn.Module) -> Report:
         active=setting is not None,
         problem=_problem(model, setting, rows),
         rows=tuple(rows),
-        remarks=(*remarks(model, containers), *_shared_out(setting, containers)),
+        remarks=(*remarks(model, containers), *_shared_out(setting, containers, rows)),
     )
 
 
@@ -201,13 +207,18 @@ def _problem(model: torch.nn.Module, setting: Any, rows: list[ContainerReport]) 
     return ""
 
 
-def _shared_out(setting: Any, containers: Iterable[models.BlockContainer]) -> list[str]:
+def _shared_out(
+    setting: Any, containers: Iterable[models.BlockContainer], rows: Iterable[ContainerReport]
+) -> list[str]:
     """What became of a budget."""
     blocks = [block for container in containers for block in container.blocks.values()] if setting is not None else []
     policies = [policy for block in blocks if (policy := setting.policy_of(block)) is not None and policy.is_budget]
     found = [decided for policy in policies if (decided := shares.decided(policy)) is not None]
     waiting = len(policies) - len(found)
     told = [f"the budget was shared out: {shares.summary(found)}"] * bool(found)
+    if found and not waiting:
+        held = sum(row.held_bytes for row in rows)
+        told.append(f"saved in the latest forward: {readable_bytes(held)}, under {policies[0]}")
     return told + [f"{waiting} blocks are watched first: until a step was recomputed they save nothing"] * bool(waiting)
 
 

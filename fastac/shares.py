@@ -235,6 +235,6 @@ def _tell(budget_policy: Policy, choices: Mapping[str, budget.Choice], policies:
     held = sum(choice.bytes for choice in choices.values())
     if any(not policy.saves_nothing for policy in policies.values()):
         saved = summary(policies.values())
-        logger.info("%s: %s are saved from the next step on: %s", budget_policy, readable_bytes(held), saved)
+        logger.info("%s: %s of outputs are saved from now on: %s", budget_policy, readable_bytes(held), saved)
     else:
-        logger.warning("%s: no output of a block is small enough, so nothing is saved", budget_policy)
+        logger.warning("%s: nothing is saved: no output of a block is small enough, and recomputed", budget_policy)

@@ -179,6 +179,13 @@ class Meter(TorchDispatchMode):
             self._keep(event, mine.candidate, mine.event.bytes)
         self.segments[-1].events.append(event)
 
+    def leave_out(self, region: str) -> None:
+        """Nothing of a region is a candidate."""
+        for storage in self._alive.values():
+            if storage.candidate is not None and storage.candidate[0] == region:
+                storage.candidate = None
+        self.candidates.pop(region, None)
+
     def finish(self, parameters: Sequence[torch.nn.Parameter]) -> Simulation:
         """What was simulated. What is still alive stays so; the gradients of parameters among it are known as such."""
         for parameter in parameters:
@@ -220,7 +227,8 @@ def simulate(
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(functools.partial(_begin_backward, meter, name))
-                break
+                return outputs
+        meter.leave_out(region)  # frozen, and so is all before it: what it would keep is freed at once
         return outputs
 
     put_on(call)

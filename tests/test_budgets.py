@@ -25,6 +25,7 @@ from fastac.budget import Output
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.policy import BlockPolicies, Policy
 from fastac.shares import Share, share_out
+from fastac.sizes import readable_bytes
 from fastac.survey import Survey
 from tests import support
 from tests.live_bytes import allocated
@@ -403,7 +404,7 @@ def test_a_budget_that_is_too_small_says_so(caplog: pytest.LogCaptureFixture) ->
         for _ in range(3):
             assert_same(step_of(model, inputs), step_of(plain, inputs))
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["budget(700 B): no output of a block is small enough, so nothing is saved"]
+    assert warnings == ["budget(700 B): nothing is saved: no output of a block is small enough, and recomputed"]
     assert set(chosen(model).values()) == {"full"}
 
 
@@ -785,6 +786,8 @@ def test_verify_of_a_budget_that_is_given_to_it() -> None:
 
 
 def test_report_before_while_and_after() -> None:
+    full, _ = support.build("WanTransformer3DModel")
+    fastac.enable(full, "full")
     model, inputs = support.build("WanTransformer3DModel")
     fastac.enable(model, Policy.budget(HUGE))
     for _ in range(2):
@@ -796,6 +799,9 @@ def test_report_before_while_and_after() -> None:
     step_of(model, inputs)
     remarks = " ".join(fastac.report(model).remarks)
     assert "the budget was shared out: attention in 2 of 2 blocks, attn1.to_q in 2, " in remarks
+    (row,) = fastac.report(model).rows
+    assert row.held_bytes == row.saved_bytes + row.linear_bytes == saved_in(model, inputs, full) > 0
+    assert f"saved in the latest forward: {readable_bytes(row.held_bytes)}, under budget(1.0 TiB)" in remarks
     assert "watched first" not in remarks
     step_of(model, inputs)
     report = fastac.report(model)

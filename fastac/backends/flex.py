@@ -21,6 +21,6 @@ LIBRARY = Library(
 _row = partial(AttentionOp, backend="flex", name="flex_attention", layout="bhsd", dropout=None)
 
 ROWS = (
-    _row(namespace="higher_order", backward="flex_attention_backward"),
+    _row(namespace="higher_order", backward="flex_attention_backward"),  # whose FLOPs torch has a formula for
     _row(namespace="fastac_compiled"),  # whose backward inductor compiles into what surrounds it
 )
