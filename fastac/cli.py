@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import sys
 import warnings
@@ -72,7 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.set_defaults(run=bench_command.run)
     options = parser.parse_args(arguments)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads has read enough: `fastac plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes out the rest at its end
+        return 1
     except FastacError as error:
         print(f"fastac: {error}", file=sys.stderr)
         return 1

@@ -125,26 +125,26 @@ def plan(
             f"plan(inputs=...): a mapping of argument names to values was expected, as in "
             f'{{"hidden_states": ..., "timestep": ...}}, got {type(inputs).__name__}'
         )
+    limit = None if budget is None else parse_bytes(budget)
+    bytes_of_memory = None if memory is None else parse_bytes(memory)
     planner = Planner(subject(model, inputs, blocks), optimizer, gpus)
     shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, torch.Tensor)]
-    return put_together(planner, class_name(model), ", ".join(shapes), budget, memory)
+    return put_together(planner, class_name(model), ", ".join(shapes), limit, bytes_of_memory)
 
 
 def put_together(
     planner: Planner,
     name: str,
     inputs: str,
-    limit: str | int | None = None,
-    memory: str | int | None = None,
+    limit: int | None = None,
+    memory: int | None = None,
 ) -> Plan:
-    """The plan of everything that was asked for."""
-    bytes_of_memory = None if memory is None else parse_bytes(memory)
+    """The plan of everything that was asked for, in bytes."""
     policies = [planner.policy(name) for name in ("none", "full", "long_attn_only", "attn_only", EVERY_SECOND)]
     chosen: dict[str, Policy] = {}
-    if limit is None and bytes_of_memory is not None:
-        limit = planner.largest_budget(bytes_of_memory)
+    if limit is None and memory is not None:
+        limit = planner.largest_budget(memory)
     if limit is not None:
-        limit = parse_bytes(limit)
         found, chosen = planner.budget(limit)
         policies.append(found)
     return Plan(
@@ -155,6 +155,6 @@ def put_together(
         policies=tuple(policies),
         frontier=tuple(planner.frontier()),
         blocks=chosen,
-        memory=bytes_of_memory,
+        memory=memory,
         budget=limit,
     )

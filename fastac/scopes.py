@@ -83,7 +83,6 @@ class Scope:
         self.tape = tape
 
     def __enter__(self) -> Scope:
-        self.linear = None  # torch may have ended a recompute in the middle of one
         self.outer = thread.scope
         thread.scope = self
         return self

@@ -59,6 +59,8 @@ def plan_video(
     budget for the largest that fits. tell: is given what is being done.
     Raises FastacError for a video that does not fit the model.
     """
+    bytes_of_memory = None if memory is None else parse_bytes(memory)
+    limit = None if budget is None else parse_bytes(budget)
     search = _Search(configuration, video, training, tell)
     planner = search.planner(video.frames)
     sizes = (
@@ -70,17 +72,15 @@ def plan_video(
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
     tell("sharing out the budget")
     try:
-        found = put_together(planner, configuration.name, described, budget, memory)
+        found = put_together(planner, configuration.name, described, limit, bytes_of_memory)
     except BREAKS as error:
         if isinstance(error, FastacError):
             raise
         raise FastacError(
             f"plan: {configuration.name} does not run on {described}: {type(error).__name__}: {error}"
         ) from error
-    if memory is None:
+    if bytes_of_memory is None:
         return found
-    bytes_of_memory = parse_bytes(memory)
-    limit = None if budget is None else parse_bytes(budget)
     largest = {
         one.policy: search.longest(one.policy, bytes_of_memory, limit)
         for one in found.policies

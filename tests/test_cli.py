@@ -319,3 +319,16 @@ def test_the_installed_command() -> None:
     help_text = subprocess.run([sys.executable, "-m", "fastac.cli", "--help"], capture_output=True, text=True)
     assert help_text.returncode == 0
     assert "backends" in help_text.stdout
+
+
+def test_output_that_nobody_reads_to_its_end() -> None:
+    """As in `fastac backends | head -1`."""
+    command = [sys.executable, "-m", "fastac.cli", "backends", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        told = process.stderr.read()
+        assert process.wait(60) == 1
+    assert "Traceback" not in told
+    assert "BrokenPipe" not in told
