@@ -241,6 +241,7 @@ def small_configuration(tmp_path: Path) -> Path:
 SMALL = ["--frames", "5", "--height", "32", "--width", "48", "--text-tokens", "8", "--rounds", "1"]
 
 
+@pytest.mark.slow
 def test_bench_of_a_configuration_and_a_video(small_configuration: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = small_configuration.with_name("bench.json")
     command = ["bench", str(small_configuration), *SMALL, "--json", str(written)]

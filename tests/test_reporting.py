@@ -280,6 +280,7 @@ class TestCompiledModel:
         support.train_step(model, inputs)
         assert (fastac.report(model).rows[0].saved, fastac.report(model).rows[0].recomputed) == (0, 4)
 
+    @pytest.mark.slow
     def test_inside_a_compiled_step(self) -> None:
         """The model is a part of what was compiled."""
         model, inputs = support.build(WAN)

@@ -56,7 +56,9 @@ def assert_compiled_training_is_exact(name: str, order: str, trained: str, backe
     assert_exact_and_saved(recipe, name, saved_again=[looks, 0], with_full=name == COGVIDEOX)
 
 
-@pytest.mark.parametrize(("order", "trained"), [("before", "adapter"), ("after", "all")])
+@pytest.mark.parametrize(
+    ("order", "trained"), [("before", "adapter"), pytest.param("after", "all", marks=pytest.mark.slow)]
+)
 @EACH_COMPILED_MODEL
 def test_compile_repeated_blocks(name: str, order: str, trained: str) -> None:
     """order: of compile_repeated_blocks, against fastac.enable."""
