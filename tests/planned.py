@@ -30,6 +30,8 @@ from tests.support import AttentionBlock
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from common import allocated_bytes
+from held_bytes import build_wan as build_wan
+from held_bytes import wan_inputs as wan_inputs
 from plan_accuracy import replayed_flops
 
 FAMILIES = (
