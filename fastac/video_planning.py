@@ -21,6 +21,9 @@ logger = logging.getLogger("fastac")
 
 Tell = Callable[[str], object]
 
+FARTHEST = 8
+"""How many times the steps of the longest video known so far a guess may be: inputs are made, and a line may be flat."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Training:
@@ -163,23 +166,32 @@ class _Search:
         step = self._step()
         first = self.video.frames % step or step
         known: dict[int, int] = {}  # number of steps -> peak
-        refused: int | None = None  # so many steps are more than the model takes: of its positions, say
+        too_few = -1  # so many steps the model refuses: for want of tokens, say
+        too_many: int | None = None  # of positions
         for frames, planner in self._planners.items():
             if planner.forecast.was_simulated(checkpoints=policy != "none"):
                 known[(frames - first) // step] = self.peak(frames, policy, limit)
         while True:
             fits = max((steps for steps, peak in known.items() if peak <= memory), default=-1)
-            fails = min((steps for steps, peak in known.items() if peak > memory), default=refused)
-            if fails is not None and fails - fits <= 1:
+            at_least = max(fits, too_few)
+            fails = min((steps for steps, peak in known.items() if peak > memory), default=too_many)
+            if fails is not None and too_many is not None:
+                fails = min(fails, too_many)
+            if fails is not None and fails - at_least <= 1:
                 return 0 if fits < 0 else first + fits * step
-            guess = _next_guess(known, memory, fits, fails)
-            if refused is not None:
-                guess = min(guess, (max(fits, 0) + refused) // 2)
+            guess = min(_next_guess(known, memory, at_least, fails), FARTHEST * (max(known) + 1))
+            if too_many is not None:
+                guess = min(guess, (at_least + too_many) // 2)
+            if fails is not None and at_least == too_few >= 0:
+                guess = max(guess, (too_few + fails) // 2)
             try:
                 known[guess] = self.peak(first + guess * step, policy, limit)
             except (FastacError, *BREAKS) as error:
                 logger.debug("%s refuses %d steps of frames: %s", self.configuration.name, guess, error)
-                refused = guess
+                if guess < min(known):
+                    too_few = guess
+                else:
+                    too_many = guess
 
 
 def _next_guess(known: Mapping[int, int], memory: int, fits: int, fails: int | None) -> int:
