@@ -22,7 +22,7 @@ logger = logging.getLogger("fastac")
 Tell = Callable[[str], object]
 
 FARTHEST = 8
-"""How many times the steps of the longest video known so far a guess may be: inputs are made, and a line may be flat."""
+"""How many times the steps of the longest video known so far a guess may be: a line may be flat."""
 
 
 @dataclasses.dataclass(frozen=True)

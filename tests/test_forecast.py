@@ -320,6 +320,20 @@ def test_a_block_that_is_called_twice() -> None:
         assert (plan.held_bytes - 8 * GENERATOR_STATE, plan.flops) == (held, planned.counted_flops(mine, inputs))
 
 
+def test_blocks_before_all_that_is_trained_keep_nothing() -> None:
+    """No backward comes to them: what torch would recompute them from is gone with their forward."""
+    model, inputs = block_stack(*plain_blocks(4))
+    for frozen in (*model.layers[:2], *inputs.values()):
+        frozen.requires_grad_(False)
+    found = Forecast(subject(model, inputs, "layers"))
+    assert list(found.outputs()) == ["layers.2", "layers.3"]
+    for policy in (Policy("full"), Policy(), Policy(linear=("*",))):
+        mine = planned.under(model, policy, blocks="layers")
+        plan = plan_of(found, policy)
+        held, _ = planned.allocated(mine, inputs)
+        assert (plan.held_bytes, plan.flops) == (held, planned.counted_flops(mine, inputs))
+
+
 # Models
 
 
