@@ -326,7 +326,7 @@ def test_blocks_before_all_that_is_trained_keep_nothing() -> None:
     for frozen in (*model.layers[:2], *inputs.values()):
         frozen.requires_grad_(False)
     found = Forecast(subject(model, inputs, "layers"))
-    assert list(found.outputs()) == ["layers.2", "layers.3"]
+    assert [len(outputs) > 0 for outputs in found.outputs().values()] == [False, False, True, True]
     for policy in (Policy("full"), Policy(), Policy(linear=("*",))):
         mine = planned.under(model, policy, blocks="layers")
         plan = plan_of(found, policy)
