@@ -96,6 +96,7 @@ def test_a_search_is_short(small: Configuration) -> None:
     assert len(asked) < 10
 
 
+@pytest.mark.slow
 def test_the_longest_video_of_each_policy(small: Configuration) -> None:
     """It fits, and the next longer one does not."""
     memory = 500_000
