@@ -33,7 +33,8 @@ class KnownValues:
     def learn(self, fake: torch.Tensor, value: torch.Tensor) -> None:
         """Know the values of a tensor, and of what is computed from it."""
         if value.numel() <= LARGEST:
-            self._values[fake] = value
+            with torch_internals.without_modes():
+                self._values[fake] = value.clone()  # operations in place change it
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on fake tensors, and on what they stand for where all of that is known."""

@@ -15,7 +15,7 @@ from fastac.plans import Plan, PolicyPlan, States
 from fastac.policy import NAMED, Policy
 from fastac.ranks import class_name
 from fastac.sizes import parse_bytes
-from fastac.subjects import Subject, subject
+from fastac.subjects import BREAKS, Subject, subject
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
     "adamw": lambda size: 2 * size,
@@ -95,7 +95,11 @@ class Planner:
         while high - low > everything / 1000:
             middle = (low + high) // 2
             low, high = (middle, high) if self.budget(middle)[0].peak_bytes <= memory else (low, middle)
-        return low // MIB * MIB if low >= MIB else low
+        step = max(MIB, everything // 1000 // MIB * MIB)
+        for limit in range(low // MIB * MIB, 0, -step):
+            if self.budget(limit)[0].peak_bytes <= memory:  # fewer bytes may be saved by others, at a worse moment
+                return limit
+        return low
 
     def frontier(self, points: int = 257) -> list[tuple[int, float]]:
         """Bytes that are saved and FLOPs relative to full checkpointing, for growing budgets."""
@@ -140,7 +144,12 @@ def put_together(
     memory: int | None = None,
 ) -> Plan:
     """The plan of everything that was asked for, in bytes."""
-    policies = [planner.policy(name) for name in ("none", "full", "long_attn_only", "attn_only", EVERY_SECOND)]
+    try:
+        policies = [planner.policy(one) for one in ("none", "full", "long_attn_only", "attn_only", EVERY_SECOND)]
+    except FastacError:
+        raise
+    except BREAKS as error:  # the model's own, or of what is not known of tensors without data
+        raise FastacError(f"plan: {name} does not run on {inputs}: {type(error).__name__}: {error}") from error
     chosen: dict[str, Policy] = {}
     if limit is None and memory is not None:
         limit = planner.largest_budget(memory)

@@ -73,15 +73,7 @@ def plan_video(
     on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
-    tell("sharing out the budget")
-    try:
-        found = put_together(planner, configuration.name, described, limit, bytes_of_memory)
-    except BREAKS as error:
-        if isinstance(error, FastacError):
-            raise
-        raise FastacError(
-            f"plan: {configuration.name} does not run on {described}: {type(error).__name__}: {error}"
-        ) from error
+    found = put_together(planner, configuration.name, described, limit, bytes_of_memory)
     if bytes_of_memory is None:
         return found
     largest = {

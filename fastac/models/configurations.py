@@ -159,14 +159,17 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 def add_lora(model: Any, rank: int) -> None:
     """Give a model of diffusers LoRA weights, which are trained alone, where diffusers' training scripts have them.
 
-    Raises FastacError where peft is not installed.
+    Raises FastacError where peft is not installed, for a class that takes no adapters or has no such Linear modules.
     """
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise FastacError("LoRA needs peft: pip install peft") from error
     model.requires_grad_(False)
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LORA_TARGETS)))
+    try:
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LORA_TARGETS)))
+    except (AttributeError, ValueError) as error:
+        raise FastacError(f"LoRA of {type(model).__name__}: diffusers and peft can not add it: {error}") from error
 
 
 def _of_file(name: str, content: Mapping[str, Any]) -> Configuration:

@@ -1,0 +1,130 @@
+"""Values of small tensors beside fake ones: what is known, what follows from it, and when it is forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastac import torch_internals
+from fastac.known_values import LARGEST, KnownValues
+from fastac.torch_internals import NEEDS_VALUES
+
+
+class Following(TorchDispatchMode):
+    """Runs every operation as the simulation does."""
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__()
+        self.known = known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.known.run(func, args, kwargs or {})
+
+
+@pytest.fixture
+def known() -> KnownValues:
+    return KnownValues(torch_internals.fake_mode())
+
+
+def fake(known: KnownValues, value: torch.Tensor, is_known: bool = True) -> torch.Tensor:
+    """A tensor without data, of which the values are known or not."""
+    found: torch.Tensor = known.mode.from_tensor(value.clone())  # the mode gives one fake for one tensor
+    if is_known:
+        known.learn(found, value)
+    return found
+
+
+MASK = torch.tensor([[1, 1, 0, 1, 0], [0, 0, 0, 0, 1]])
+
+
+def test_values_follow_from_inputs(known: KnownValues) -> None:
+    """Through several operations, and with constants."""
+    mask = fake(known, MASK)
+    with known.mode, Following(known):
+        counts = mask.sum(dim=1)
+        assert counts.tolist() == [3, 1]
+        assert int((torch.arange(5) * mask[0]).max()) == 3
+        assert int(torch.full((2,), 3).sum() + torch.zeros(1, dtype=torch.int64)) == 6
+
+
+def test_values_that_depend_on_unknown_ones_are_not_known(known: KnownValues) -> None:
+    mask, other = fake(known, MASK), fake(known, MASK, is_known=False)
+    with known.mode, Following(known):
+        for unknown in (other.sum(), (other + mask).sum()):
+            with pytest.raises(NEEDS_VALUES):
+                unknown.item()
+        assert int(mask.sum()) == 4
+
+
+@pytest.mark.parametrize("name", ["zeros_like", "ones_like"])
+def test_what_depends_on_a_shape_alone_is_known(name: str, known: KnownValues) -> None:
+    other = fake(known, MASK, is_known=False)
+    with known.mode, Following(known):
+        assert int(getattr(torch, name)(other).sum()) == (10 if name == "ones_like" else 0)
+        assert int(other.new_full((2, 3), 7).sum()) == 42
+
+
+def test_random_values_are_not_known(known: KnownValues) -> None:
+    """They would not be those of a step."""
+    with known.mode, Following(known), pytest.raises(NEEDS_VALUES):
+        torch.randn(3).sum().item()
+
+
+def test_places_that_a_mask_leaves(known: KnownValues) -> None:
+    """Their number is a shape: of what a mask picks, and of its places."""
+    mask, features = fake(known, MASK.bool()), fake(known, torch.randn(2, 5, 7), is_known=False)
+    with known.mode, Following(known):
+        assert features[mask].shape == (4, 7)
+        assert features[:, mask[0]].shape == (2, 3, 7)
+        assert mask.nonzero().shape == (4, 2)
+        assert [len(places) for places in mask[0].nonzero(as_tuple=True)] == [3]
+
+
+def test_places_that_nothing_is_known_of(known: KnownValues) -> None:
+    mask, features = fake(known, MASK.bool(), is_known=False), fake(known, torch.randn(2, 5, 7))
+    with known.mode, Following(known):
+        with pytest.raises(NEEDS_VALUES):
+            features[mask]
+        with pytest.raises(NEEDS_VALUES):
+            mask.nonzero()
+
+
+def test_what_is_changed_in_place_by_unknown_values_is_forgotten(known: KnownValues) -> None:
+    mask, other = fake(known, MASK.clone()), fake(known, MASK, is_known=False)
+    with known.mode, Following(known):
+        assert int(mask.sum()) == 4
+        mask += other
+        with pytest.raises(NEEDS_VALUES):
+            mask.sum().item()
+
+
+def test_large_tensors_are_not_followed(known: KnownValues) -> None:
+    """Neither inputs nor what is made of small ones."""
+    size = LARGEST + 1
+    large, small, largest = (fake(known, torch.ones(count, dtype=torch.uint8)) for count in (size, 1, LARGEST))
+    with known.mode, Following(known):
+        for values in (large, small.expand(size), torch.zeros(size)):
+            with pytest.raises(NEEDS_VALUES):
+                values.sum().item()
+        assert int(largest.sum()) == LARGEST
+
+
+def test_what_is_given_stays_as_it_is(known: KnownValues) -> None:
+    """A model that changes its inputs in place changes a copy; views of it follow."""
+    value = MASK.clone()
+    mask = fake(known, value)
+    with known.mode, Following(known):
+        row = mask[0]
+        mask.add_(1)
+        assert int(row.sum()) == 8
+    assert torch.equal(value, MASK)
+
+
+def test_values_go_with_their_tensors(known: KnownValues) -> None:
+    mask = fake(known, MASK)
+    assert len(known._values) == 1
+    del mask
+    assert len(known._values) == 0
