@@ -550,6 +550,21 @@ def test_survey_under_no_grad_does_not_count() -> None:
     assert decided_within(model, inputs, 1)
 
 
+def test_evaluation_between_a_forward_and_its_backward() -> None:
+    """It is not recomputed, and what it could save is not counted: a budget that just holds all goes as far as ever."""
+    every = 3 * ((9 * W * VIDEO + 2 * W * TEXT + 2 * W * VIDEO) * 4 + 2 * 2 * VIDEO * 4)
+    _, model = twins(Policy.budget(every))
+    inputs = stack_inputs()
+    loss = support.loss_of([model(**inputs)])
+    with torch.no_grad():
+        model(**inputs)
+        for block in model.blocks:
+            fastac.checkpoint(block, *inputs.values(), policy=hook.setting_of(model).policy)  # type: ignore[union-attr]
+    loss.backward()
+    step_of(model, inputs)
+    assert set(chosen(model).values()) == {"attn_only(linear=qkv+self_out+q+kv+cross_out+ffn.0)"}
+
+
 @pytest.mark.parametrize("forwards", [1, 3])
 def test_a_forward_whose_backward_never_comes(forwards: int) -> None:
     """Also one in every step, as of a teacher or for a log, and of inputs that are never trained on."""
@@ -900,6 +915,7 @@ SURVEYS = {
         (60, False, ["attn_only(min_kv=65)", "attn_only(min_kv=65)"]),
         (59, False, ["linear_only(collectives='recompute', linear=ffn.0)", "full"]),
         (180, True, ["attn_only(linear=ffn.0)", "attn_only(min_kv=9)"]),
+        (179, True, ["attn_only", "attn_only(min_kv=9)"]),
         (29, True, ["full", "full"]),
     ],
 )
@@ -907,6 +923,23 @@ def test_collectives_count_first(limit: int, per_block: bool, expected: list[str
     policy = Policy.budget(per_block=limit) if per_block else Policy.budget(limit)
     found = share_out(policy, SURVEYS)
     assert [str(one) for one in found.values()] == expected
+
+
+def test_each_budget_is_for_its_own_blocks() -> None:
+    """Two of a model: neither is shared out among the blocks of the other."""
+    policy = {"blocks.0": Policy.budget(HUGE), "*": Policy.budget(2 * W * VIDEO * 4)}
+    plain, model = twins(policy)
+    full = copy.deepcopy(plain)
+    fastac.enable(full, "full", blocks="blocks")
+    for _ in range(3):
+        step_of(model, stack_inputs())
+    assert chosen(model)["blocks.0"] == "attn_only(linear=qkv+self_out+q+kv+cross_out+ffn.0)"
+    only_first = copy.deepcopy(plain)
+    fastac.enable(only_first, policy | {"*": "full"}, blocks="blocks")
+    for _ in range(3):
+        step_of(only_first, stack_inputs())
+    rest = saved_in(model, stack_inputs(), full) - saved_in(only_first, stack_inputs(), full)
+    assert 0 < rest <= 2 * W * VIDEO * 4
 
 
 def test_calls_over_as_many_keys_are_saved_together_or_not() -> None:

@@ -82,6 +82,16 @@ def test_a_bound_below_the_text_is_taken(attention_executions: Counter[str]) -> 
         assert attention_executions == {CPU_ATTENTION: 2 + again}
 
 
+def test_long_attention_is_no_concern_where_linear_modules_are_saved(attention_executions: Counter[str]) -> None:
+    """It saves something."""
+    model, inputs = support.build(SANA)
+    expected = train_step(model, inputs)
+    fastac.enable(model, Policy("attn_only", min_kv=4096, linear=("attn2.to_q",)))
+    for _ in range(2):
+        assert_same(train_step(model, inputs), expected)
+    assert fastac.report(model).rows[0].linear_saved == 2
+
+
 def test_linear_attention_in_some_blocks_alone() -> None:
     """Sana-WM: every second block has softmax attention, which a policy of long attention saves."""
     model, _ = support.build("SanaWMTransformer3DModel")
