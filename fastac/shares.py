@@ -107,7 +107,7 @@ class Share(Policy):
     def begin_survey(self) -> Survey:
         """A survey of a region of the block in the pass that runs."""
         survey = Survey()
-        if torch.is_grad_enabled():  # else it is never recomputed
+        if torch.is_grad_enabled():  # else nobody enters it, and many would heap up
             surveyed = self.budgets.running.surveyed
             if not surveyed:
                 surveyed.append({})

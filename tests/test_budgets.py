@@ -547,6 +547,8 @@ def test_survey_under_no_grad_does_not_count() -> None:
     policy = hook.setting_of(model).policy
     with torch.no_grad():
         fastac.checkpoint(model.blocks[0], *inputs.values(), policy=policy)
+    (_, regions) = budgets_of(model).running.surveyed[-1]["blocks.0"]
+    assert len(regions) == 1
     assert decided_within(model, inputs, 1)
 
 
