@@ -259,6 +259,7 @@ def test_bench_of_a_configuration_and_a_video(small_configuration: Path, capsys:
     assert two_blocks["weights"] < all_blocks["weights"]
 
 
+@pytest.mark.slow
 def test_bench_goes_on_where_a_policy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "WanTransformer3DModel", "--layers", "1", "--rounds", "1", "--backend", "_native_math"]
     assert cli.main(arguments) == 0
@@ -303,6 +304,7 @@ def test_bench_wants_a_device_whose_bytes_it_can_measure(
     assert "bytes can be measured on cpu and cuda" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_bench_tells_a_terminal_what_it_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,10 +32,8 @@ from fastac.policy import resolve_blocks
 from tests import support
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, relative_error, stack, stack_inputs, train_step
 
-BACKENDS = ("aot_eager", "inductor")
-EACH_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 INDUCTOR_WHEN_SLOW = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-"""Kernels take seconds to make: `make test` makes those of the first step, `make test-slow` the others."""
+"""Kernels take seconds to make: `make test` makes none here."""
 
 Model = Callable[..., torch.nn.Module]
 
@@ -182,7 +180,7 @@ def small(policy: str, layers: int = 2, **options: Any) -> torch.nn.Module:
 class TestCompiledBlocks:
     """Checkpointing around compiled blocks: `compile_repeated_blocks`, `block.compile()`, `torch.compile(block)`."""
 
-    @EACH_BACKEND
+    @INDUCTOR_WHEN_SLOW
     def test_the_first_step_after_a_compile_is_exact(self, backend: str) -> None:
         assert_exact_and_saved(lambda policy: compile_blocks(small(policy), backend), small_inputs(), calls=2, looks=1)
 

@@ -102,6 +102,7 @@ def test_adapters_in_parallel(name: str, process_group: None) -> None:
     assert_wrapped_training_is_exact(name, lambda model: in_parallel(with_adapter(model)))
 
 
+@pytest.mark.slow
 @EACH_COMPILED_MODEL
 def test_a_compiled_model(name: str) -> None:
     """The compiler builds the saving into its graph: exact from the first step on, and counted at the kernel."""
