@@ -109,6 +109,12 @@ class BlockRecord:
     looked: int = -1
     censuses: dict[Any, Census] = dataclasses.field(default_factory=dict)
 
+    def begin(self, name: str) -> None:
+        """Its model was enabled: what another policy did is no longer so, nor what the block was made of."""
+        self.name = name
+        self.latest = self.latest_key = None
+        self.censuses.clear()
+
 
 listeners: list[Callable[[Census], None]] = []
 """Told of the census of every region that ends as it should, while they stand here (fastac.verify)."""

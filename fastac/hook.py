@@ -93,12 +93,11 @@ def enable(
         disable(model)
         block_forward.put_on(model, named, Setting(selected, engine))
     watch(model, selected)
+    linear.expect({block: policy_of(selected, block) for block in named.values()})
     for name, block in named.items():
         record = census.block_record(block)
         if record is not None:
-            record.name = f"{class_name(model)}.{name}"
-            record.latest = record.latest_key = None  # what another policy did is no longer so
-            record.censuses.clear()  # nor what the block was made of
+            record.begin(f"{class_name(model)}.{name}")
     logger.info("%s: policy %s, engine %s, %d blocks", class_name(model), selected, engine, len(named))
     for remark in remarks(model, containers):
         _tell(class_name(model), remark)

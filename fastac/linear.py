@@ -8,9 +8,8 @@ The hooks stay on a module until `take_off`. Without an open scope, or under ano
 from __future__ import annotations
 
 import fnmatch
-import types
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,35 +19,56 @@ from torch.utils.hooks import RemovableHandle
 from fastac import census, interception
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
-from fastac.scopes import Scope, thread
+from fastac.scopes import Expected, Scope, thread
 from fastac.tape import Record
 
 
 class Watched(dict[int, str]):
-    """Linear modules of a block, by id, with their names in it: of several names of one, the first."""
+    """Linear modules of a block, by id, with their names in it: of several names of one, the first.
 
-    def __init__(
-        self,
-        modules: Mapping[str, torch.nn.Linear] = types.MappingProxyType({}),
-        block: torch.nn.Module | None = None,
-    ) -> None:
+    patterns: what their names match. hooked: whether they have got their hooks.
+    """
+
+    def __init__(self, block: torch.nn.Module | None = None, patterns: Sequence[str] = ()) -> None:
         super().__init__()
-        self.modules: list[weakref.ref[torch.nn.Linear]] = []
-        self._places: list[tuple[weakref.ref[torch.nn.Module], str, weakref.ref[torch.nn.Linear], str]] = []
-        for name, module in modules.items():
-            reference = weakref.ref(module)
-            if self.setdefault(id(module), name) == name:
-                self.modules.append(reference)
-            parent, _, own = name.rpartition(".")
-            if block is not None and name:
-                self._places.append((weakref.ref(block.get_submodule(parent)), own, reference, name))
+        self.patterns = patterns
+        self.hooked = False
+        self.modules: dict[str, weakref.ref[torch.nn.Linear]] = {}
+        if block is not None:
+            for name, module in matching(block, patterns).items():
+                self.modules[name] = weakref.ref(module)
+                self.setdefault(id(module), name)
+            self._look_at(block)
 
-    def exchanged(self) -> str | None:
-        """The name of a module that is another one by now: replaced, or wrapped by an adapter."""
-        for parent, own, reference, name in self._places:
-            holder, module = parent(), reference()
-            if holder is None or module is None or holder._modules.get(own) is not module:
+    def _look_at(self, block: torch.nn.Module) -> None:
+        self._sizes = [(weakref.ref(module), len(module._modules)) for module in block.modules()]
+        self._links = [
+            (weakref.ref(module), name, weakref.ref(child))
+            for module in block.modules()
+            for name, child in module._modules.items()
+            if child is not None
+        ]
+
+    def _looks_the_same(self) -> bool:
+        for holder, size in self._sizes:
+            module = holder()
+            if module is None or len(module._modules) != size:
+                return False
+        for holder, name, reference in self._links:
+            module, child = holder(), reference()
+            if module is None or child is None or module._modules.get(name) is not child:
+                return False
+        return True
+
+    def exchanged(self, block: torch.nn.Module) -> str | None:
+        """The name of a module that is another one by now: replaced, wrapped by an adapter, gone, or new."""
+        if self._looks_the_same():
+            return None
+        found = matching(block, self.patterns)
+        for name in {**self.modules, **found}:
+            if name not in found or name not in self.modules or self.modules[name]() is not found[name]:
                 return name
+        self._look_at(block)  # what changed is no concern of the patterns
         return None
 
 
@@ -71,18 +91,32 @@ def watched(function: Any, policy: Policy, by_name: bool = True) -> Watched:
     by_names = _found.setdefault(block, {})
     names = tuple(policy.linear)
     found = by_names.get(names)
-    if found is not None and (name := found.exchanged()) is not None:
+    if found is not None and (by_name or policy.is_budget) and (name := found.exchanged(block)) is not None:
         if by_name:
             raise PolicyNotAppliedError(
-                f"{policy}: the Linear module {name!r} of {census.describe(function)} was exchanged since its first "
-                f"step, so its output is not saved. Call fastac.enable again after a model was changed."
+                f"{policy}: the Linear module {name!r} of {census.describe(function)} was exchanged, or added, since "
+                f"fastac.enable or its first step, so its output is not saved. Call fastac.enable again after a model "
+                f"was changed."
             )
         by_names.clear()
         found = None
     if found is None:
+        record = census.block_record(block)
+        if by_name and (record is None or not record.name):
+            check_names({block: policy})
+        found = by_names[names] = Watched(block, names)
+    if not found.hooked:
         interception.install_linear()
-        found = by_names[names] = _named(block, policy)
+        watch_again(found)
+        found.hooked = True
     return found
+
+
+def expect(policies: Mapping[torch.nn.Module, Policy]) -> None:
+    """Remember which modules of blocks the policies name now: a step that finds others is an error."""
+    for block, policy in policies.items():
+        if policy.linear and not policy.is_budget:
+            _found.setdefault(block, {})[tuple(policy.linear)] = Watched(block, tuple(policy.linear))
 
 
 def check_names(policies: Mapping[torch.nn.Module, Policy]) -> None:
@@ -97,11 +131,23 @@ def check_names(policies: Mapping[torch.nn.Module, Policy]) -> None:
                 )
 
 
+EVERY = ("*",)
+"""What a survey watches."""
+
+
 def was_exchanged(function: Any, policy: Policy) -> bool:
-    """Whether a Linear module of a block is another one than when this policy was first used for it."""
+    """Whether the Linear modules of a block are others than those that were surveyed, of which this policy names some.
+
+    Of a block that was not surveyed itself, a copy: whether one is missing.
+    """
     block = census.block_of(function)
-    found = _found.get(block, {}).get(tuple(policy.linear)) if block is not None else None
-    return found is not None and found.exchanged() is not None
+    if block is None:
+        return False
+    by_names = _found.setdefault(block, {})
+    if EVERY in by_names:
+        return by_names[EVERY].exchanged(block) is not None
+    surveyed = by_names[EVERY] = Watched(block, EVERY)
+    return not surveyed.modules.keys() >= set(policy.linear)
 
 
 def linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:
@@ -110,21 +156,19 @@ def linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     return {name: module for name, module in modules if isinstance(module, torch.nn.Linear)}
 
 
-def _named(block: torch.nn.Module, policy: Policy) -> Watched:
-    modules = linear_modules(block)
-    names = [name for name in modules if any(fnmatch.fnmatchcase(name, pattern) for pattern in policy.linear)]
-    record = census.block_record(block)
-    if record is None or not record.name:
-        check_names({block: policy})
-    found = Watched({name: modules[name] for name in names}, block)
-    watch_again(found)
-    return found
+def matching(block: torch.nn.Module, patterns: Sequence[str]) -> dict[str, torch.nn.Linear]:
+    """The Linear modules of a block whose names match one of some patterns."""
+    return {
+        name: module
+        for name, module in linear_modules(block).items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def watch_again(linears: Watched) -> list[RemovableHandle]:
     """Put hooks on those that have none, or none any more. Returns what takes them off again."""
     handles = []
-    for reference in linears.modules:
+    for reference in linears.modules.values():
         module = reference()
         if module is not None and _begin not in module._forward_pre_hooks.values():
             after = module.register_forward_hook(_end, always_call=True)
@@ -161,16 +205,20 @@ def _end(module: torch.nn.Linear, args: Any, output: Any) -> None:
         scope.no_product(module, name)
 
 
-def _expected(module: torch.nn.Linear, args: Any) -> tuple[int, int, int] | None:
+def _expected(module: torch.nn.Linear, args: Any) -> Expected | None:
     """How the product of a module looks that may run others before it: that of its weight (rows, inputs, outputs).
 
-    None for all others: what a rank holds of a weight has another shape.
+    rows: where the weight is computed, None elsewhere: a class may leave some out. None for all other modules, and
+    where ranks hold parts, which have other shapes.
     """
-    if type(module).forward is torch.nn.Linear.forward and not is_parametrized(module):
+    computed = is_parametrized(module)
+    if not computed and type(module).forward is torch.nn.Linear.forward:
         return None
-    if not args or not isinstance(args[0], torch.Tensor):
+    if not args or not isinstance(args[0], torch.Tensor) or hasattr(args[0], "to_local"):
         return None
-    return args[0].shape[:-1].numel(), module.in_features, module.out_features
+    if any(hasattr(parameter, "to_local") for parameter in module.parameters()):
+        return None
+    return args[0].shape[:-1].numel() if computed else None, module.in_features, module.out_features
 
 
 def refuse_compiled(function: Any, policy: Policy) -> None:
@@ -200,7 +248,7 @@ def judge(function: Any, policy: Policy, record: Record, before: Collection[str]
     block = census.block_of(function)
     modules = linear_modules(block) if block is not None else {}
     named = watched(function, policy)
-    called = record.called_inside.union(products)
+    called = set(products)
     for pattern in policy.linear:
         names = {named[id(modules[name])] for name in fnmatch.filter(modules, pattern)}
         if names and not names & called:
@@ -210,9 +258,10 @@ def judge(function: Any, policy: Policy, record: Record, before: Collection[str]
                 f"the model computes with its weight in another way (fused projections)."
             )
     reached = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
-    weights = {name: id(modules[name]._parameters.get("weight")) for name in named.values()}
-    reached -= {weights[name] for name in called}  # tied
-    if unseen := [name for name, weight in weights.items() if weight in reached]:
+    weights = {name: id(module._parameters.get("weight")) for name, module in modules.items()}
+    names = set(named.values()) - called
+    reached -= {weight for name, weight in weights.items() if name not in names}  # tied
+    if unseen := [name for name in named.values() if name in names and weights[name] in reached]:
         raise PolicyNotAppliedError(
             f"{policy}: {where} computes with the weight of the Linear module {unseen[0]!r}, and did not call the "
             f"module in this thread, so its output is not saved. Call module(x), not module.forward(x) or its weight, "

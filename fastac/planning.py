@@ -84,7 +84,7 @@ class Planner:
     def largest_budget(self, memory: int) -> int | None:
         """The most bytes of saved outputs with which a step fits a memory; None where full checkpointing does not.
 
-        To within a thousandth of all that could be saved, in whole MiB, as one writes it.
+        To within a thousandth of all that could be saved, in whole MiB where these fit, as one writes it.
         """
         everything = sum(one.bytes for found in self.forecast.candidates.values() for one in found)
         low, high = 0, everything

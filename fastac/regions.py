@@ -122,7 +122,7 @@ class Region:
                 f"to. Leave engine out, or use a policy of attention alone."
             )
         linears = linear.Watched()
-        if policy.linear:
+        if policy.linear and torch.is_grad_enabled():  # else torch asks for contexts that nobody enters
             linears = linear.watched(self.function, policy, by_name=self.share is None)
         tape = Tape()  # after that: it counts what is intercepted when it begins
         tape.linears, tape.watch = linears, functools.partial(linear.watch_again, linears)

@@ -29,6 +29,10 @@ execution_counters: list[Calls] = []
 """Counters, by op name, of every attention kernel that is really run while they stand here (fastac.verify)."""
 
 
+Expected = tuple[int | None, int, int]
+"""Rows (None for any number), inputs and outputs of a product."""
+
+
 class Tape(list[Entry | None]):
     """The entries of one region, and what goes with them."""
 
@@ -77,10 +81,11 @@ class Scope:
 
     outer: Scope | None = None
     linear: str | None = None  # the Linear module that runs now and whose output is saved, by its name in the block
-    expected: tuple[int, int, int] | None = None  # how its product must look: rows, inputs and outputs; None if at all
+    expected: Expected | None = None  # how its product must look
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
+        self._around: list[tuple[str | None, Expected | None]] = []  # what was so when a Linear module began
 
     def __enter__(self) -> Scope:
         self.outer = thread.scope
@@ -125,21 +130,23 @@ class Scope:
         """Run such a call. What it calls in turn was seen in the forward, where this op was not one yet."""
         return run_kernel(resolved, keyset, args, kwargs, inside=self)
 
-    def begin_linear(self, module: torch.nn.Linear, expected: tuple[int, int, int] | None) -> None:
+    def begin_linear(self, module: torch.nn.Linear, expected: Expected | None) -> None:
         """A Linear module that is watched begins its forward in this thread while the scope is open."""
-        self.linear = self.tape.linears.get(id(module))
-        self.expected = expected
+        self._around.append((self.linear, self.expected))
+        self.linear, self.expected = self.tape.linears.get(id(module)), expected
         outer = self.outer
         while outer is not None:
-            outer.see_inside(module, self.linear is not None)
+            if outer.tape is not self.tape:
+                outer.see_inside(module)
             outer = outer.outer
 
-    def see_inside(self, module: torch.nn.Linear, saved: bool) -> None:
-        """A Linear module that is watched begins its forward in a region inside this one, which saves it or not."""
+    def see_inside(self, module: torch.nn.Linear) -> None:
+        """A Linear module that is watched begins its forward in a region inside this one."""
 
     def end_linear(self) -> str | None:
-        """The Linear module has run. Returns its name when no product of it was called."""
-        name, self.linear = self.linear, None
+        """The Linear module has run, or raised. Returns its name when no product of it was called."""
+        name = self.linear
+        self.linear, self.expected = self._around.pop() if self._around else (None, None)
         return name
 
     def no_product(self, module: torch.nn.Linear, name: str) -> None:
@@ -155,7 +162,8 @@ class Scope:
         name = self.linear or ""
         left, right = args[-2:]
         found = left.shape[:-1].numel(), right.shape[-2], right.shape[-1]
-        if self.passes_by(resolved, args) or self.expected not in (None, found):
+        rows, *weight = self.expected or found
+        if self.passes_by(resolved, args) or rows not in (None, found[0]) or tuple(weight) != found[1:]:
             return self.let_by(resolved, keyset, args, kwargs)
         self.linear = None
         return self.multiply(name, resolved, keyset, args, kwargs)

@@ -120,7 +120,7 @@ class Share(Policy):
             return self
         self.budgets.call(self.block, args, kwargs)
         chosen = self.budgets.running.chosen.get(self.block, self)
-        if chosen is not self and linear.was_exchanged(function, chosen):
+        if chosen.linear and chosen is not self and linear.was_exchanged(function, chosen):
             logger.info("%s: Linear modules of the model were exchanged, so the budget is shared out anew", self)
             self.budgets.forget()
             return self

@@ -23,7 +23,7 @@ from fastac.timeline import ENDS, BlockList, Timeline, ends_of, middles_are_alik
 
 logger = logging.getLogger("fastac")
 
-BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError)
+BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
 """What a model raises that can not run with some of its blocks left out."""
 
 

@@ -59,7 +59,6 @@ class Record(Scope):
         self.observer = observer
         self.entered = False
         self.products: list[str] = []  # the Linear modules whose outputs are on the tape, by name
-        self.called_inside: set[str] = set()  # those that are called in regions inside this one
         self.ops = tape.ops
         self.calls: list[ResolvedOp] = []
         self.keys: list[int] = []  # over how many each call on the tape attends
@@ -184,17 +183,14 @@ class Record(Scope):
         entry.keep(outputs, guarded, copied=not guarded)
         return outputs
 
-    def see_inside(self, module: torch.nn.Linear, saved: bool) -> None:
-        """Raise PolicyNotAppliedError for a module of this region's policy that the region inside it does not save."""
+    def see_inside(self, module: torch.nn.Linear) -> None:
+        """Raise PolicyNotAppliedError for a module that this region's policy names: it runs again with that one."""
         name = self.tape.linears.get(id(module))
-        if name is None:
-            return
-        self.called_inside.add(name)
-        if not saved and not self.policy.is_budget:
+        if name is not None and not self.policy.is_budget:
             raise PolicyNotAppliedError(
                 f"{self.policy}: the Linear module {name!r} is called inside a fastac.checkpoint of the block's own, "
-                f"whose policy does not save it. Give that one a policy with linear=..., or name in this one the "
-                f"modules that it is to save."
+                f"which runs again as a whole. Give that one a policy with linear=..., and name in this one modules "
+                f"outside it alone."
             )
 
     def decomposed(self, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

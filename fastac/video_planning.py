@@ -160,6 +160,7 @@ class _Search:
         known: dict[int, int] = {}  # number of steps -> peak
         too_few = -1  # so many steps the model refuses: for want of tokens, say
         too_many: int | None = None  # of positions
+        fitted: list[bool] = []  # the guesses so far
         for frames, planner in self._planners.items():
             if planner.forecast.was_simulated(checkpoints=policy != "none"):
                 known[(frames - first) // step] = self.peak(frames, policy, limit)
@@ -174,6 +175,8 @@ class _Search:
             guess = min(_next_guess(known, memory, at_least, fails), FARTHEST * (max(known) + 1))
             if too_many is not None:
                 guess = min(guess, (at_least + too_many) // 2)
+            if fails is not None and len(fitted) > 1 and fitted[-1] == fitted[-2]:
+                guess = (at_least + fails) // 2  # no line: the peak moved to another moment
             if fails is not None and at_least == too_few >= 0:
                 guess = max(guess, (too_few + fails) // 2)
             try:
@@ -184,6 +187,7 @@ class _Search:
                     too_few = guess
                 else:
                     too_many = guess
+            fitted.append(known.get(guess, memory + 1) <= memory)
 
 
 def _next_guess(known: Mapping[int, int], memory: int, fits: int, fails: int | None) -> int:

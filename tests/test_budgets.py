@@ -290,6 +290,50 @@ def test_modules_that_are_exchanged_for_others_of_their_name(products: Counter[s
     assert chosen(checked) == before
 
 
+def lora(model: torch.nn.Module) -> None:
+    torch.manual_seed(1)
+    inject_adapter_in_model(LoraConfig(target_modules=["qkv", "q"], init_lora_weights=False), model)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_adapter_that_comes_as_soon_as_there_was_a_survey(steps: int, copied: bool, products: Counter[str]) -> None:
+    """What was decided was not used yet, or not by this copy."""
+    plain, checked = twins(Policy.budget(HUGE))
+    inputs = stack_inputs()
+    for _ in range(steps):
+        step_of(checked, inputs)
+    if copied:
+        assert chosen(checked)
+        checked = copy.deepcopy(checked)
+    lora(plain)
+    lora(checked)
+    for again in (None, 0, 0):
+        products.clear()
+        reference = step_of(plain, inputs)
+        needed = products.total()
+        products.clear()
+        assert_same(step_of(checked, inputs), reference)
+        assert again is None or products.total() == needed
+    assert "qkv.lora_A.default" in chosen(checked)["blocks.0"]
+
+
+def test_modules_whose_parent_is_exchanged(products: Counter[str]) -> None:
+    plain, checked = twins(Policy.budget(HUGE))
+    inputs = stack_inputs()
+    for _ in range(2):
+        step_of(checked, inputs)
+    held_on_to = [block.ffn for block in checked.blocks]
+    for block in checked.blocks:
+        block.ffn = copy.deepcopy(block.ffn)
+    reference = step_of(plain, inputs)
+    for again in (3 * 6, 0):
+        products.clear()
+        assert_same(step_of(checked, inputs), reference)
+        assert products.total() == 3 * 7 + again
+    assert held_on_to
+
+
 @pytest.mark.parametrize("limit", [HUGE, 40_000], ids=str)
 def test_adapters_that_come_and_go(limit: int) -> None:
     """The budget is shared out anew among the Linear modules that there are then."""

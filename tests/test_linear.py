@@ -453,7 +453,7 @@ def test_nested_regions(outer: Any, inner: Any) -> None:
     refused = None
     if outer != "full" and inner == "full":
         refused = r"inside a torch\.utils\.checkpoint of the block's own"
-    elif outer == ALL and inner != ALL:
+    elif outer == ALL:
         refused = r"Linear module 'inner\.qkv' is called inside a fastac\.checkpoint of the block's own"
     if refused is not None:
         with pytest.raises(PolicyNotAppliedError, match=refused):
@@ -466,8 +466,10 @@ def test_linear_in_a_region_inside_is_missed_by_name() -> None:
     """The inner region's policy decides about what is in it."""
     with pytest.raises(PolicyNotAppliedError, match=r"'inner\.q' is called inside a fastac\.checkpoint.* linear="):
         fastac.checkpoint(RegionInside("attn_only"), *stack_inputs().values(), policy=SOME)
-    assert_exact(lambda: RegionInside("attn_only"), Policy("attn_only", linear=("out",)))
-    assert_exact(lambda: RegionInside(Policy("linear_only", linear=("q",))), SOME)
+    for inner in ("attn_only", ALL, Policy("linear_only", linear=("q",))):
+        assert_exact(functools.partial(RegionInside, inner), Policy("attn_only", linear=("out",)))
+        with pytest.raises(PolicyNotAppliedError, match=r"'inner\.q' is called inside a fastac\.checkpoint"):
+            fastac.checkpoint(RegionInside(inner), *stack_inputs().values(), policy=SOME)
 
 
 def test_linear_in_a_region_of_torch_s_own_inside_is_refused() -> None:
@@ -936,15 +938,107 @@ def test_module_with_two_names(name: str, products: Counter[str]) -> None:
     assert_exact(Alias, Policy("linear_only", linear=(name,)), 0, products=products)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("names", [("first",), ("*",)], ids=str)
-def test_adapter_that_is_added_later_is_an_error(names: tuple[str, ...]) -> None:
+def test_adapter_that_is_added_later_is_an_error(names: tuple[str, ...], steps: int) -> None:
     """It wraps the module: its output, and those of its own Linear modules, would not be saved."""
     policy = Policy("linear_only", linear=names)
-    model = stack(block=One, policy=policy)
-    train_step(model, stack_inputs())
+    model = torch.nn.ModuleDict({"stack": stack(block=One)})
+    fastac.enable(model, policy, blocks="stack.blocks")
+    for _ in range(steps):
+        train_step(model["stack"], stack_inputs())
     inject_adapter_in_model(LoraConfig(target_modules=["first"]), model)
-    with pytest.raises(PolicyNotAppliedError, match=r"'first' of One was exchanged.*enable again"):
+    with pytest.raises(PolicyNotAppliedError, match=r"'first' of ModuleDict\.stack\.blocks\.0 was exchanged.*again"):
+        train_step(model["stack"], stack_inputs())
+    fastac.enable(model, Policy("linear_only", linear=("*",)), blocks="stack.blocks")
+    train_step(model["stack"], stack_inputs())
+
+
+class Grows(One):
+    """Has a module list in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.ModuleDict({"a": torch.nn.Linear(W, W)})
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for module in self.more.values():
+            video = torch.tanh(module(video))
+        return super().forward(video, text)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_module_that_is_added_later_is_an_error_where_it_is_named(batch: int) -> None:
+    """As peft does with a second adapter."""
+    for names, is_named in ((("*",), True), (("first", "out"), False)):
+        model = stack(layers=1, block=Grows, policy=Policy("linear_only", linear=names))
         train_step(model, stack_inputs())
+        model.blocks[0].more["b"] = torch.nn.Linear(W, W)
+        with (
+            pytest.raises(PolicyNotAppliedError, match=r"'more\.b' of Grows was exchanged, or added")
+            if is_named
+            else contextlib.nullcontext()
+        ):
+            for _ in range(2):
+                train_step(model, stack_inputs(batch=batch))
+
+
+def test_module_whose_parent_is_exchanged_is_an_error() -> None:
+    """Also while somebody holds on to the old one."""
+    model = stack(policy=Policy("linear_only", linear=("ffn.*",)))
+    train_step(model, stack_inputs())
+    before = model.blocks[0].ffn
+    model.blocks[0].ffn = copy.deepcopy(before)
+    with pytest.raises(PolicyNotAppliedError, match=r"'ffn\.0' of AttentionBlock was exchanged"):
+        train_step(model, stack_inputs())
+    with torch.no_grad():  # where nothing would be saved
+        model(**stack_inputs())
+    model.blocks[0].ffn = before
+    train_step(model, stack_inputs())
+
+
+def test_linear_module_made_in_the_first_forward_is_an_error() -> None:
+    class Late(One):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "late"):
+                self.late = torch.nn.Linear(W, W)
+            return super().forward(self.late(video), text)
+
+    with pytest.raises(PolicyNotAppliedError, match=r"'late' of Late was exchanged, or added"):
+        fastac.checkpoint(Late(), **stack_inputs(), policy=ALONE)
+
+
+def test_weight_of_another_module_that_is_not_named() -> None:
+    class Tied(One):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twin = torch.nn.Linear(W, W)
+            self.twin.weight = self.out.weight
+
+    with pytest.raises(PolicyNotAppliedError, match=r"no Linear module 'twin'"):
+        fastac.checkpoint(Tied(), **stack_inputs(), policy=Policy("linear_only", linear=("first", "twin")))
+    assert_exact(Tied, Policy("linear_only", linear=("[ft]*",)))
+
+
+@pytest.mark.parametrize("inner_first", [False, True])
+def test_linear_module_inside_another(inner_first: bool, products: Counter[str]) -> None:
+    """An adapter that is written as a class of its own."""
+
+    class Adapted(torch.nn.Linear):
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*sizes)
+            self.down, self.up = torch.nn.Linear(W, 2), torch.nn.Linear(2, W)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            if inner_first:
+                change = self.up(self.down(input))
+                return super().forward(input) + change
+            return super().forward(input) + self.up(self.down(input))
+
+    def adapted(module: torch.nn.Linear) -> torch.nn.Module:
+        return Adapted(module.in_features, module.out_features)
+
+    assert_exact(lambda: One(first=adapted), Policy("linear_only", linear=("first*",)), 0, products=products)
 
 
 @pytest.mark.parametrize("other_shape", [False, True])

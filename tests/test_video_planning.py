@@ -87,6 +87,15 @@ def test_the_longest_video_is_the_one_of_brute_force(seed: int, small: Configura
         assert search_of(small, peaks, known).longest("full", memory, None) == expected
 
 
+@pytest.mark.parametrize("bend", [3, 50, 190])
+def test_a_search_is_short_where_the_peak_moves_to_another_moment(bend: int, small: Configuration) -> None:
+    """That of the optimizer's step at first, which no frame changes much: lines through it are no guide."""
+    peaks = {1 + 4 * step: 1_000_000 + step + 10_000 * max(0, step - bend) for step in range(400)}
+    for steps in (bend, bend + 1, bend + 5, bend + 150):
+        memory = peaks[1 + 4 * steps]
+        assert search_of(small, peaks, [1, 5]).longest("full", memory, None) == 1 + 4 * steps
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_search_ends_where_videos_in_between_are_refused(seed: int, small: Configuration) -> None:
     """Of tokens that can not be split, say. What it finds fits."""
