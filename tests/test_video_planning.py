@@ -227,4 +227,4 @@ def test_a_large_model_takes_less_than_a_minute(name: str) -> None:
     found = plan_video(configuration, configuration.default, budget="40GiB")
     assert time.process_time() - begin < 60
     assert found.policies[-1].saved_bytes <= 40 * 2**30
-    assert peaks_of(found)["full"] < peaks_of(found)["attn_only"] < peaks_of(found)["none"]
+    assert peaks_of(found)["full"] <= peaks_of(found)["attn_only"] < peaks_of(found)["none"]
