@@ -233,6 +233,7 @@ class TestCompiledBlocks:
                 looks=1,
             )
 
+    @pytest.mark.slow
     def test_inductor_regions_wrapped_into_an_operator(self) -> None:
         """Dispatch modes do not see into the operator; BackendSelect is passed all the same."""
         with torch._inductor.config.patch(wrap_inductor_compiled_regions=True):

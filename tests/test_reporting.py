@@ -254,7 +254,8 @@ class TestCompiledModel:
         assert row.saved_bytes == 2 * bytes_of(batch=1, heads=2, queries=128, dim=12)
         assert "blocks x 2 (2 as decided when compiled)" in str(report)
 
-    @pytest.mark.parametrize("dynamic", [False, pytest.param(None, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dynamic", [False, None])
     def test_of_the_latest_trace(self, dynamic: bool | None) -> None:
         """A second size is traced anew, with symbols in place of what changed."""
         model, inputs = self.compiled(dynamic=dynamic)

@@ -241,7 +241,8 @@ HALF = [
 ]
 
 
-@pytest.mark.parametrize("name", [WAN, *(pytest.param(name, marks=pytest.mark.slow) for name in (HUNYUAN, LTX))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [WAN, HUNYUAN, LTX])
 def test_sharded_in_half_precision(name: str, tmp_path: Path) -> None:
     """FSDP casts what it gathers, accelerate's autocast is around the model: the recompute sees the same."""
     check(name, HALF, tmp_path, [0, 0, 0], like_alone=False)

@@ -211,6 +211,7 @@ def test_a_pass_that_holds_something_else_for_longer_is_a_warning(caplog: pytest
     assert "It is not the checkpointed regions that need more" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_estimate_is_what_is_measured() -> None:
     """But for what kernels need by themselves, which grows with threads, not with layers."""
     for policy in ("attn_only", "full"):
