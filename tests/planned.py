@@ -7,11 +7,10 @@ import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -55,11 +54,6 @@ CAN_NOT_BE_SIMULATED = {
 """Class -> what the error says."""
 
 CAN_BE_SIMULATED = tuple(name for name in MODELS if name not in CAN_NOT_BE_SIMULATED)
-
-
-def quick(names: Iterable[str], *of: str) -> list[Any]:
-    """Parameters of a test: names, all of them slow but for some."""
-    return [pytest.param(name, marks=() if name in of else pytest.mark.slow) for name in names]
 
 
 def tiny(

@@ -130,8 +130,14 @@ def raising(error: Exception) -> Way:
     [
         (FastacError("attn_only: backend 'x' is decomposed\nmore"), "refused: attn_only: backend 'x' is decomposed"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB"), "out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), "out of memory"),
-        (RuntimeError("an op was changed in place"), "failed: an op was changed in place"),
+        pytest.param(
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"),
+            "out of memory",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            RuntimeError("an op was changed in place"), "failed: an op was changed in place", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_what_does_not_run_becomes_a_row(error: Exception, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac.policy import Policy
 from tests import support
+from tests.marks import slow
 from tests.model_state import state_of
 from tests.stand_ins import STAND_INS, TEXT, stand_in
 from tests.support import CPU_ATTENTION, assert_same, train_step
@@ -98,7 +99,7 @@ def test_copies_and_files(name: str, attention_executions: Counter[str]) -> None
     "how",
     [
         "block.compile",
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ("wrapped block", "whole model", "enabled first")),
+        *slow("wrapped block", "whole model", "enabled first"),
     ],
 )
 @pytest.mark.parametrize("name", NAMES)

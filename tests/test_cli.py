@@ -207,6 +207,7 @@ def test_what_can_not_be_done_is_one_message(
     assert captured.out == ""
 
 
+@pytest.mark.slow
 def test_bench_measures_a_tiny_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = tmp_path / "bench.json"
     arguments = ["bench", "WanTransformer3DModel", "--dtype", "fp32", "--rounds", "2", "--budget", "20KiB"]

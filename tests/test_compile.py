@@ -30,9 +30,10 @@ from fastac import FastacError, PolicyNotAppliedError
 from fastac.models import MODELS
 from fastac.policy import resolve_blocks
 from tests import support
+from tests.marks import slow
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, relative_error, stack, stack_inputs, train_step
 
-INDUCTOR_WHEN_SLOW = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+INDUCTOR_WHEN_SLOW = pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
 """Kernels take seconds to make: `make test` makes none here."""
 
 Model = Callable[..., torch.nn.Module]
@@ -354,7 +355,7 @@ class TestCompiledBlocks:
 class TestCompiledModels:
     """Checkpointed blocks inside a model that is compiled as a whole."""
 
-    @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager", *slow("inductor")])
     def test_the_first_step_is_exact(self, backend: str) -> None:
         assert_exact_and_saved(lambda policy: compile_whole(small(policy), backend), small_inputs(), calls=2)
 
@@ -442,7 +443,7 @@ class TestWithDiffusers:
         [
             ("WanTransformer3DModel", "compile_repeated_blocks"),
             pytest.param("WanTransformer3DModel", "compile_repeated_blocks before", marks=pytest.mark.slow),
-            ("WanTransformer3DModel", "compile"),
+            pytest.param("WanTransformer3DModel", "compile", marks=pytest.mark.slow),
             pytest.param("WanTransformer3DModel", "inside", marks=pytest.mark.slow),
             pytest.param("LTXVideoTransformer3DModel", "compile_repeated_blocks", marks=pytest.mark.slow),
             pytest.param("LTXVideoTransformer3DModel", "compile", marks=pytest.mark.slow),
@@ -503,10 +504,8 @@ class TestWithDiffusers:
             assert mine.saved_bytes == theirs.saved_bytes
 
     @INDUCTOR_WHEN_SLOW
-    @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ffn", "ffn_lora"])
-    @pytest.mark.parametrize(
-        "class_name", ["WanTransformer3DModel", pytest.param("CogVideoXTransformer3DModel", marks=pytest.mark.slow)]
-    )
+    @pytest.mark.parametrize("lora", [False, *slow(True)], ids=["ffn", "ffn_lora"])
+    @pytest.mark.parametrize("class_name", ["WanTransformer3DModel", *slow("CogVideoXTransformer3DModel")])
     def test_frozen_inputs(self, class_name: str, lora: bool, backend: str) -> None:
         """Fine-tuning of the feed-forward alone: what enters the first block needs no gradient."""
 
@@ -555,7 +554,7 @@ class TestNothingSavable:
         def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=self.bias)
 
-    CAUSES = ("dropout", "written_out", "math", "wide_value", "three_dimensions", "Bias")
+    CAUSES = ("math", "Bias", "dropout", "written_out", "wide_value", "three_dimensions")
 
     def blocks(self, cause: str) -> torch.nn.Module:
         """A stack whose attention is decomposed."""
@@ -566,7 +565,8 @@ class TestNothingSavable:
     @pytest.mark.parametrize(
         ("cause", "backend"),
         [
-            *[(cause, "aot_eager") for cause in CAUSES],
+            *[(cause, "aot_eager") for cause in CAUSES[:2]],
+            *[pytest.param(cause, "aot_eager", marks=pytest.mark.slow) for cause in CAUSES[2:]],
             *[(cause, "eager") for cause in CAUSES[:2]],
             *[pytest.param(cause, "inductor", marks=pytest.mark.slow) for cause in CAUSES[:2]],
         ],
@@ -643,7 +643,7 @@ class TestNothingSavable:
 class TestSwitching:
     """enable, disable, another policy or engine on a model that is compiled, in any order."""
 
-    @pytest.mark.parametrize("way", ["blocks", pytest.param("whole", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("way", ["blocks", *slow("whole")])
     def test_policies_on_a_compiled_model(self, way: str) -> None:
         """A policy is read while the model is traced: with another one, what was compiled before must not serve."""
         model, inputs = wan(layers=1)
@@ -665,7 +665,7 @@ class TestSwitching:
         assert found.executions == [2]
         assert not fastac.report(model).active
 
-    @pytest.mark.parametrize("way", ["blocks", "whole", "inside another module"])
+    @pytest.mark.parametrize("way", ["blocks", *slow("whole", "inside another module")])
     @pytest.mark.parametrize("compiled_before", [False, True], ids=["new", "compiled before"])
     def test_gradient_checkpointing_enabled_again_without_fastac(self, way: str, compiled_before: bool) -> None:
         """Inside another module the model's own hook is a part of what is traced."""
@@ -721,7 +721,7 @@ class TestSwitching:
 
 class TestNumberOfGraphs:
     @EACH_WAY
-    @pytest.mark.parametrize("policy", ["attn_only", "full"])
+    @pytest.mark.parametrize("policy", ["attn_only", *slow("full")])
     def test_fastac_adds_no_graph_and_no_break(self, way: str, policy: str) -> None:
         counted = {}
         for one in ("none", policy):
@@ -843,7 +843,7 @@ class TestOtherTraces:
         for mine, theirs in zip(graphs[1](parameters, *inputs.values()), expected, strict=True):
             assert relative_error(mine.detach(), theirs.detach()) < 1e-6
 
-    @pytest.mark.parametrize("policy", ["attn_only", "full"])
+    @pytest.mark.parametrize("policy", ["attn_only", *slow("full")])
     def test_make_fx_does_not_spoil_a_later_compile(self, policy: str) -> None:
         """torch's own selective checkpointing under make_fx leaves metadata behind that a later compile dies of."""
         inputs = stack_inputs()

@@ -97,6 +97,7 @@ def test_eager_training_while_another_thread_compiles(way: str, selective_thread
         assert_same(found, compiled_expected)
 
 
+@pytest.mark.slow
 def test_both_at_full_speed(selective_threads: Counter[int]) -> None:
     """Many compiles in one thread, many eager steps in the other, wherever they happen to meet."""
     expected = step_without_seed(stack(), stack_inputs())

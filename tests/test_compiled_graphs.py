@@ -23,12 +23,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fastac
 from fastac import PolicyNotAppliedError, compiled_graphs, interception
 from tests import support
+from tests.marks import slow
 from tests.support import assert_same, stack, stack_inputs, train_step
 from tests.test_compile import EACH_WAY, WAYS, compile_blocks, compile_whole, reset
 from tests.test_compile import fresh_compiler as fresh_compiler
 from tests.test_compile import kernel_folder as kernel_folder
 
-EACH_BACKEND = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+EACH_BACKEND = pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
 LONG_ONLY = fastac.Policy("attn_only", min_kv=10)
 """Of the stack's attentions over 24 keys of video and 6 of text, saves the first."""
 

@@ -62,11 +62,12 @@ def test_no_composition_is_silently_full() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_the_compositions_are_measured_as_the_document_says(tmp_path: Path) -> None:
     """Fewer of them: attention, graphs and gradients are checked by the benchmark itself."""
     command = ["benchmarks/compositions.py", "--check", "--models", "Wan", "--backends", "aot_eager"]
     run = [sys.executable, *command, "--output", str(tmp_path / "measured.json")]
-    ran = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    ran = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = {row["composition"]: row for row in json.loads((tmp_path / "measured.json").read_text())["results"]}
     shown = json.loads((ROOT / "benchmarks" / "results" / "compositions_cpu.json").read_text(encoding="utf-8"))

@@ -20,6 +20,7 @@ from fastac.policy import Policy
 from fastac.simulation import GENERATOR_STATE
 from fastac.subjects import subject
 from tests import planned, support
+from tests.marks import quick, slow
 from tests.planned import (
     CAN_BE_SIMULATED,
     CAN_NOT_BE_SIMULATED,
@@ -31,7 +32,6 @@ from tests.planned import (
     forecast_of,
     plan_of,
     policies_of,
-    quick,
     tiny,
 )
 from tests.support import AttentionBlock
@@ -202,7 +202,7 @@ def assert_equal(short: Forecast, long: Forecast) -> None:
     assert short.every_second_product() == long.every_second_product()
 
 
-@pytest.mark.parametrize("lora", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [0, *slow(4)])
 @pytest.mark.parametrize("name", quick(LONG, LTX))
 def test_what_is_repeated_is_what_is_simulated_whole(name: str, lora: int) -> None:
     found = Forecast(subject(*tiny(name, lora=lora, **LONG[name])))
@@ -296,7 +296,7 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize("kind", quick(UNLIKE, "one is wider", "by name"))
+@pytest.mark.parametrize("kind", quick(UNLIKE, "one is wider"))
 def test_unlike_blocks_are_all_simulated(kind: str) -> None:
     model, inputs = UNLIKE[kind], block_stack()[1]
     found = Forecast(subject(model, inputs, "layers"))

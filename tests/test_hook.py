@@ -20,6 +20,7 @@ import fastac
 from fastac import hook, models
 from fastac.policy import Policy
 from tests import support
+from tests.marks import slow
 from tests.model_state import state_of
 
 WAN = "WanTransformer3DModel"
@@ -520,7 +521,7 @@ WRAPPERS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "wrapper",
-    ["peft", "engine", *(pytest.param(name, marks=pytest.mark.slow) for name in ("optimized", "optimized peft"))],
+    ["peft", "engine", *slow("optimized", "optimized peft")],
 )
 def test_a_wrapped_model_is_enabled_inside(wrapper: str, wan: Any, executions: Any) -> None:
     """Block names are those of the model inside, whatever it is wrapped in."""

@@ -74,7 +74,9 @@ class TestActivationMemoryBudget:
     """Without any checkpointing: what a user of torch's own memory budget gets."""
 
     @pytest.mark.parametrize("build", [Stack, lambda: stack(policy="none")], ids=["custom op", "torch's for CPUs"])
-    @pytest.mark.parametrize(("budget", "kept"), [(0.5, "the long ones"), (0.7, "all")])
+    @pytest.mark.parametrize(
+        ("budget", "kept"), [(0.5, "the long ones"), pytest.param(0.7, "all", marks=pytest.mark.slow)]
+    )
     def test_attention_is_kept_once_the_partitioner_knows_it(self, build: type, budget: float, kept: str) -> None:
         counts = {}
         for informed in (False, True):

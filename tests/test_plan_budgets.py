@@ -13,6 +13,7 @@ from fastac.events import EXCHANGED
 from fastac.policy import NAMED, Policy
 from fastac.survey import Survey
 from tests import planned
+from tests.marks import quick, slow
 from tests.planned import (
     CAN_BE_SIMULATED,
     COGVIDEOX,
@@ -22,13 +23,12 @@ from tests.planned import (
     WAN,
     forecast_of,
     policies_of,
-    quick,
     tiny,
 )
 
 
 @pytest.mark.parametrize("per_block", [False, True], ids=["together", "per block"])
-@pytest.mark.parametrize("lora", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [0, *slow(4)])
 @pytest.mark.parametrize("name", quick(FAMILIES, WAN, COGVIDEOX))
 def test_a_plan_chooses_what_training_chooses(name: str, lora: int, per_block: bool) -> None:
     """For budgets of which each leads to another choice."""

@@ -19,6 +19,7 @@ from fastac.policy import Policy
 from tests import random_models, support
 from tests.backends import aten_on_cpu
 from tests.diffusers_twins import MODELS, SWITCHES, DiffusersTwins
+from tests.marks import slow
 from tests.random_attention import SUPPORTED
 from tests.random_blocks import BlockSpec
 from tests.random_models import (
@@ -115,14 +116,14 @@ def go_through(twins: Twins, policy: Policies, engine: str, steps: Steps) -> Non
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)
-def test_every_kind_of_attention_in_every_way(kind: str) -> None:
+@pytest.mark.parametrize("policy", ["attn_only", *slow(Policy("attn_only", min_kv=4))], ids=str)
+def test_every_kind_of_attention_in_every_way(kind: str, policy: str | Policy) -> None:
     """What the random models are made of, one by one, with a generator that every call of it leaves further on."""
     block = BlockSpec(parts=((kind, "video"), (kind, "text")), dropout=0.2, adapted=True)
-    for policy in ("attn_only", Policy("attn_only", min_kv=4)):
-        twins = RandomTwins(ModelSpec(blocks=(block,), order=(0, 0)))
-        twins.enable(policy, "tape")
-        for way in WAYS:
-            twins.train(way, 0, 1)
+    twins = RandomTwins(ModelSpec(blocks=(block,), order=(0, 0)))
+    twins.enable(policy, "tape")
+    for way in WAYS:
+        twins.train(way, 0, 1)
 
 
 @examples(20)
@@ -132,6 +133,7 @@ def test_supported_attention(spec: ModelSpec, how: str, policy: Policies, steps:
     go_through(RandomTwins(spec, how), policy, "tape", steps)
 
 
+@pytest.mark.slow
 @examples(20)
 @given(random_models.models(callers=CALLERS, changed=ALL_CHANGES), ANY_POLICY, operations(fail=FAIL))
 def test_models_that_call_checkpoint_themselves(spec: ModelSpec, policy: Policies, steps: Steps) -> None:

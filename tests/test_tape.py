@@ -29,6 +29,7 @@ import fastac
 from fastac import interception, registry, scopes
 from fastac.errors import FastacError
 from tests import support
+from tests.marks import slow
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, custom_attention, stack, stack_inputs, train_step
 
 Attend = Callable[..., torch.Tensor]
@@ -675,7 +676,7 @@ OUTPUT_BYTES = support.WIDTH * ROW_BYTES
 STATISTICS_BYTES = 2 * ROW_BYTES  # one per query and head
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["first region", "known region"])
+@pytest.mark.parametrize("known", [True, *slow(False)], ids=["known region", "first region"])
 @pytest.mark.parametrize(("policy", "calls"), [("attn_only", 2), (BETWEEN, 1), ("full", 0)], ids=str)
 def test_held_bytes_are_those_of_outputs_and_statistics(policy: Any, calls: int, known: bool) -> None:
     """To the byte. Nothing else of the region lives on after its forward, and nothing after its output is dropped."""

@@ -14,6 +14,7 @@ from fastac import compiled_graphs
 from fastac.comparison import Step, differences
 from fastac.verification import Verification
 from tests import support
+from tests.marks import slow
 from tests.model_state import state_of
 
 WAN, LTX = "WanTransformer3DModel", "LTXVideoTransformer3DModel"
@@ -118,7 +119,7 @@ def test_policy_and_engine_are_those_of_a_model_that_is_enabled() -> None:
     assert fastac.verify(model, policy="attn_only", **inputs).policy_executions == (4, 0)
 
 
-@pytest.mark.parametrize("partly_compiled", [False, True])
+@pytest.mark.parametrize("partly_compiled", [True, *slow(False)])
 def test_what_was_decided_in_the_graph_of_another_model_is_no_proof(partly_compiled: bool) -> None:
     """Of a model of the same class, while this one runs without its checkpoints."""
     torch._dynamo.reset()

@@ -24,6 +24,7 @@ from fastac import FastacError, PolicyNotAppliedError, compiled_flex, inductor_i
 from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
+from tests.marks import quick, slow
 from tests.support import relative_error, train_step
 
 TOKENS, WIDTH = 256, 16
@@ -86,11 +87,6 @@ ATTENTIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "two of a shape": (twice, 2),
     "two shapes": (cross, 2),
 }
-
-
-def slow_but_for(*quick: str, name: str) -> Any:
-    """A parameter that takes a compile of its own, which `make test` does not wait for."""
-    return name if name in quick else pytest.param(name, marks=pytest.mark.slow)
 
 
 def block_class() -> type[torch.nn.Module]:
@@ -177,7 +173,7 @@ def test_a_model_of_diffusers_whose_backend_is_flex() -> None:
 
 @trains_here
 class TestSaved:
-    @pytest.mark.parametrize("name", [slow_but_for("plain", name=name) for name in ATTENTIONS])
+    @pytest.mark.parametrize("name", slow(*ATTENTIONS))
     def test_in_compiled_blocks(self, name: str) -> None:
         attend, calls = ATTENTIONS[name]
         reference = eagerly(model(attend), inputs())
@@ -193,7 +189,7 @@ class TestSaved:
         fastac.compile(built, blocks="blocks")
         assert_steps(built, reference, inputs(), 2)
 
-    @pytest.mark.parametrize("name", [slow_but_for("block mask", name=name) for name in ATTENTIONS])
+    @pytest.mark.parametrize("name", quick(ATTENTIONS, "block mask"))
     def test_compiled_alone_in_eager_blocks(self, name: str) -> None:
         attend, calls = ATTENTIONS[name]
         reference = eagerly(model(attend), inputs())
@@ -209,9 +205,7 @@ class TestSaved:
         assert_steps(built, reference, inputs(), 2)
         assert compiler.graphs() == 1
 
-    @pytest.mark.parametrize(
-        "dynamic", [pytest.param(dynamic, marks=pytest.mark.slow) for dynamic in (None, False, True)]
-    )
+    @pytest.mark.parametrize("dynamic", slow(None, False, True))
     def test_videos_of_two_sizes(self, dynamic: bool | None) -> None:
         references = {tokens: eagerly(model(masked), inputs(tokens)) for tokens in (TOKENS, 128)}
         built = model(masked)
@@ -219,7 +213,7 @@ class TestSaved:
         for tokens in (TOKENS, 128, TOKENS):
             assert_steps(built, references[tokens], inputs(tokens), 2)
 
-    @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("dynamic", [None, *slow(True)])
     def test_two_sizes_in_one_block_whose_attention_is_compiled_alone(self, dynamic: bool | None) -> None:
         """Recompute may run other code than the forward did, which was compiled in between for all sizes."""
         attend = fastac.compile_attention(flex_attention, dynamic=dynamic)

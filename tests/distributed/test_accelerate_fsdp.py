@@ -25,6 +25,7 @@ import fastac
 from fastac import models
 from tests import support
 from tests.distributed import ranks, steps
+from tests.marks import slow
 from tests.support import Tensors, assert_same, relative_error
 from tests.ways.recipes import ATTENTION, COGVIDEOX, HUNYUAN, LTX, WAN, batches, build
 
@@ -251,7 +252,7 @@ def test_sharded_in_half_precision(name: str, tmp_path: Path) -> None:
 PARALLEL = [Case("none"), Case("full"), Case("attn_only", "before"), Case("attn_only", "after")]
 
 
-@pytest.mark.parametrize("name", [WAN, *(pytest.param(name, marks=pytest.mark.slow) for name in (HUNYUAN, COGVIDEOX))])
+@pytest.mark.parametrize("name", [WAN, *slow(HUNYUAN, COGVIDEOX)])
 def test_parallel(name: str, tmp_path: Path) -> None:
     """DistributedDataParallel as `prepare` makes it."""
     check(name, PARALLEL, tmp_path, [0, ATTENTION[name].in_blocks, 0, 0])

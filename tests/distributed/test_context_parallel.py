@@ -28,6 +28,7 @@ from tests import support
 from tests.backends import aten_on_cpu, kernels_on_cpu
 from tests.distributed import ranks, steps
 from tests.distributed.steps import Measured
+from tests.marks import slow
 from tests.ways import recipes
 
 ALL_TO_ALL, ALL_GATHER = "gloo:all_to_all", "gloo:all_gather"
@@ -162,9 +163,7 @@ def _ring(policy: str, options: dict[str, Any]) -> tuple[str, Any]:
     return "", found
 
 
-@pytest.mark.parametrize(
-    "options", [{"ring_degree": 2}, pytest.param({"ring_degree": 2, "ulysses_degree": 2}, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("options", [{"ring_degree": 2}, *slow({"ring_degree": 2, "ulysses_degree": 2})])
 def test_ring_of_diffusers_trains_under_no_checkpointing(tmp_path: Path, options: dict[str, Any]) -> None:
     """Its backward reads its saved tensors twice, which torch's checkpoint refuses: with fastac or without."""
     world = options["ring_degree"] * options.get("ulysses_degree", 1)

@@ -25,12 +25,8 @@ from fastac.models import unwrapped
 from tests import support
 from tests.distributed import ranks
 from tests.distributed.training import POLICIES, Setup, assert_trained_alike, on_each_rank
+from tests.marks import slow
 from tests.ways.recipes import HUNYUAN, LTX, Batch, build, narrow
-
-
-def slow(*cases: Any) -> list[Any]:
-    """One more case each of what takes several."""
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -81,14 +77,14 @@ def queries_apart(model: torch.nn.Module) -> torch.nn.Module:
 
 
 SHARDED = [
-    Setup(root),
     Setup(blocks),
     Setup(blocks, order="enable, wrap"),
-    Setup(blocks_kept),
-    Setup(every_linear),
     Setup(queries_apart),
-    Setup(blocks, name=HUNYUAN),
     *slow(
+        Setup(root),
+        Setup(blocks_kept),
+        Setup(every_linear),
+        Setup(blocks, name=HUNYUAN),
         Setup(blocks_to_one),
         Setup(blocks_offloaded),
         Setup(every_linear, name=LTX),
@@ -186,10 +182,10 @@ def replicated(model: torch.nn.Module) -> torch.nn.Module:
 PARALLEL = [
     Setup(default),
     Setup(static),
-    Setup(unused),
-    Setup(static, prepare=adapted),
     Setup(default, last=without_sync, micro_batches=2),
     *slow(
+        Setup(unused),
+        Setup(static, prepare=adapted),
         Setup(views),
         Setup(replicated),
         Setup(default, prepare=adapted),
@@ -243,7 +239,7 @@ def uneven(batch: Batch, rank: int) -> Batch:
     return batch | {"hidden_states": batch["hidden_states"].requires_grad_()}
 
 
-@pytest.mark.parametrize("wrap", [default, blocks])
+@pytest.mark.parametrize("wrap", [blocks, *slow(default)])
 def test_ranks_that_recompute_unequally(tmp_path: Path, wrap: Any) -> None:
     setup = Setup(wrap, data=uneven)
     policies = ("none", "attn_only", "attn_only|full", "none|attn_only")

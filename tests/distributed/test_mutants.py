@@ -14,6 +14,7 @@ from fastac import collectives, registry, replay, tape
 from fastac.policy import Policy
 from fastac.rows import CollectiveOp
 from tests.distributed import ranks, test_collectives, test_tensor_parallel
+from tests.marks import quick
 
 
 def _save_gathers() -> None:
@@ -96,7 +97,7 @@ CHECKS: dict[str, tuple[str, Callable[[Path], None], str]] = {
 """What holds -> the mutant under which it does not, the check of it, and what that says."""
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", quick(CHECKS, *list(CHECKS)[:1]))
 def test_a_wrong_rule_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     mutant, check, said = CHECKS[name]
     run = ranks.run

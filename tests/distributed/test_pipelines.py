@@ -18,6 +18,7 @@ import fastac
 from tests import support
 from tests.distributed import ranks, steps
 from tests.distributed.training import POLICIES, Warnings, assert_close
+from tests.marks import slow
 from tests.support import Tensors, assert_same, stack, stack_inputs
 
 LAYERS, MICRO_BATCHES = 4, 4
@@ -150,9 +151,7 @@ def each_policy(kind: Schedule, of_each: int, checkpoints: bool, policies: Seque
     return {policy: in_parallel(kind, of_each, policy, checkpoints) for policy in policies}
 
 
-@pytest.mark.parametrize(
-    "checkpoints", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["enable", "checkpoint"]
-)
+@pytest.mark.parametrize("checkpoints", [False, *slow(True)], ids=["enable", "checkpoint"])
 @pytest.mark.parametrize(
     ("kind", "of_each"),
     [(ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)],

@@ -26,6 +26,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fastac
+from tests.marks import slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -282,7 +283,7 @@ def test_order_goes_on_anywhere() -> None:
 # Resume
 
 
-@pytest.mark.parametrize("extra", [(), ("--lora-rank", 2), ("--gradient-accumulation-steps", 2)], ids=str)
+@pytest.mark.parametrize("extra", [(), *slow(("--lora-rank", 2), ("--gradient-accumulation-steps", 2))], ids=str)
 def test_resumed_run_equals_uninterrupted_run(run: Run, tmp_path: Path, extra: tuple[object, ...]) -> None:
     write_video(tmp_path / "other.mp4", seed=1)
     write_video(tmp_path / "third.mp4", seed=2)
@@ -439,7 +440,7 @@ def test_earlier_run_is_never_spoiled(run: Run, refused: Refused, tmp_path: Path
     assert (tmp_path / "run.previous-2").is_dir()
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "manifest", "no manifest"])
+@pytest.mark.parametrize("damage", ["truncated", *slow("changed", "missing", "manifest", "no manifest")])
 def test_broken_checkpoint(run: Run, refused: Refused, damage: str) -> None:
     output = run("--steps", 3, "--checkpoint-every", 2)
     optimizer = output / "checkpoint-3" / "optimizer.bin"
@@ -478,6 +479,7 @@ def test_checkpoint_of_another_training(run: Run, refused: Refused, tmp_path: Pa
     assert "no checkpoint in" in refused(*more)
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path, video: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train_wan.py"), *TINY, "--video", str(video)]
     # More threads than free cores only wait for each other.

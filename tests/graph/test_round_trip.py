@@ -91,7 +91,13 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("make", "cse"),
-    [(stack, True), (stack, False), (llama, True), (llama, False), pytest.param(wan, True, marks=pytest.mark.slow)],
+    [
+        (stack, True),
+        (llama, False),
+        pytest.param(stack, False, marks=pytest.mark.slow),
+        pytest.param(llama, True, marks=pytest.mark.slow),
+        pytest.param(wan, True, marks=pytest.mark.slow),
+    ],
 )
 def test_the_second_partition_is_the_first(make: Any, cse: bool) -> None:
     model, args = make()
@@ -262,9 +268,9 @@ def both(joint: GraphModule) -> None:
 @pytest.mark.parametrize(
     ("change", "cse"),
     [
-        (as_early_as_possible, True),
-        (eliminate_common_subexpressions, False),
         (both, True),
+        pytest.param(as_early_as_possible, True, marks=pytest.mark.slow),
+        pytest.param(eliminate_common_subexpressions, False, marks=pytest.mark.slow),
         pytest.param(as_early_as_possible, False, marks=pytest.mark.slow),
         pytest.param(eliminate_common_subexpressions, True, marks=pytest.mark.slow),
         pytest.param(both, False, marks=pytest.mark.slow),

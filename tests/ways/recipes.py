@@ -14,6 +14,7 @@ import torch
 
 import fastac
 from tests import support
+from tests.marks import quick
 from tests.support import CPU_ATTENTION, Tensors, assert_same
 
 WAN = "WanTransformer3DModel"
@@ -39,11 +40,11 @@ ATTENTION = {
 FEED_FORWARD = r".*blocks\.\d+\.(ffn|ff|ff_context)\.net\.(0\.proj|2)"
 """The linear layers of the feed-forwards, as peft is told its targets."""
 
-EACH_MODEL = pytest.mark.parametrize("name", ATTENTION)
-EACH_COMPILED_MODEL = pytest.mark.parametrize(
-    "name", [WAN, *(pytest.param(name, marks=pytest.mark.slow) for name in (LTX, HUNYUAN, COGVIDEOX))]
-)
-"""For tests that compile: `make test` compiles Wan, `make test-slow` the others."""
+EACH_MODEL = pytest.mark.parametrize("name", quick(ATTENTION, WAN, COGVIDEOX))
+"""`make test` trains one model with text in cross-attention and one with text in its sequence."""
+
+EACH_COMPILED_MODEL = pytest.mark.parametrize("name", quick(ATTENTION, WAN))
+"""For tests that compile."""
 
 Batch = dict[str, Any]
 
