@@ -505,7 +505,7 @@ class TestWithDiffusers:
 
     @INDUCTOR_WHEN_SLOW
     @pytest.mark.parametrize("lora", [False, *slow(True)], ids=["ffn", "ffn_lora"])
-    @pytest.mark.parametrize("class_name", ["WanTransformer3DModel", *slow("CogVideoXTransformer3DModel")])
+    @pytest.mark.parametrize("class_name", slow("WanTransformer3DModel", "CogVideoXTransformer3DModel"))
     def test_frozen_inputs(self, class_name: str, lora: bool, backend: str) -> None:
         """Fine-tuning of the feed-forward alone: what enters the first block needs no gradient."""
 

@@ -20,6 +20,7 @@ from fastac.compiling import CompiledForward
 from fastac.registry import BackendUse
 from fastac.rows import Verdict
 from tests import compiler, support
+from tests.marks import slow
 from tests.support import AttentionBlock, assert_same, relative_error, stack_inputs, train_step
 
 CALLS = 4  # self- and cross-attention in each of two blocks
@@ -140,14 +141,11 @@ def executions_of(
     return counted
 
 
-SLOW = pytest.mark.slow
-
-
 class TestGraphBreaks:
     """Attention runs once a step from the second on; before that once more, for the census of the block class."""
 
-    @pytest.mark.parametrize("breaks", ["", "experts", "print", "branch"])
-    @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
+    @pytest.mark.parametrize("breaks", ["experts", *slow("", "print", "branch")])
+    @pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
     def test_attention_is_saved_and_the_rest_compiled(self, breaks: str, backend: str) -> None:
         reference = train_step(model(breaks), stack_inputs())
         broken = model(breaks)
@@ -157,7 +155,8 @@ class TestGraphBreaks:
         assert compiler.graphs() >= 1
         assert bool(compiler.graph_breaks()) == bool(breaks)
 
-    @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=SLOW)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
     def test_the_experts_of_hidream(self, backend: str) -> None:
         built, inputs = hidream()
         reference = train_step(built, inputs)

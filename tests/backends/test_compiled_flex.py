@@ -173,7 +173,7 @@ def test_a_model_of_diffusers_whose_backend_is_flex() -> None:
 
 @trains_here
 class TestSaved:
-    @pytest.mark.parametrize("name", slow(*ATTENTIONS))
+    @pytest.mark.parametrize("name", quick(ATTENTIONS, "plain"))
     def test_in_compiled_blocks(self, name: str) -> None:
         attend, calls = ATTENTIONS[name]
         reference = eagerly(model(attend), inputs())

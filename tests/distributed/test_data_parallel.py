@@ -297,15 +297,14 @@ def compile_whole(model: torch.nn.Module, policy: str) -> None:
 
 COMPILED = [
     Setup(blocks, enable=compile_blocks, compiles=True, order="enable, wrap"),
-    *slow(
-        Setup(blocks, enable=compile_blocks, compiles=True),
-        Setup(every_linear, enable=compile_blocks, compiles=True),
-        Setup(default, enable=compile_blocks, compiles=True),
-        Setup(default, enable=compile_whole, compiles=True, order="enable, wrap"),
-    ),
+    Setup(blocks, enable=compile_blocks, compiles=True),
+    Setup(every_linear, enable=compile_blocks, compiles=True),
+    Setup(default, enable=compile_blocks, compiles=True),
+    Setup(default, enable=compile_whole, compiles=True, order="enable, wrap"),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", COMPILED, ids=described)
 def test_compiled(tmp_path: Path, setup: Setup) -> None:
     policies = ("none", "attn_only")

@@ -29,6 +29,7 @@ from fastac import FastacError, Policy, PolicyNotAppliedError, UnsupportedBacken
 from fastac.graph import application, functionalization, nodes, rematerialization, tagging
 from tests import support
 from tests.graph.steps import ATTENTION, assert_exact, attention_nodes, run, step_of, targets, traced_step
+from tests.marks import quick
 from tests.support import AttentionBlock, assert_same, stack, stack_inputs
 
 POLICIES = {"attn_only": 4, "long_attn_only": 8, "full": 8, Policy("attn_only", min_kv=10): 6}
@@ -52,7 +53,7 @@ def test_a_stack_of_blocks(policy: str | Policy) -> None:
     assert_exact(stack(), found, inputs, POLICIES[policy])
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", quick(POLICIES, "attn_only"), ids=str)
 def test_without_a_policy_that_of_the_regions_counts(policy: str | Policy) -> None:
     model, inputs = stack(policy=policy), stack_inputs()
     found = fastac.graph.apply(fastac.graph.trace(step_of(model), model, **inputs))
@@ -308,7 +309,8 @@ noisy_attention.register_autograd(_noisy_backward, setup_context=_noisy_context)
 
 
 @pytest.mark.parametrize(
-    ("policy", "dropout", "executions"), [("attn_only", 0.5, 4), ("full", 0.5, 4), ("full", 0.0, 8)]
+    ("policy", "dropout", "executions"),
+    [("attn_only", 0.5, 4), ("full", 0.5, 4), pytest.param("full", 0.0, 8, marks=pytest.mark.slow)],
 )
 @pytest.mark.usefixtures("rows_as_before")
 def test_dropout_inside_the_kernel(policy: str, dropout: float, executions: int) -> None:

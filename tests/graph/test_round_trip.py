@@ -31,6 +31,7 @@ from tests.graph.partitioned import (
     plain_linear,
     round_trip,
 )
+from tests.marks import slow
 from tests.support import CPU_ATTENTION, AttentionBlock, build
 
 SMALL = 0.3
@@ -111,7 +112,7 @@ def test_the_second_partition_is_the_first(make: Any, cse: bool) -> None:
     assert same(gradients, reference)
 
 
-@pytest.mark.parametrize("make", [stack, llama])
+@pytest.mark.parametrize("make", [stack, *slow(llama)])
 def test_min_cut_decides_anew_without_it(make: Any) -> None:
     model, args = make()
     first, second, _ = round_trip(model, args, graph.partitioner("attn_only"), min_cut, budget=SMALL)
