@@ -95,13 +95,7 @@ def test_copies_and_files(name: str, attention_executions: Counter[str]) -> None
     assert_same(train_step(model, inputs), expected)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "block.compile",
-        *slow("wrapped block", "whole model", "enabled first"),
-    ],
-)
+@pytest.mark.parametrize("how", ["block.compile", *slow("wrapped block", "whole model", "enabled first")])
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled(name: str, how: str, attention_executions: Counter[str]) -> None:
     """The first step of a compiled block is watched by running it once more; the second is counted.

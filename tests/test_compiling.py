@@ -375,7 +375,7 @@ def test_diffusers_models_that_are_compiled_as_a_whole() -> None:
     assert hook.enabled_function(built) is None
 
 
-@pytest.mark.parametrize("named", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("named", [True, *slow(False)])
 def test_verify_takes_a_model_that_is_compiled_as_a_whole(named: bool) -> None:
     """What its regions saved can not be counted there; that no kernel ran again can."""
     built, inputs = (model(), stack_inputs()) if named else support.build("WanTransformer3DModel")

@@ -519,10 +519,7 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "wrapper",
-    ["peft", "engine", *slow("optimized", "optimized peft")],
-)
+@pytest.mark.parametrize("wrapper", ["peft", "engine", *slow("optimized", "optimized peft")])
 def test_a_wrapped_model_is_enabled_inside(wrapper: str, wan: Any, executions: Any) -> None:
     """Block names are those of the model inside, whatever it is wrapped in."""
     torch._dynamo.reset()

@@ -17,6 +17,7 @@ from fastac.planning import MIB, OPTIMIZERS, Planner, states_of
 from fastac.policy import Policy
 from fastac.subjects import subject
 from tests import planned, support
+from tests.marks import slow
 from tests.planned import CAN_NOT_BE_SIMULATED, COGVIDEOX, LTX, WAN, Stack, tiny
 from tests.support import AttentionBlock
 
@@ -188,11 +189,7 @@ def test_a_model_without_weights() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        pytest.param(Policy(), marks=pytest.mark.slow),
-        pytest.param(Policy(linear=("*",)), marks=pytest.mark.slow),
-        Policy.budget("10KiB"),
-    ],
+    [Policy.budget("10KiB"), *slow(Policy(), Policy(linear=("*",)))],
     ids=str,
 )
 def test_a_model_that_is_enabled(policy: Policy) -> None:

@@ -205,7 +205,8 @@ class TestSaved:
         assert_steps(built, reference, inputs(), 2)
         assert compiler.graphs() == 1
 
-    @pytest.mark.parametrize("dynamic", slow(None, False, True))
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dynamic", [None, False, True])
     def test_videos_of_two_sizes(self, dynamic: bool | None) -> None:
         references = {tokens: eagerly(model(masked), inputs(tokens)) for tokens in (TOKENS, 128)}
         built = model(masked)

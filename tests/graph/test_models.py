@@ -10,20 +10,18 @@ from fastac import FastacError
 from tests.graph.steps import assert_exact, step_of
 from tests.support import build
 
-slow = pytest.mark.slow
-
 
 @pytest.mark.parametrize(
     ("name", "calls", "again"),
     [
         ("WanTransformer3DModel", 4, 4),
-        pytest.param("WanTransformer3DModel:i2v", 6, 6, marks=slow),
+        pytest.param("WanTransformer3DModel:i2v", 6, 6, marks=pytest.mark.slow),
         ("LTXVideoTransformer3DModel", 4, 4),
-        pytest.param("HunyuanVideoTransformer3DModel", 5, 4, marks=slow),
+        pytest.param("HunyuanVideoTransformer3DModel", 5, 4, marks=pytest.mark.slow),
         ("CogVideoXTransformer3DModel", 2, 2),
-        pytest.param("AllegroTransformer3DModel", 4, 4, marks=slow),
-        pytest.param("CosmosTransformer3DModel", 4, 4, marks=slow),
-        pytest.param("LatteTransformer3DModel", 6, 6, marks=slow),
+        pytest.param("AllegroTransformer3DModel", 4, 4, marks=pytest.mark.slow),
+        pytest.param("CosmosTransformer3DModel", 4, 4, marks=pytest.mark.slow),
+        pytest.param("LatteTransformer3DModel", 6, 6, marks=pytest.mark.slow),
     ],
 )
 def test_models_of_diffusers(name: str, calls: int, again: int) -> None:

@@ -266,17 +266,8 @@ def both(joint: GraphModule) -> None:
     eliminate_common_subexpressions(joint)
 
 
-@pytest.mark.parametrize(
-    ("change", "cse"),
-    [
-        (both, True),
-        pytest.param(as_early_as_possible, True, marks=pytest.mark.slow),
-        pytest.param(eliminate_common_subexpressions, False, marks=pytest.mark.slow),
-        pytest.param(as_early_as_possible, False, marks=pytest.mark.slow),
-        pytest.param(eliminate_common_subexpressions, True, marks=pytest.mark.slow),
-        pytest.param(both, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("cse", [True, *slow(False)])
+@pytest.mark.parametrize("change", [both, *slow(as_early_as_possible, eliminate_common_subexpressions)])
 def test_order_and_common_subexpressions_do_not_matter(change: Any, cse: bool) -> None:
     model, args = llama()
     first, second, gradients = round_trip(
