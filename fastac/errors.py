@@ -1,6 +1,26 @@
-"""What fastac raises. A message says what was asked, where, what was seen, and what to do."""
+"""What fastac raises, and the two names that its messages use: of a rank and of a module's class."""
 
-from fastac import ranks
+from __future__ import annotations
+
+import torch.distributed as dist
+
+_ENGINES = ("FSDP", "DDP", "Replicate")
+"""What `fully_shard` and `replicate` put before the name of a module's class."""
+
+
+def rank() -> str:
+    """Which of several processes this is, as "rank 0 of 2"; "" where there is one."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return ""
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+def class_name(module: object) -> str:
+    """The name of a module's class: of its own, where FSDP2 has derived one from it (FSDPWanTransformerBlock)."""
+    kind = module if isinstance(module, type) else type(module)
+    while len(kind.__bases__) == 2 and kind.__name__.removesuffix(kind.__bases__[1].__name__) in _ENGINES:
+        kind = kind.__bases__[1]
+    return kind.__name__
 
 
 class FastacError(RuntimeError):
@@ -8,7 +28,7 @@ class FastacError(RuntimeError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
-        self.rank = ranks.name()
+        self.rank = rank()
 
     def __str__(self) -> str:
         return f"{self.rank}: {super().__str__()}" if self.rank else super().__str__()

@@ -1,50 +1,201 @@
-"""enable and disable: fastac as a diffusers model's gradient checkpointing function, or around its blocks' forward."""
+"""enable and disable: how a model comes to call `fastac.checkpoint` for its blocks.
+
+A model has one of three hosts for it: the gradient checkpointing function of diffusers' models, the block's own
+`forward`, or the `checkpoint_fn` of a CheckpointWrapper around it (accelerate, torch). `Enabled` stands on the model,
+knows what was there before, and is copied and pickled with it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import (
-    block_forward,
-    block_selection,
-    census,
-    checkpoint_wrappers,
-    interception,
-    linear,
-    models,
-    partitioner,
-)
-from fastac.block_forward import Setting
-from fastac.checkpointing import ENGINES, checkpoint
-from fastac.errors import FastacError, PolicyNotAppliedError
-from fastac.models import BlockContainer
-from fastac.policy import BlockPolicies, Policy, policy_of, resolve, resolve_blocks
-from fastac.preflight import check_backends
-from fastac.ranks import class_name
-from fastac.remarks import refuse_only_linear, remarks
-from fastac.shares import as_given, shared, watch
+from fastac import models, registry
+from fastac.checkpoint import checkpoint, prepare, state
+from fastac.engine import linear, opaque, torch_private
+from fastac.engine.blocks import describe, inside, known_record, plain_name, record_of
+from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError, class_name
+from fastac.models import LISTS, BlockContainer
+from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
+from fastac.registry import AttentionOp, BackendUse, Verdict
 
 logger = logging.getLogger("fastac")
 
+_ENABLED = "_fastac"
 _ABSENT = object()
 
 
-@dataclasses.dataclass
-class _Before:
-    """A module's gradient checkpointing attributes as they were before fastac."""
+@dataclasses.dataclass(eq=False)
+class Forward:
+    """A block whose own forward is checkpointed. before: the attribute `forward` it had, None where its class's served."""
 
-    flag: Any
-    function: Any
+    enabled: Enabled
+    block: torch.nn.Module
+    before: Callable[..., Any] | None
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What the block's forward was."""
+        return type(self.block).forward.__get__(self.block) if self.before is None else self.before
 
 
-_before: weakref.WeakKeyDictionary[torch.nn.Module, _Before] = weakref.WeakKeyDictionary()
+@dataclasses.dataclass(eq=False)
+class Enabled:
+    """How the blocks of one model are checkpointed, and what was there before.
+
+    blocks: by qualified name, without wrappers. forwards: of the blocks, by name, where that is the host. switches:
+    modules with the flag of gradient checkpointing, their flag and function before. wrappers: CheckpointWrappers, and
+    their functions before. opened: regions of the forward that runs. saved: something of a region was saved.
+    """
+
+    model: torch.nn.Module
+    policy: Policy | BlockPolicies
+    blocks: dict[str, torch.nn.Module]
+    by_forward: bool
+    forwards: dict[str, Forward] = dataclasses.field(default_factory=dict)
+    switches: list[tuple[torch.nn.Module, Any, Any]] = dataclasses.field(default_factory=list)
+    wrappers: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    opened: int = 0
+    saved: bool = False
+
+    def policy_of(self, function: Any) -> Policy:
+        """The policy of a block that is called: itself, by a bound method, or compiled."""
+        if isinstance(self.policy, Policy):
+            return self.policy
+        block = inside(getattr(function, "__self__", function))
+        policy = self.policy.get(getattr(block, "_orig_mod", block))
+        if policy is None:
+            raise FastacError(
+                f"{describe(function)} is called under policies per block, and is no block that fastac.enable saw. If "
+                f"it was exchanged since, call fastac.enable again; else name the blocks: enable(model, blocks=...)."
+            )
+        return policy
+
+    def attach(self) -> None:
+        """Let the model call fastac for its blocks."""
+        vars(self.model)[_ENABLED] = self
+        function = functools.partial(_run, self)
+        if self.by_forward:
+            for name, block in self.blocks.items():
+                own = self.forwards.setdefault(name, Forward(self, block, vars(block).get("forward")))
+                vars(block)["forward"] = functools.partial(_run_forward, own)  # a class may have a __setattr__ of its own
+        else:
+            self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(self.model)]
+            self.model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
+        for wrapper in [module for module in self.model.modules() if _is_wrapper(module)]:
+            self.take_over(wrapper)
+        self.model.register_forward_pre_hook(self.before_forward)
+        self.model.register_forward_hook(self.after_forward)
+
+    def take_over(self, wrapper: Any) -> None:
+        """Let a CheckpointWrapper around a block call fastac in the place of torch's checkpoint."""
+        if isinstance(wrapper.checkpoint_fn, functools.partial) and wrapper.checkpoint_fn.func in (_run, _call_plainly):
+            return
+        self.wrappers.append((wrapper, wrapper.checkpoint_fn))
+        wrapper.checkpoint_fn = functools.partial(_call_plainly) if self.by_forward else functools.partial(_run, self)
+
+    def detach(self) -> None:
+        """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
+        for name, own in self.forwards.items():
+            forward = vars(own.block).get("forward")
+            if not isinstance(forward, functools.partial) or forward.func is not _run_forward:
+                raise FastacError(
+                    f"disable: the forward of {class_name(self.model)}.{name} was wrapped since fastac.enable. Take that "
+                    f"hook off first, then disable."
+                )
+        for own in self.forwards.values():
+            if own.before is None:
+                del vars(own.block)["forward"]
+            else:
+                vars(own.block)["forward"] = own.before
+        for module, flag, function in self.switches:
+            if is_ours(_function_of(module)):  # else somebody else's, which stays
+                set_switch(module, flag, function)
+        for wrapper, function in self.wrappers:
+            wrapper.checkpoint_fn = function
+        self.switches, self.wrappers = [], []
+        for hooks in (self.model._forward_pre_hooks, self.model._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
+        linear.detach(self.model)
+        vars(self.model).pop(_ENABLED, None)
+
+    def before_forward(self, model: torch.nn.Module, args: Any) -> None:
+        """The model's forward begins."""
+        if not torch.compiler.is_compiling():
+            self.opened = 0
+
+    def after_forward(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
+        """Raise PolicyNotAppliedError when the model ran, with gradients on, and opened no region or saved nothing."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or saves_nothing(self.policy):
+            return
+        if self.opened:
+            self._check_saved()
+        elif not self.was_switched_off() and not state.traced:
+            raise PolicyNotAppliedError(
+                f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
+                f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...).\n"
+                f"Its gradient checkpointing function was replaced, or its forward checkpoints by itself, or it calls "
+                f"other modules.\n"
+                f'Call fastac.enable after all that, name the modules that it calls (enable(model, blocks="...")), or '
+                f"use fastac.checkpoint in the place of torch's."
+            )
+
+    def _check_saved(self) -> None:
+        if self.saved:
+            return
+        records = [record for block in self.blocks.values() if (record := known_record(block)) is not None]
+        results = [record.latest for record in records if record.latest is not None]
+        communicated = any(record.communication is not None and record.communication.saved for record in records)
+        self.saved = communicated or any(one.products or any(call.saved for call in one.calls) for one in results)
+        if results and not self.saved and not any(one.compiled for one in results):
+            ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
+            raise PolicyNotAppliedError(
+                f"{self.policy}: nothing is saved in any block of {class_name(self.model)}: everything is recomputed.\n"
+                f"Attention in its blocks: {ran or 'none that has a kernel (linear attention)'}.\n"
+                f'Use policy="attn_only" or a smaller min_kv, or policy="full" if that is meant.'
+            )
+
+    def was_switched_off(self) -> bool:
+        """Whether gradient checkpointing of the model, which was the host, is off now."""
+        modules = [module for module, _, _ in self.switches]
+        return bool(modules) and not any(module.gradient_checkpointing for module in modules)
+
+    def was_replaced(self) -> bool:
+        """Whether gradient checkpointing is on with another function."""
+        return any(one.gradient_checkpointing and not is_ours(_function_of(one)) for one, _, _ in self.switches)
+
+
+def _run(enabled: Enabled, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What a model calls for a block. Options of a CheckpointWrapper's torch checkpoint do not get here."""
+    if not torch.compiler.is_compiling():
+        enabled.opened += 1
+    if inside(function) is not function:  # it calls us for what is inside it, also where it came after `enable`
+        for wrapper in _wrappers_around(function):
+            _refuse_other(wrapper, describe(inside(function)))
+            enabled.take_over(wrapper)
+        return function(*args, **kwargs)
+    return checkpoint(function, *args, policy=enabled.policy_of(function), **kwargs)
+
+
+def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """What stands in the place of a block's forward."""
+    if not torch.is_grad_enabled():
+        return own.forward(*args, **kwargs)
+    return _run(own.enabled, own.forward, *args, **kwargs)
+
+
+def _call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What a CheckpointWrapper calls whose module checkpoints itself."""
+    return function(*args, **kwargs)
 
 
 def enable(
@@ -52,151 +203,107 @@ def enable(
     policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
     *,
     blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
-    engine: str = "tape",
 ) -> None:
-    """Checkpoint a model's blocks so that what the policy names is saved and the rest recomputed.
+    """Checkpoint a model's blocks, saving what `policy` names and recomputing the rest.
 
-    Takes the place of `model.enable_gradient_checkpointing()` on a diffusers model, which may be inside
-    DistributedDataParallel, torch.compile's OptimizedModule, a PeftModel or an engine of DeepSpeed. policy:
-    "attn_only", "long_attn_only", "full", a fastac.Policy, or a mapping of block-name patterns to these (the first that
-    matches counts). blocks: for any other model. The dotted name of a module list whose members are the blocks, or of
-    one block; a module instead of a name; several of these. Their `forward` is checkpointed, state-dict keys stay.
-    Raises UnsupportedBackendError when an attention module's backend can not be honoured, FastacError for a model
-    without gradient checkpointing or blocks, an unknown policy or engine, a policy that would save nothing because
-    the attention is linear, blocks that are checkpointed already, or options of DeepSpeed's checkpointing. The model is
-    as it was then.
+    Takes the place of `model.enable_gradient_checkpointing()` on a diffusers model.
+
+    Args:
+        model: a diffusers model, or any module with `blocks`. May be inside DistributedDataParallel, FSDP,
+            torch.compile's OptimizedModule or a PeftModel.
+        policy: "attn_only", "long_attn_only", "full", a fastac.Policy, or a mapping of block-name patterns to these
+            (the first match counts).
+        blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
+            module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay.
+
+    Raises:
+        UnsupportedBackendError: the attention backend of a module cannot be honoured. The model is left as it was.
+        FastacError: a model without gradient checkpointing or blocks, an unknown policy, or blocks that are
+            checkpointed already. The model is left as it was.
+
+    Example:
+        >>> fastac.enable(transformer, policy="long_attn_only")
     """
     check_module(model, "enable")
     outer, model = model, models.unwrapped(model)
-    if engine not in ENGINES:
-        raise FastacError(f"enable(engine={engine!r}): there are {', '.join(ENGINES)}")
     containers = _containers(model, blocks, outer)
     named = {name: block for container in containers for name, block in container.blocks.items()}
-    selected: Policy | BlockPolicies
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
-    models.refuse_other_checkpointing(outer)
-    checkpoint_wrappers.check(model, class_name(model), set(named.values()))
-    interception.install()
-    partitioner.inform_if_loaded()
-    check_backends(model, selected)
-    refuse_only_linear(model, containers, selected)
-    linear.check_names({block: policy_of(selected, block) for block in named.values()})
-    selected = shared(selected, named)
-
-    if blocks is None:
-        block_forward.refuse_hooked(model)
-        function = functools.partial(checkpoint, policy=selected, engine=engine)
-        _switch_on(model, function)
-        block_forward.take_off(model)
-        checkpoint_wrappers.take_over_all(model, function)
-    else:
-        disable(model)
-        block_forward.put_on(model, named, Setting(selected, engine))
-    watch(model, selected)
-    linear.expect({block: policy_of(selected, block) for block in named.values()})
+    prepare()
+    _check_backends(model, named, selected)
+    for module in model.modules():
+        if _is_wrapper(module):
+            _refuse_other(module, class_name(inside(module)))
+    enabled = Enabled(model, selected, named, by_forward=blocks is not None)
+    linear.check_names({block: enabled.policy_of(block) for block in named.values()})
+    disable(model)
+    enabled.attach()
     for name, block in named.items():
-        record = census.block_record(block)
-        if record is not None:
-            record.begin(f"{class_name(model)}.{name}")
-    logger.info("%s: policy %s, engine %s, %d blocks", class_name(model), selected, engine, len(named))
-    for remark in remarks(model, containers):
-        _tell(class_name(model), remark)
-
-
-@functools.cache
-def _tell(model: str, remark: str) -> None:
-    logger.warning("%s: %s", model, remark)
-
-
-def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
-    name = class_name(model)
-    if blocks is not None:
-        if any(module.gradient_checkpointing and not is_ours(_function_of(module)) for module in _switches(model)):
-            raise FastacError(
-                f"enable(blocks=...): gradient checkpointing of {name} is on already, so its blocks would be "
-                f"checkpointed twice. Switch it off first, or enable(model) without blocks."
-            )
-        return block_selection.select(model, blocks, outer)
-    check_switch(model, "enable")
-    containers = block_selection.without_wrappers(models.containers(model, models.row_of(model)))
-    if not containers:
-        raise FastacError(
-            f"enable: found no transformer blocks in {name}: no module list whose members hold attention. "
-            f'Name them: enable(model, blocks="...").'
-        )
-    return containers
-
-
-def _switch_on(model: torch.nn.Module, function: functools.partial[Any]) -> None:
-    before = {module: _Before(module.gradient_checkpointing, _function_of(module)) for module in _switches(model)}
-    model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
-    for module, state in before.items():
-        if not is_ours(state.function):
-            _before[module] = state
-        if _check_before_forward not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_check_before_forward)
+        record = record_of(block)
+        record.name, record.key, record.latest = f"{class_name(model)}.{name}", None, None
+    logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
+    for remark in ignored_backends(model, named):
+        _warn_once(class_name(model), remark)
 
 
 def disable(model: torch.nn.Module) -> None:
     """Undo `enable`: the model's gradient checkpointing is again what it was when fastac came in.
 
-    Does nothing to a model that fastac is not enabled on. A copy of an enabled model is left without checkpointing.
-    Raises FastacError for what is no module, and for blocks whose forward was wrapped since.
+    Does nothing to a model that fastac is not enabled on.
+
+    Raises:
+        FastacError: what is no module, or a block whose forward was wrapped since.
     """
     check_module(model, "disable")
-    model = models.unwrapped(model)
-    block_forward.take_off(model)
-    checkpoint_wrappers.give_back(model)
-    for module in _switches(model):
-        if not is_ours(_function_of(module)):
-            continue
-        state = _before.pop(module, _Before(False, None))
-        _set(module, state.flag, state.function)
-    for module in _switches(model):
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _check_before_forward]:
-            del module._forward_pre_hooks[key]
+    for module in models.unwrapped(model).modules():
+        enabled = vars(module).get(_ENABLED)
+        if enabled is not None:
+            enabled.detach()
 
 
-@dataclasses.dataclass
-class Snapshot:
-    """The checkpointing of a model at one time. switches: flag, function and forward hooks by module.
-
-    forwards, wrappers: put those of blocks back.
-    """
-
-    switches: dict[torch.nn.Module, Any]
-    forwards: Callable[[], None]
-    wrappers: Callable[[], None]
+def enabled_on(model: torch.nn.Module) -> Enabled | None:
+    """How `enable` left a model; None where it did not, or no more."""
+    found: Enabled | None = vars(model).get(_ENABLED)
+    return found
 
 
-def snapshot(model: torch.nn.Module) -> Snapshot:
-    """The checkpointing of a model as it is, for `restore`."""
-    switches = {
-        module: (
-            module.gradient_checkpointing,
-            _function_of(module),
-            dict(module._forward_pre_hooks),
-            _before.get(module),
-        )
-        for module in _switches(model)
-    }
-    return Snapshot(switches, block_forward.snapshot(model), checkpoint_wrappers.snapshot(model))
+def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
+    """The containers of the blocks that are checkpointed, or would be."""
+    enabled = enabled_on(model)
+    if enabled is not None:
+        return _grouped(enabled.blocks)
+    return _without_wrappers(models.containers(model, models.row_of(model)))
 
 
-def restore(model: torch.nn.Module, state: Snapshot) -> None:
-    """Put a model's checkpointing back to what `snapshot` saw, fastac's own or not."""
-    disable(model)
-    for module, (flag, function, hooks, before) in state.switches.items():
-        _set(module, flag, function)
-        if before is not None:
-            _before[module] = before
-        for key, forward_hook in hooks.items():
-            module._forward_pre_hooks.setdefault(key, forward_hook)
-    state.forwards()
-    state.wrappers()
+@functools.cache
+def _warn_once(model: str, remark: str) -> None:
+    logger.warning("%s: %s", model, remark)
 
 
-def _set(module: Any, flag: Any, function: Any) -> None:
+def ignored_backends(model: torch.nn.Module, blocks: Iterable[str]) -> list[str]:
+    """A sentence for each attention backend that is set, and that some attention of a model's blocks does not heed."""
+    counts: dict[tuple[str, str], int] = {}
+    names = tuple(blocks)
+    for use in registry.backend_uses(model):
+        if use.ignores not in ("", use.backend) and any(_is_inside(use.module, name) for name in names):
+            counts[use.ignores, use.processor] = counts.get((use.ignores, use.processor), 0) + 1
+    return [
+        f"backend {backend!r} is set, and {count} of the attention modules do not heed it: {processor} calls "
+        f"scaled_dot_product_attention itself"
+        for (backend, processor), count in counts.items()
+    ]
+
+
+# The gradient checkpointing switch of a diffusers model
+
+
+def switches(model: torch.nn.Module) -> list[Any]:
+    """The modules of a model that have the flag of gradient checkpointing."""
+    return [module for module in model.modules() if models.has_switch(module)]
+
+
+def set_switch(module: Any, flag: Any, function: Any) -> None:
+    """Set the flag and the function of such a module."""
     module.gradient_checkpointing = flag
     if function is not _ABSENT:
         module._gradient_checkpointing_func = function
@@ -204,54 +311,13 @@ def _set(module: Any, flag: Any, function: Any) -> None:
         del module._gradient_checkpointing_func
 
 
+def _function_of(module: torch.nn.Module) -> Any:
+    return vars(module).get("_gradient_checkpointing_func", _ABSENT)
+
+
 def is_ours(function: object) -> bool:
     """Whether a gradient checkpointing function is the one that `enable` sets."""
-    return isinstance(function, functools.partial) and function.func is checkpoint
-
-
-def enabled_function(model: torch.nn.Module) -> functools.partial[Any] | None:
-    """The function `enable` set on a model, with its policy and engine as keywords; None where it is gone."""
-    for module in _switches(model):
-        function = _function_of(module)
-        if module.gradient_checkpointing and is_ours(function):
-            return function  # type: ignore[no-any-return]
-    return None
-
-
-def setting_of(model: torch.nn.Module) -> Setting | None:
-    """The policy and engine that `enable` set on a model, in either way; None where it did not, or no more."""
-    function = enabled_function(model)
-    return block_forward.setting_of(model) if function is None else Setting(**function.keywords)
-
-
-def policy_as_given(model: torch.nn.Module, setting: Setting) -> Policy | dict[str, Policy]:
-    """The policy of an enabled model as `enable` takes one: by the names of the blocks where they differ."""
-    if isinstance(setting.policy, Policy):
-        return setting.policy
-    blocks = {name: block for container in containers_of(model) for name, block in container.blocks.items()}
-    return {name: as_given(mine) for name, block in blocks.items() if (mine := setting.policy_of(block)) is not None}
-
-
-def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
-    """The containers of the blocks that are checkpointed, or would be."""
-    blocks = {name: own.module for name, own in block_forward.checkpointed(model).items()}
-    if blocks:
-        return block_selection.grouped(blocks)
-    return block_selection.without_wrappers(models.containers(model, models.row_of(model)))
-
-
-def was_replaced(model: torch.nn.Module) -> bool:
-    """Whether gradient checkpointing is on, on a model that fastac was enabled on, with another function."""
-    return any(
-        _check_before_forward in module._forward_pre_hooks.values() and _runs_another(module)
-        for module in _switches(model)
-    )
-
-
-def was_switched_off(model: torch.nn.Module) -> bool:
-    """Whether fastac was enabled on a model whose gradient checkpointing is off now."""
-    switches = [module for module in _switches(model) if _check_before_forward in module._forward_pre_hooks.values()]
-    return bool(switches) and not any(module.gradient_checkpointing for module in switches)
+    return isinstance(function, functools.partial) and function.func is _run
 
 
 def check_module(model: object, call: str) -> None:
@@ -264,36 +330,189 @@ def check_module(model: object, call: str) -> None:
 
 
 def check_switch(model: torch.nn.Module, call: str) -> None:
-    """Raise FastacError for a model that can not switch gradient checkpointing on itself."""
-    name = class_name(model)
-    if not hasattr(model, "enable_gradient_checkpointing"):
+    """Raise FastacError for a model that cannot switch gradient checkpointing on itself."""
+    if not hasattr(model, "enable_gradient_checkpointing") or not getattr(
+        model, "_supports_gradient_checkpointing", False
+    ):
         raise FastacError(
-            f"{call}: {name} has no enable_gradient_checkpointing, so it is no diffusers model. Name its blocks: "
+            f"{call}: {class_name(model)} has no gradient checkpointing of diffusers' kind. Name its blocks: "
             f'{call}(model, blocks="transformer.layers"), or call fastac.checkpoint(block, *args) where it calls them.'
         )
-    if not getattr(model, "_supports_gradient_checkpointing", False):
+
+
+# CheckpointWrapper
+
+
+def _is_wrapper(module: Any) -> bool:
+    loaded = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    return loaded is not None and isinstance(module, loaded.CheckpointWrapper)
+
+
+def _wrappers_around(module: Any) -> Iterator[Any]:
+    """The CheckpointWrappers around a module's inner one, FSDP1's wrappers in between left out."""
+    while module is not None:
+        if _is_wrapper(module):
+            yield module
+        children = getattr(module, "_modules", {})
+        module = next((children[name] for name in _WRAPPED if name in children), None)
+
+
+_WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def _refuse_other(wrapper: Any, where: str) -> None:
+    function = wrapper.checkpoint_fn
+    if isinstance(function, functools.partial) and function.func in (_run, _call_plainly):
+        return
+    keywords = function.keywords if isinstance(function, functools.partial) else {}
+    own = getattr(function, "func", None) is not torch_checkpoint
+    if own or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):
         raise FastacError(
-            f'{call}: {name} has no gradient checkpointing of its own. Name its blocks: {call}(model, blocks="...").'
+            f"{where} is wrapped in a CheckpointWrapper that does not checkpoint as torch does by default "
+            f"({'another checkpoint_fn' if own else 'reentrant, with a context_fn or in debug mode'}), which fastac "
+            f"cannot take over. Wrap it without these options, or take the wrapper away."
         )
 
 
-def _switches(model: torch.nn.Module) -> list[Any]:
-    return [module for module in model.modules() if models.has_switch(module)]
+# Which modules are the blocks
 
 
-def _function_of(module: torch.nn.Module) -> Any:
-    return vars(module).get("_gradient_checkpointing_func", _ABSENT)
-
-
-def _runs_another(module: Any) -> bool:
-    return bool(module.gradient_checkpointing) and not is_ours(_function_of(module))
-
-
-def _check_before_forward(module: torch.nn.Module, args: Any) -> None:
-    """Raise PolicyNotAppliedError when somebody replaced fastac's function: its blocks would be fully recomputed."""
-    if torch.is_grad_enabled() and _runs_another(module):
-        raise PolicyNotAppliedError(
-            f"{class_name(module)}: gradient checkpointing was enabled again without fastac, so nothing would be "
-            f"saved. Call fastac.enable(model) after enable_gradient_checkpointing(), or fastac.disable(model) to "
-            f"train without fastac."
+def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
+    if blocks is not None:
+        if any(module.gradient_checkpointing and not is_ours(_function_of(module)) for module in switches(model)):
+            raise FastacError(
+                f"enable(blocks=...): gradient checkpointing of {class_name(model)} is on already, so its blocks would "
+                f"be checkpointed twice. Switch it off first, or enable(model) without blocks."
+            )
+        return select(model, blocks, outer)
+    check_switch(model, "enable")
+    containers = _without_wrappers(models.containers(model, models.row_of(model)))
+    if not containers:
+        raise FastacError(
+            f"enable: found no transformer blocks in {class_name(model)}: no module list whose members hold attention. "
+            f'Name them: enable(model, blocks="...").'
         )
+    return containers
+
+
+def select(
+    model: torch.nn.Module, blocks: str | torch.nn.Module | Iterable[Any], outer: torch.nn.Module
+) -> list[BlockContainer]:
+    """The blocks that `enable(model, blocks=...)` was given, by the containers they are in.
+
+    outer: what the model is wrapped in, whose names do as well. Raises FastacError for what is no part of the model,
+    for no blocks at all, for a block inside another, and for one whose forward cannot be replaced.
+    """
+    several = [blocks] if isinstance(blocks, (str, torch.nn.Module)) or not isinstance(blocks, Iterable) else blocks
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, torch.nn.Module] = {}
+    for one in several:
+        module = _by_name(one, model, outer) if isinstance(one, str) else one
+        if not isinstance(module, torch.nn.Module) or module not in names:
+            raise FastacError(
+                f"enable(blocks=...): {type(one).__name__} is no module of {class_name(model)}. Give the dotted name of "
+                f'a module list, such as "transformer.layers", or modules of the model.'
+            )
+        for block in module.children() if _is_container(module) else (module,):
+            name = plain_name(names[block])
+            found[name] = inside(block)
+            _check_forward(name, found[name])
+    if not found:
+        raise FastacError("enable(blocks=...): there is no block in it")
+    for name in found:
+        around = [other for other in found if name != other and _is_inside(name, other)]
+        if around:
+            raise FastacError(f"enable(blocks=...): block {name!r} is inside block {around[0]!r}. Name one of them.")
+    return _grouped(found)
+
+
+def _is_inside(name: str, block: str) -> bool:
+    return not block or name == block or name.startswith(block + ".")
+
+
+def _is_container(module: torch.nn.Module) -> bool:
+    """Whether a module does nothing but hold others; not one of a class with a forward of its own."""
+    plain = (torch.nn.Module.forward, torch.nn.Sequential.forward)
+    return isinstance(module, LISTS) and type(module).forward in plain
+
+
+def _check_forward(name: str, block: torch.nn.Module) -> None:
+    forward = inspect.getattr_static(type(block), "forward", None)
+    own = "forward" in vars(block)  # such as a compiled module's
+    if isinstance(block, torch.jit.ScriptModule) or (
+        not own and isinstance(forward, (property, staticmethod, classmethod))
+    ):
+        raise FastacError(
+            f"enable(blocks=...): the forward of {name!r} ({class_name(block)}) cannot be replaced (TorchScript, or no "
+            f"plain method). Call fastac.checkpoint(block, *args) where the model calls it."
+        )
+
+
+def _without_wrappers(containers: Iterable[BlockContainer]) -> list[BlockContainer]:
+    return [BlockContainer(one.name, {name: inside(block) for name, block in one.blocks.items()}) for one in containers]
+
+
+def _grouped(blocks: Mapping[str, torch.nn.Module]) -> list[BlockContainer]:
+    """Blocks by qualified name, in one container for each module that holds some; one alone is its own."""
+    containers: dict[str, BlockContainer] = {}
+    for name, block in blocks.items():
+        parent = name.rpartition(".")[0] or name
+        containers.setdefault(parent, BlockContainer(parent, {})).blocks[name] = block
+    return list(containers.values())
+
+
+def _by_name(name: str, model: torch.nn.Module, outer: torch.nn.Module) -> torch.nn.Module:
+    for holder in (model, outer):
+        try:
+            return holder.get_submodule(name)
+        except AttributeError:
+            pass
+    lists = [n for n, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    known = f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list."
+    raise FastacError(f"enable(blocks={name!r}): {class_name(model)} has no such module. {known}")
+
+
+# Attention backends, before anything runs
+
+
+def _check_backends(
+    model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], policy: Policy | BlockPolicies
+) -> None:
+    """Raise UnsupportedBackendError when attention modules use a backend that the policy cannot be honoured on."""
+    saves = not saves_nothing(policy)
+    for use in registry.backend_uses(model):
+        if isinstance(policy, BlockPolicies):
+            around = [block for name, block in blocks.items() if _is_inside(use.module, name)]
+            saves = bool(around) and not policy[getattr(around[0], "_orig_mod", around[0])].saves_nothing
+        if use.verdict is Verdict.NOT_TRAINABLE or (saves and not use.family):
+            raise _refusal(model, policy, use, f"is {use.verdict.value.replace('_', ' ')}: {use.reason}")
+        if saves and (missing := unavailable(use.family, use.op)) is not None:
+            raise _refusal(model, policy, use, f"cannot be saved here: {missing}")
+
+
+def unavailable(family: str, name: str = "") -> str | None:
+    """Why no attention op of a backend, or not the one of that name, can run on this machine; None when one can."""
+    ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
+    ops = [op for op in ops if op.row.name == name] or ops
+    if not ops:
+        known = {row.backend for row in registry.rows() if isinstance(row, AttentionOp)} | opaque.known_backends()
+        if family not in known:
+            return f"fastac has no row for {family} yet"
+        return f"no op of {family} is loaded in this process: its library is not installed, or was not imported"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    keys = ["CPU", "CompositeExplicitAutograd"] + ([accelerator.type.upper()] if accelerator is not None else [])
+    if not any(torch_private.has_kernel(op.qualified_name, key) for op in ops for key in keys):
+        device = "the CPU" if accelerator is None else f"the CPU or {accelerator.type}"
+        return f"{ops[0].name} has no kernel for {device}, which is all this machine has"
+    return None
+
+
+def _refusal(
+    model: torch.nn.Module, policy: Policy | BlockPolicies, use: BackendUse, reason: str
+) -> UnsupportedBackendError:
+    where = f"{class_name(model)}.{use.module}" if use.module else class_name(model)
+    way_out = "" if use.verdict is Verdict.NOT_TRAINABLE else ', or policy="full"'
+    return UnsupportedBackendError(
+        f"{policy}: backend {use.backend!r} at {where} {reason}. "
+        f'Use transformer.set_attention_backend("native"){way_out}; `fastac backends` lists what can be saved here.'
+    )

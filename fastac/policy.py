@@ -1,4 +1,4 @@
-"""Which attention calls are saved: values of one frozen type, and pure functions of a call."""
+"""Which outputs of a region are saved: values of one frozen type, and pure functions of a call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fastac.checkpoint_wrappers import inside
 from fastac.errors import FastacError
-from fastac.sizes import parse_bytes, readable_bytes
 
 logger = logging.getLogger("fastac")
 
@@ -21,87 +19,48 @@ LONG_MIN_KV = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What checkpointing saves: "full" nothing, "attn_only" every attention forward over at least `min_kv` keys.
+    """What checkpointing saves of a block; everything else is recomputed.
 
-    FLOPs saved per byte kept grow with the number of keys alone, so that is what `min_kv` bounds.
-    collectives: "save" keeps what functional collectives return, but for gathers, so that recompute does not issue them
-    again; "recompute" issues them again and keeps nothing of them: fewer bytes, more communication.
-    linear: Linear modules whose outputs are saved as well, by their names in a block, with wildcards:
-    ("ffn.net.2", "attn1.*"). "linear_only" saves these alone.
-    limit, per_block: of `Policy.budget`.
-    Raises FastacError for another name, a `min_kv` that is not a whole number of keys, other words for `collectives`,
-    names that are no texts, and what has no meaning together.
+    Args:
+        name: "attn_only" saves attention forward outputs, "linear_only" none of them, "full" nothing at all.
+        min_kv: of attention, only calls over at least this many keys. FLOPs saved per byte kept grow with the number
+            of keys alone.
+        collectives: "save" keeps what functional collectives return, but for gathers; "recompute" issues them again,
+            which holds fewer bytes and communicates more.
+        linear: Linear modules whose outputs are saved too, by their names in a block, with wildcards:
+            ("ffn.net.2", "attn1.*").
+
+    Raises:
+        FastacError: another name, a `min_kv` that is no number of keys, other words for `collectives`, or options that
+            have no meaning together.
+
+    Example:
+        >>> fastac.enable(transformer, policy=fastac.Policy("attn_only", min_kv=4096))
     """
 
     name: str = "attn_only"
     min_kv: int = 0
     collectives: str = "save"
     linear: Sequence[str] = ()
-    limit: int | None = None
-    per_block: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.linear, list):  # as JSON has it
             object.__setattr__(self, "linear", tuple(self.linear))
-        if self.name not in ("full", "attn_only", "linear_only", "budget"):
+        if self.name not in ("full", "attn_only", "linear_only"):
             raise FastacError(
-                f"Policy({self.name!r}): no such policy. There are {_quoted(NAMED)}, "
-                f'Policy("attn_only", min_kv=..., linear=(...)) and Policy.budget("24GiB").'
+                f"Policy({self.name!r}): unknown policy. There are {_quoted(NAMED)} and "
+                f'Policy("attn_only", min_kv=..., linear=(...)).'
             )
-        if not isinstance(self.min_kv, int) or isinstance(self.min_kv, bool) or self.min_kv < 0:
-            raise FastacError(f"Policy(min_kv={self.min_kv!r}): a number of keys, 0 or more, was expected")
+        if type(self.min_kv) is not int or self.min_kv < 0:
+            raise FastacError(f"Policy(min_kv={self.min_kv!r}): expected a number of keys, 0 or more")
         if self.collectives not in ("save", "recompute"):
             raise FastacError(f'Policy(collectives={self.collectives!r}): there are "save" and "recompute"')
-        if self.name == "full" and (self.min_kv or self.collectives != "save" or self.linear):
-            raise FastacError(
-                'Policy("full", ...): full saves nothing, so min_kv, collectives and linear have no meaning'
-            )
         if not isinstance(self.linear, tuple) or not all(isinstance(name, str) and name for name in self.linear):
-            raise FastacError(f'Policy(linear={self.linear!r}): a tuple of names was expected, as ("ffn.net.2",)')
+            raise FastacError(f'Policy(linear={self.linear!r}): expected a tuple of names, as ("ffn.net.2",)')
+        if self.name == "full" and (self.min_kv or self.collectives != "save" or self.linear):
+            raise FastacError('Policy("full", ...): it saves nothing, so no other option has a meaning')
         if self.name == "linear_only" and (self.min_kv or not self.linear):
-            raise FastacError(
-                'Policy("linear_only"): it saves the outputs of the Linear modules named by linear=(...), which must '
-                "be there, and no attention, so min_kv has no meaning"
-            )
-        if self.limit is not None and (type(self.limit) is not int or self.limit < 0):
-            raise FastacError(f'Policy(limit={self.limit!r}): a number of bytes. Or Policy.budget("24GiB").')
-        if self.name == "budget" and (self.min_kv or self.linear not in ((), ("*",))):
-            raise FastacError('Policy("budget", ...): it chooses what is saved, so min_kv and names have no meaning')
-        if self.name == "budget" and self.limit is None:
-            raise FastacError('Policy("budget"): of how many bytes? Policy.budget("24GiB"), or per_block="600MiB"')
-        if self.name != "budget" and (self.limit is not None or self.per_block):
-            raise FastacError(f"Policy({self.name!r}, limit=..., per_block=...): these are of Policy.budget")
-
-    @classmethod
-    def budget(
-        cls,
-        total: str | int | None = None,
-        *,
-        per_block: str | int | None = None,
-        linear: bool = True,
-        collectives: str = "save",
-    ) -> Policy:
-        """The policy that avoids the most recompute with so many bytes of saved outputs.
-
-        total: bytes that the saved outputs of all blocks hold together after one forward; "24GiB", "500MB" or a number.
-        per_block: the same for each block, in the place of it.
-        linear: whether outputs of Linear modules may be among them, or attention alone.
-        What is saved is decided after the first step with inputs of a shape, which saves nothing and is watched.
-        Raises FastacError when neither or both are given, for what is no number of bytes.
-        """
-        if (total is None) == (per_block is None):
-            raise FastacError(
-                'Policy.budget: one of two, as in Policy.budget("24GiB"), Policy.budget(per_block="1GiB")'
-            )
-        given = total if per_block is None else per_block
-        assert given is not None
-        return cls(
-            "budget",
-            collectives=collectives,
-            linear=("*",) * linear,
-            limit=parse_bytes(given),
-            per_block=per_block is not None,
-        )
+            raise FastacError('Policy("linear_only", linear=(...)): names are needed, and min_kv has no meaning')
 
     @property
     def saves_nothing(self) -> bool:
@@ -109,18 +68,17 @@ class Policy:
         return self.name == "full"
 
     @property
-    def is_budget(self) -> bool:
-        """Whether what is saved is still to be decided."""
-        return self.limit is not None
-
-    def saves(self, keys: int) -> bool:
-        """Whether an attention call over so many keys is saved; under a budget, whether it may be."""
-        return self.name in ("attn_only", "budget") and (self.min_kv == 0 or keys >= self.min_kv)
-
-    @property
     def saves_collectives(self) -> bool:
         """Whether what functional collectives return is saved, but for gathers."""
         return not self.saves_nothing and self.collectives == "save"
+
+    def saves(self, keys: int) -> bool:
+        """Whether an attention call over so many keys is saved."""
+        return self.name == "attn_only" and (self.min_kv == 0 or keys >= self.min_kv)
+
+    def saves_linear(self, name: str) -> bool:
+        """Whether the output of a Linear module is saved, by its name in the block."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.linear)
 
     def __str__(self) -> str:
         for name, policy in NAMED.items():
@@ -128,21 +86,12 @@ class Policy:
                 return name
         options = [f"min_kv={self.min_kv}"] * bool(self.min_kv)
         options += [f"collectives={self.collectives!r}"] * (self.collectives != "save")
-        if self.limit is not None:
-            options.insert(0, readable_bytes(self.limit) + " per block" * self.per_block)
-            options += ["linear=False"] * (not self.linear)
-        elif self.linear:
-            options.append(f"linear={'+'.join(self.linear)}")
+        options += [f"linear={'+'.join(self.linear)}"] * bool(self.linear)
         return f"{self.name}({', '.join(options)})"
 
 
 class BlockPolicies(dict[Any, Policy]):
     """Block -> policy, for a model that mixes them. Copied and pickled together with the model's blocks."""
-
-    def of(self, function: Any) -> Policy | None:
-        """The policy of the block that is called: itself, by a bound method, or compiled. None for a strange block."""
-        block = inside(getattr(function, "__self__", function))
-        return self.get(getattr(block, "_orig_mod", block))
 
     def __str__(self) -> str:
         names = sorted({str(policy) for policy in self.values()})
@@ -154,19 +103,9 @@ def policies_in(policy: Policy | BlockPolicies) -> Collection[Policy]:
     return policy.values() if isinstance(policy, BlockPolicies) else [policy]
 
 
-def policy_of(policies: Policy | BlockPolicies, block: Any) -> Policy:
-    """The policy of one block; "full" for one that has none."""
-    return policies if isinstance(policies, Policy) else policies.of(block) or Policy("full")
-
-
 def saves_nothing(policy: Policy | BlockPolicies) -> bool:
     """Whether a policy is full checkpointing throughout."""
     return all(one.saves_nothing for one in policies_in(policy))
-
-
-def is_inside(name: str, block: str) -> bool:
-    """Whether a qualified name is that of a block, or of a module inside it. All are inside "", the model itself."""
-    return not block or name == block or name.startswith(block + ".")
 
 
 NAMED: dict[str, Policy] = {}
@@ -182,18 +121,18 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def resolve(policy: str | Policy) -> Policy:
-    """The Policy that a name or a value stands for; "full" under FASTAC_DISABLE=1. Raises FastacError."""
+    """The Policy that a name or a value means; "full" under FASTAC_DISABLE=1. Raises FastacError."""
     if isinstance(policy, str):
         if policy not in NAMED:
             raise FastacError(
-                f'policy={policy!r}: no such policy. There are {_quoted(NAMED)}, Policy.budget("24GiB"), '
+                f"policy={policy!r}: unknown policy. There are {_quoted(NAMED)}, "
                 f'Policy("attn_only", min_kv=...), and a mapping of block names to these.'
             )
         policy = NAMED[policy]
     elif not isinstance(policy, Policy):
         raise FastacError(
-            f"policy: expected a name, a fastac.Policy or a mapping of block names to these, got "
-            f"{type(policy).__name__}"
+            f"policy: expected a name, a fastac.Policy or a mapping of block names to these, "
+            f"got {type(policy).__name__}"
         )
     return NAMED["full"] if DISABLED else policy
 
@@ -201,26 +140,25 @@ def resolve(policy: str | Policy) -> Policy:
 def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any]) -> BlockPolicies:
     """Policies per block from name patterns; the first match counts: {"blocks.0": "full", "*": "attn_only"}.
 
-    blocks: name -> module. Raises FastacError when a pattern matches no block, or those before it match all its blocks
-    (but for "*"), or a block has no pattern.
+    Args:
+        mapping: block-name pattern -> policy.
+        blocks: qualified name -> module.
+
+    Raises:
+        FastacError: a block without a pattern, or a pattern (but for "*") that decides for no block.
     """
     policies = BlockPolicies()
-    unused, shadowed = set(mapping), set(mapping) - {"*"}
+    idle = set(mapping) - {"*"}
     for name, block in blocks.items():
-        matching = [pattern for pattern in mapping if fnmatch.fnmatchcase(name, pattern)]
-        unused.difference_update(matching)
-        if not matching:
+        first = next((pattern for pattern in mapping if fnmatch.fnmatchcase(name, pattern)), None)
+        if first is None:
             raise FastacError(f'policy mapping: no pattern for block {name!r}. Add one, such as "*": "attn_only".')
-        shadowed.discard(matching[0])
-        policies[getattr(block, "_orig_mod", block)] = resolve(mapping[matching[0]])
-    if unused:
+        idle.discard(first)
+        policies[getattr(block, "_orig_mod", block)] = resolve(mapping[first])
+    if idle:
         raise FastacError(
-            f"policy mapping: {_quoted(sorted(unused))} {'matches' if len(unused) == 1 else 'match'} no block. "
+            f"policy mapping: {_quoted(sorted(idle))} decides for no block: it matches none, or patterns before it "
+            f"match the same ones. The first match counts. "
             f"The blocks are {_quoted(list(blocks)[:6])}{', ...' if len(blocks) > 6 else ''}."
-        )
-    if shadowed:
-        raise FastacError(
-            f"policy mapping: {_quoted(sorted(shadowed))} {'counts' if len(shadowed) == 1 else 'count'} for no block: "
-            f'patterns before match the same ones. The first match counts: put the narrower first, "*" last.'
         )
     return policies

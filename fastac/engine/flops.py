@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from fastac import dispatcher_internals, registry, torch_internals
-from fastac.registry import Op, ResolvedOp
-from fastac.rows import KEYS_DIMENSION, AttentionOp
+from fastac import registry
+from fastac.engine import torch_private
+from fastac.engine.torch_private import Op
+from fastac.registry import KEYS_DIMENSION, AttentionOp, BoundOp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,11 +69,11 @@ class Products:
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
-    return not torch_internals.has_no_data(tensor)
+    return not torch_private.has_no_data(tensor)
 
 
 def _lengths(offsets: torch.Tensor | None) -> list[int]:
-    """Of packed sequences; empty where there are none, or they can not be read."""
+    """Of packed sequences; empty where there are none, or they cannot be read."""
     if offsets is None or not offsets.numel() or not _can_be_read(offsets):
         return []
     found: list[int] = (offsets.sum(-1) if offsets.dim() == 2 else offsets.diff()).tolist()
@@ -109,15 +110,15 @@ def register_formulas() -> list[str]:
     Returns the names of the ops that got one.
     """
     made = []
-    for resolved in registry.present_ops():
-        row = resolved.row
+    for bound in registry.present_ops():
+        row = bound.row
         if not isinstance(row, AttentionOp):
             continue
-        _keys[_target(resolved.op)] = resolved.keys
-        if _target(resolved.op) not in flop_registry and add(resolved.op, _forward(resolved, row)):
-            made.append(resolved.name)
-        namespace = resolved.qualified_name.partition("::")[0]
-        backward = registry.find_op(f"{namespace}::{row.backward}") if row.backward else None
+        _keys[_target(bound.op)] = bound.keys
+        if _target(bound.op) not in flop_registry and add(bound.op, _forward(bound, row)):
+            made.append(bound.name)
+        namespace = bound.qualified_name.partition("::")[0]
+        backward = registry.find_op(f"{namespace}::{row.flops.backward}") if row.flops.backward else None
         if backward is not None:
             _keys[_target(backward)] = _keys_of_backward(backward, row)
         if backward is not None and _target(backward) not in flop_registry and add(backward, _backward(backward, row)):
@@ -125,29 +126,26 @@ def register_formulas() -> list[str]:
     return made
 
 
-registry.after_registration.append(register_formulas)
-
-
 def _target(op: Op) -> Any:
     return getattr(op, "overloadpacket", op)
 
 
-def _forward(resolved: ResolvedOp, row: AttentionOp) -> Formula:
-    arguments = dispatcher_internals.arguments_of(resolved.op)
+def _forward(bound: BoundOp, row: AttentionOp) -> Formula:
+    arguments = torch_private.arguments_of(bound.op)
     # An op that writes an argument it must be given has its output there, and may return nothing of use.
     written = [argument.name for argument in arguments if argument.written and not argument.optional]
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         call = _named(arguments, args, kwargs)
         outputs = call[written[0]] if written else out_val
-        output = next(value for value in torch_internals.tree_leaves(outputs) if isinstance(value, torch.Tensor))
+        output = next(value for value in torch_private.tree_leaves(outputs) if isinstance(value, torch.Tensor))
         return _products(row, call, output, call[row.key]).forward()
 
     return flops
 
 
 def _backward(op: Op, row: AttentionOp) -> Formula:
-    arguments = dispatcher_internals.arguments_of(op)
+    arguments = torch_private.arguments_of(op)
 
     def flops(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         call = _named(arguments, args, kwargs)
@@ -158,7 +156,7 @@ def _backward(op: Op, row: AttentionOp) -> Formula:
 
 
 def _keys_of_backward(op: Op, row: AttentionOp) -> Callable[[Sequence[Any], Mapping[str, Any]], int]:
-    arguments = dispatcher_internals.arguments_of(op)
+    arguments = torch_private.arguments_of(op)
 
     def keys(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         call = _named(arguments, args, kwargs)
@@ -169,7 +167,7 @@ def _keys_of_backward(op: Op, row: AttentionOp) -> Callable[[Sequence[Any], Mapp
 
 
 def _named(
-    arguments: Sequence[dispatcher_internals.Argument], args: Sequence[Any], kwargs: Mapping[str, Any]
+    arguments: Sequence[torch_private.Argument], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A call's arguments by name, in the order of the schema."""
     defaults = {argument.name: argument.default for argument in arguments}
@@ -184,7 +182,7 @@ def _products(row: AttentionOp, call: Mapping[str, Any], output: torch.Tensor, k
         output=output,
         key=key,
         keys=longest,
-        offsets=[call.get(name) for name in row.offsets],
-        blocks=[call[name] for name in row.blocks if name in call],
+        offsets=[call.get(name) for name in row.flops.offsets],
+        blocks=[call[name] for name in row.flops.blocks if name in call],
         coarse=call.get(row.coarse),
     )

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from fastac import census, opaque, torch_internals
+from fastac.diagnosis.recognition import names_attention_kernel, says_attention
+from fastac.engine import opaque, torch_private
 from fastac.policy import Policy
-from fastac.recognition import names_attention_kernel, says_attention
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested inputs or outputs, dataclasses among them."""
     found: list[torch.Tensor] = []
-    for leaf in torch_internals.tree_leaves(value):
+    for leaf in torch_private.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -42,7 +42,7 @@ def nodes_between(outputs: Any, inputs: Any, limit: int = 20000) -> list[Any]:
 
 def ran_compiled_code(nodes: Iterable[Any]) -> bool:
     """Whether some of these autograd nodes stand for code that torch.compile made."""
-    return any(node.name() == torch_internals.COMPILED_NODE for node in nodes)
+    return any(node.name() == torch_private.COMPILED_NODE for node in nodes)
 
 
 def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy) -> list[type]:
@@ -51,12 +51,12 @@ def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy
     owners: for each recorded attention call, the node that was the newest when it was made. In the forward of a
     Function that is its own node, or one of a graph inside it, of which none is among these nodes.
     """
-    numbers = sorted(torch_internals.sequence_number(node) for node in nodes)
+    numbers = sorted(torch_private.sequence_number(node) for node in nodes)
     recorded = {numbers[bisect.bisect_right(numbers, owner) - 1] for owner in owners if numbers}
     found = []
     for node in nodes:
-        function = torch_internals.function_of(node)
-        if function is None or torch_internals.sequence_number(node) in recorded:
+        function = torch_private.function_of(node)
+        if function is None or torch_private.sequence_number(node) in recorded:
             continue
         keys = _keys_of_attention(node)
         if keys is None and opaque.is_visible(function):
@@ -70,7 +70,7 @@ def _keys_of_attention(node: Any) -> int | None:
     """How many keys an attention may have that a node looks like, by its name and inputs; None when it does not."""
     name = re.sub(r"Backward\d*$", "", node.name())
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
-    shapes = torch_internals.input_shapes(node)
+    shapes = torch_private.input_shapes(node)
     known = [shape for shape in shapes if shape is not None and 3 <= len(shape) <= 5]
     if not names_attention_kernel(words) or len(shapes) < 3 or not known:
         return None
@@ -78,12 +78,11 @@ def _keys_of_attention(node: Any) -> int | None:
     return max(key[1:-1] if key is not None else [size for shape in known for size in shape[:-1]])
 
 
-def parameters_cut_off(function: Any, nodes: Iterable[Any]) -> list[str]:
+def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> list[str]:
     """Names of a block's attention parameters that require grad and have no part in its outputs.
 
     Behind a kernel without a backward gradients are None, and nobody is told: SageAttention does that.
     """
-    module = census.block_of(function)
     if module is None:
         return []
     reached = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastac import dispatcher_internals, torch_internals
-from fastac.registry import ResolvedOp
-from fastac.rows import DecompositionOp
-
-
-@dataclasses.dataclass(frozen=True)
-class Decomposed:
-    """An attention call that ran as many small ops, so that it has no output to save."""
-
-    attention: str
-    keys: int
-
-    @classmethod
-    def from_call(cls, resolved: ResolvedOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Decomposed:
-        """From the call of a DecompositionOp; a symbolic number of keys counts as many."""
-        row, keys = resolved.row, resolved.keys(args, kwargs)
-        attention = row.attention if isinstance(row, DecompositionOp) else resolved.name
-        return cls(attention, keys if isinstance(keys, int) else sys.maxsize)
+from fastac.engine import torch_private
 
 
 _ATTENTION = re.compile(r"(?<![a-z])(flash_?)?(attn|attention|sdpa|f?mha)(?![a-z])")
@@ -42,14 +23,13 @@ _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
 
 
-def without_coarse(found: Iterable[Decomposed], coarse: Iterable[int]) -> list[Decomposed]:
-    """Without the attention over blocks that sparse attention chooses by: it is meant to be recomputed.
+def coarse_numbers(coarse: Iterable[int]) -> set[int]:
+    """Numbers of keys of the attention over blocks that sparse attention chooses by: it is meant to be recomputed.
 
     coarse: numbers of blocks of the region's sparse calls. One key may also stand for two or four of them: some
     kernels divide their blocks.
     """
-    numbers = {blocks // times for blocks in coarse for times in (1, 2, 4) if blocks % times == 0}
-    return [attention for attention in found if attention.keys not in numbers]
+    return {blocks // times for blocks in coarse for times in (1, 2, 4) if blocks % times == 0}
 
 
 def says_attention(name: str) -> bool:
@@ -89,19 +69,16 @@ class UnknownOp(NamedTuple):
     name: str
 
     def suggested_row(self) -> str:
-        """The lines that register a row for it, as far as its schema tells: the layout is the user's to check."""
+        """The line that registers a row for it, as far as its schema tells: the layout is the user's to check."""
         name = self.name.partition(".")[0]
         op = getattr(getattr(torch.ops, self.namespace), name)
         overloads = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else ()
-        arguments = dispatcher_internals.arguments_of(getattr(op, overloads[0]) if overloads else op)
+        arguments = torch_private.arguments_of(getattr(op, overloads[0]) if overloads else op)
         key = arguments[1].name if len(arguments) > 1 else "key"
         drawing = [argument.name for argument in arguments if "dropout" in argument.name or argument.name == "p"]
-        dropout = repr(drawing[0]) if drawing else "None"
         return (
-            f"    import fastac\n"
-            f'    row = fastac.AttentionOp(backend="mine", namespace="{self.namespace}", name="{name}", '
-            f'key="{key}", layout="bshd", dropout={dropout})\n'
-            f"    fastac.register(row)"
+            f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{self.namespace}", name="{name}", '
+            f'key="{key}", layout="bshd", dropout={repr(drawing[0]) if drawing else None}))'
         )
 
 
@@ -117,7 +94,7 @@ class SoftmaxAttention:
         self.products = 0  # of two activations
         self._kinds: dict[int, tuple[StorageWeakRef, str]] = {}
         for tensor in inputs:
-            if torch_internals.has_storage(tensor):
+            if torch_private.has_storage(tensor):
                 self._mark(tensor, "input")
 
     def _kind(self, tensor: torch.Tensor) -> str | None:
@@ -128,13 +105,13 @@ class SoftmaxAttention:
         reference = StorageWeakRef(tensor.untyped_storage())
         self._kinds[reference.cdata] = (reference, kind)
 
-    def follow(self, op: torch._ops.OpOverload, args: Iterable[Any], outputs: Any) -> Decomposed | None:
-        """Look at one op; the attention call that it completes, if any."""
+    def follow(self, op: torch._ops.OpOverload, args: Iterable[Any], outputs: Any) -> int | None:
+        """Look at one op. Returns the number of keys of the attention that it completes, if any."""
         output = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-        if not isinstance(output, torch.Tensor) or not torch_internals.has_storage(output):
+        if not isinstance(output, torch.Tensor) or not torch_private.has_storage(output):
             return None
         name = op._schema.name
-        tensors = [a for a in args if isinstance(a, torch.Tensor) and torch_internals.has_storage(a)]
+        tensors = [a for a in args if isinstance(a, torch.Tensor) and torch_private.has_storage(a)]
         for tensor in tensors:
             # Not a view: in the forward of an autograd.Function those of its inputs look like leaves.
             leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
@@ -145,7 +122,7 @@ class SoftmaxAttention:
         if name in _MATRIX_PRODUCTS:
             for tensor, kind in marked:
                 if kind == "probabilities":
-                    return Decomposed("softmax attention written out in small ops", int(tensor.shape[-1]))
+                    return int(tensor.shape[-1])
             if all(kind != "weight" for _, kind in marked):
                 self.products += 1
                 self._mark(output, "scores")

@@ -1,0 +1,330 @@
+"""checkpoint(function, *args, policy=...): one region, from its forward to its recompute.
+
+The way of one call: `checkpoint` opens a `Region`; torch asks it for two contexts; the forward runs under the first, a
+`Record`, the recompute under the second, a `Replay`; back from the forward, `Region.end` compares what was recorded
+with what the first region of its kind did. That first one is watched, and judged by `fastac.diagnosis`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from fastac import diagnosis
+from fastac.backends import plugins
+from fastac.compile import graphs, tracing
+from fastac.diagnosis.autograd_graph import nodes_between
+from fastac.diagnosis.observer import Observer
+from fastac.engine import interception, linear, opaque, torch_private
+from fastac.engine.blocks import MANY, BlockRecord, block_of, describe, is_compiled, kind_of, module_of, record_of, signature
+from fastac.engine.tape import Record, RegionResult, Replay, Tape, engine
+from fastac.errors import FastacError
+from fastac.policy import BlockPolicies, Policy, resolve
+
+logger = logging.getLogger("fastac")
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class _State:
+    """What is known in this process of regions of one kind: block class, or code of a function, policy and inputs.
+
+    collectors: get the result of every region that ends as it should, while they stand here (fastac.verify).
+    traced: regions stand in a graph that dynamo made, where none of them is seen to open.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every kind: the next region of each is its first."""
+        self.kinds: weakref.WeakKeyDictionary[Any, dict[Any, RegionResult]] = weakref.WeakKeyDictionary()
+        self.warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self.collectors: list[list[RegionResult]] = []
+        self.traced = False
+
+
+state = _State()
+
+
+def prepare() -> None:
+    """Load plugins, make known kernels visible, and intercept every op with a row that this process has."""
+    plugins.load()
+    opaque.make_known_visible()
+    interception.install()
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    policy: str | Policy = "attn_only",
+    use_reentrant: bool | None = False,
+    context_fn: object = None,
+    debug: bool = False,
+    preserve_rng_state: bool = True,
+    determinism_check: str = "default",
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Checkpoint a function, except for what the policy saves; in the place of torch.utils.checkpoint.checkpoint.
+
+    Args:
+        function: a block or any callable; called as function(*args, **kwargs), and again in backward.
+        policy: "attn_only", "long_attn_only", "full" or a fastac.Policy.
+        preserve_rng_state, determinism_check, early_stop: as in torch's function, which gets them.
+        use_reentrant, context_fn, debug: refused, unless as by default.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        PolicyNotAppliedError: an attention call that the policy saves could not be saved.
+        FastacError: what cannot be honoured: reentrant checkpointing, a context_fn of the caller, debug mode.
+
+    Example:
+        >>> hidden = fastac.checkpoint(block, hidden, text, policy="attn_only")
+    """
+    if use_reentrant or context_fn is not None:
+        _refuse(use_reentrant)
+    policy = resolve(policy)
+    if not policy.saves_nothing and (debug or torch_private.checkpoint_debug_enabled()):
+        _refuse_debug(policy)
+    full = functools.partial(
+        torch_checkpoint,
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=preserve_rng_state,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        **kwargs,
+    )
+    if policy.saves_nothing:
+        return full(debug=debug) if debug else full()
+    if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_exporting():
+            return function(*args, **kwargs)
+        _prepare_trace()
+        return full(context_fn=functools.partial(_contexts_in_graph, policy))
+    if torch_private.in_other_trace():
+        return tracing.run_annotated(function, args, kwargs, policy)
+    region = Region(function, args, kwargs, policy, preserve_rng_state)
+    outputs = full(context_fn=region.contexts)
+    region.end(outputs)
+    return outputs
+
+
+class Region:
+    """One call of a block under checkpointing. It ends with the forward; the tape lives on in torch's recompute."""
+
+    __slots__ = ("args", "block", "function", "key", "known", "kwargs", "observer", "policy", "preserves", "record")
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, policy: Policy, preserves: bool
+    ) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.policy = policy
+        self.preserves = preserves  # generators, around the recompute
+        block = block_of(function)
+        self.block: BlockRecord | None = None if block is None else record_of(block)
+        self.key = (policy, signature(args), signature(kwargs) if kwargs else None)
+        self.known: RegionResult | None = None
+        self.observer: Observer | None = None
+        self.record: Record | None = None
+
+    def contexts(self) -> Contexts:
+        """torch's context_fn: what the forward and the recompute run under."""
+        if torch_private.in_proxy_trace() or any(map(torch_private.is_fake, (*self.args, *self.kwargs.values()))):
+            return tracing.traced_contexts(self.policy)
+        if interception.loaded_modules() != engine.modules:
+            prepare()
+        block = self.block
+        if block is not None and block.key == self.key:  # cheaper than hashing the key
+            self.known = block.latest
+        else:
+            self.known = _kinds(self.function).get(self.key)
+        tape = Tape()
+        if self.known is not None:
+            self.record = Record(tape, self.policy, self.preserves)
+            return self.record, Replay(tape, self.policy)
+        return self._watched_contexts()
+
+    def _watched_contexts(self) -> Contexts:
+        """The contexts of the first region of a kind."""
+        if self.policy.linear:
+            self._attach_linear()
+        tape = Tape()  # after that: it counts what is intercepted when it begins
+        self.record = record = Record(tape, self.policy, self.preserves, owners=[])
+        if is_compiled(self.function):
+            return record, Replay(tape, self.policy)
+        self.observer = Observer(module_of(self.function), (self.args, self.kwargs), self.policy, record)
+        return _Watched(self.observer, record), Replay(tape, self.policy)
+
+    def _attach_linear(self) -> None:
+        block = block_of(self.function)
+        if block is None:
+            raise FastacError(
+                f"{self.policy}: linear=... names Linear modules inside a block, and {describe(self.function)} is no "
+                f'module. Checkpoint the block itself, or use a policy of attention, such as "attn_only".'
+            )
+        if is_compiled(self.function):
+            tracing.refuse_linear(self.policy, describe(self.function))
+        linear.attach(block, self.policy)
+
+    def end(self, outputs: Any) -> None:
+        """Compare what the forward recorded with the first of its kind. Raises PolicyNotAppliedError."""
+        record, known = self.record, self.known
+        if record is None or not record.entered:
+            return  # gradients are off, here or around a reentrant checkpoint: there is nothing to save
+        if known is None:
+            known = diagnosis.judge(self.function, self.args, self.kwargs, outputs, record, self.observer)
+            if self._is_late():
+                return
+            self._remember(known)
+        elif record.decomposed:
+            problems = [diagnosis.small_ops(keys) for keys in record.decomposed]
+            raise diagnosis.not_applied(self.function, self.policy, problems, len(record.made))
+        elif record.made != list(known.made) or record.products != [one.name for one in known.products]:
+            if len(record.made) + len(record.products) < len(known.made) + len(known.products):
+                self._warn_of_fewer(len(record.made) + len(record.products), len(known.made) + len(known.products))
+            known = record.result(known.compiled, known.writing)
+        for collector in state.collectors:
+            collector.append(known)
+        self._note(known, outputs)
+
+    def _is_late(self) -> bool:
+        """Whether the library of an op was loaded by this very region, which could not keep its outputs."""
+        late = self.observer.late if self.observer is not None else []
+        if late:
+            prepare()
+            logger.warning(
+                "%s: the library of %s was loaded just now; saved from the next region on",
+                describe(self.function),
+                late[0],
+            )
+        return bool(late)
+
+    def _remember(self, result: RegionResult) -> None:
+        kinds = _kinds(self.function)
+        if len(kinds) >= MANY:
+            kinds.clear()
+        kinds[self.key] = result
+        ops = ", ".join(dict.fromkeys(call.op for call in result.calls)) or "none"
+        saved = sum(call.saved for call in result.calls)
+        where = describe(self.function)
+        logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
+        if self.block is None and not any((saved, result.products)):
+            _warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
+
+    def _warn_of_fewer(self, made: int, before: int) -> None:
+        _warn_once(
+            self.function,
+            "fewer",
+            f"{describe(self.function)}: made {made} calls that are saved or counted, and {before} before on inputs of "
+            f"these shapes. Layer drop and branches do that; so does attention that went where fastac cannot see it",
+        )
+
+    def _note(self, result: RegionResult, outputs: Any) -> None:
+        """Note on the block what its region did, and watch compiled code that is new in it."""
+        assert self.record is not None
+        block, now = self.block, graphs.time()
+        # A function that is no block may call another graph each time, for another layer.
+        if now > 0 if block is None else now != block.looked:
+            graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
+        if block is not None:
+            block.looked = now
+            block.communication = self.record.tape.communication
+            if block.latest is not result or block.key is not self.key:
+                graphs.warn_of_given_up(block_of(self.function))
+                block.latest, block.key = result, self.key
+
+
+class _Watched:
+    """A forward that is recorded and watched."""
+
+    def __init__(self, observer: Observer, record: Record) -> None:
+        self.observer = observer
+        self.record = record
+
+    def __enter__(self) -> None:
+        self.record.__enter__()
+        self.observer.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            self.observer.__exit__(*exception)  # first: a scope that is open must not see what it does
+        finally:
+            self.record.__exit__(*exception)
+
+
+def _kinds(function: Any) -> dict[Any, RegionResult]:
+    kind = kind_of(function)
+    found = state.kinds.get(kind)
+    if found is None:
+        found = state.kinds[kind] = {}
+    return found
+
+
+def _warn_once(function: Any, what: str, message: str) -> None:
+    said = state.warned.setdefault(kind_of(function), set())
+    if what not in said:
+        said.add(what)
+        logger.warning("%s", message)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
+def _prepare_trace() -> None:
+    """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
+    prepare()
+    state.traced = True
+
+
+def _contexts_in_graph(policy: Policy) -> Contexts:
+    """The contexts of a region that dynamo put into a graph; called by AOT, or at run time by a backend without AOT."""
+    if torch_private.in_proxy_trace():
+        return tracing.traced_contexts(policy)
+    record = Record(Tape(), policy, owners=[])
+    return _WatchedInGraph(Observer(None, (), policy, record), record), Replay(record.tape, policy)
+
+
+class _WatchedInGraph(_Watched):
+    """The forward of a region whose function is not known, only a graph of it: watched and judged every time.
+
+    AOT runs one, too, on tensors without data, before it traces.
+    """
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if exception[0] is None:
+            small = len(self.observer.small) + len(self.record.decomposed)
+            tracing.refuse_unsaved(self.record.policy, small, self.observer.unknown)
+            if self.record.made:  # of a backend without AOT: the graph really runs
+                for collector in state.collectors:
+                    collector.append(self.record.result())
+
+
+def _refuse(use_reentrant: bool | None) -> NoReturn:
+    if use_reentrant:
+        raise FastacError(
+            "checkpoint(use_reentrant=True): reentrant checkpointing has no place to save anything. "
+            "Use use_reentrant=False, which is the default here."
+        )
+    raise FastacError(
+        "checkpoint(context_fn=...): fastac passes its own, which does the saving. Give it a policy instead."
+    )
+
+
+def _refuse_debug(policy: Policy) -> NoReturn:
+    raise FastacError(
+        f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the "
+        f'saving. Switch it off, or debug with policy="full".'
+    )

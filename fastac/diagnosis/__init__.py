@@ -1,0 +1,136 @@
+"""What was not saved, in words: `judge` is asked once for the first region of a kind.
+
+`observer` watched the region, `recognition` says what looks like attention, `autograd_graph` reads what the region
+left behind, `eager_look` runs compiled code once without its compiler.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastac.compile import graphs
+from fastac.diagnosis.autograd_graph import hidden_functions, nodes_between, parameters_cut_off, ran_compiled_code
+from fastac.diagnosis.eager_look import EagerLook, look
+from fastac.diagnosis.observer import Observer
+from fastac.engine import opaque, torch_private
+from fastac.engine.blocks import block_of, describe, is_compiled
+from fastac.engine.tape import Record, RegionResult
+from fastac.errors import PolicyNotAppliedError
+from fastac.policy import Policy
+
+logger = logging.getLogger("fastac")
+
+MOST_PROBLEMS = 3
+"""That one message names."""
+
+
+def judge(
+    function: Any, args: tuple[Any, ...], kwargs: Any, outputs: Any, record: Record, observer: Observer | None
+) -> RegionResult:
+    """What the first region of a kind did.
+
+    Args:
+        function: what is checkpointed, called with args and kwargs; outputs: what it returned.
+        record: what its forward kept.
+        observer: what watched it; None for compiled code, which nobody can watch and which is run once more, eagerly.
+
+    Raises:
+        PolicyNotAppliedError: an attention that the policy saves was not saved. It names module, op and cause.
+    """
+    policy = record.policy
+    nodes = nodes_between(outputs, (args, kwargs))
+    graphs.watch(nodes, policy)
+    hidden = hidden_functions(nodes, record.owners or (), policy)
+    problems = [] if observer is None else _problems_seen(observer)
+    compiled = is_compiled(function) or ran_compiled_code(nodes) or _called_compiled(record, observer)
+    if compiled:
+        seen = look(function, args, kwargs, policy)
+        observer = seen.observer
+        hidden += seen.hidden
+        problems += _problems_seen(observer) + _missing(seen, record, describe(function))
+    problems += [_hidden(one) for one in dict.fromkeys(hidden)]
+    if problems:
+        raise not_applied(function, policy, list(dict.fromkeys(problems)), len(record.made))
+    _warn_of_cut_off(function, nodes)
+    return record.result(compiled, observer.writing if observer is not None else 0)
+
+
+def not_applied(function: Any, policy: Policy, problems: Sequence[str], made: int) -> PolicyNotAppliedError:
+    """The error for a region some of whose attention was not saved."""
+    listed = [f"- {problem}." for problem in problems[:MOST_PROBLEMS]]
+    if len(problems) > MOST_PROBLEMS:
+        listed[-1] += f" And {len(problems) - MOST_PROBLEMS} more."
+    first = f"{policy}: not every attention call at {describe(function)} was saved ({made} reached a known op)."
+    return PolicyNotAppliedError("\n".join([first, *listed, 'Mend the cause, or use policy="full" for this block.']))
+
+
+def small_ops(keys: int, module: str = "", cause: str = "") -> str:
+    """What is said of an attention that ran as small ops."""
+    cause = cause or "no fused kernel took it (dropout, head dims, strides, dtype, or a mask that it does not do)"
+    return f"{module}{': ' * bool(module)}an attention over {keys} keys ran as small ops, with no output to save: {cause}"
+
+
+def _problems_seen(observer: Observer) -> list[str]:
+    problems = [small_ops(one.keys, one.module, one.cause) for one in observer.small]
+    for unknown in dict.fromkeys(observer.unknown):
+        problems.append(
+            f"{unknown.namespace}::{unknown.name} looks like an attention forward and has no row. If it is one "
+            f"(layout: where its keys are, bshd, bhsd or thd): {unknown.suggested_row()}"
+        )
+    problems += observer.elsewhere
+    return problems or [
+        f"{name}: ran, and no attention call was seen: its kernel is called past the dispatcher. From an "
+        f'autograd.Function: fastac.make_visible(TheFunction, layout="bshd"). Else: docs/adding_a_backend.md'
+        for name in observer.silent
+    ]
+
+
+def _called_compiled(record: Record, observer: Observer | None) -> bool:
+    """Whether it ran compiled code, also such as the graph does not show; eager flex_attention compiles itself."""
+    own = sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in record.made)
+    return observer is not None and observer.compiled_calls.count > own
+
+
+def _missing(seen: EagerLook, record: Record, where: str) -> list[str]:
+    """Calls that the eager run made and the compiled one did not."""
+    missing = collections.Counter(seen.made) - collections.Counter(op for op, _ in record.made)
+    problems = []
+    for op in missing:
+        if op.is_opaque:  # what make_visible made visible is so in eager mode only
+            logger.warning("%s: %s runs compiled here, where it cannot be saved: it is recomputed", where, op.name)
+        elif isinstance(op.op, torch_private.HigherOrderOperator):
+            problems.append(
+                f"{op.name} is compiled into code of its own, in which no call is left to save: use "
+                f"fastac.compile_attention in the place of torch.compile, or fastac.compile(model)"
+            )
+        else:
+            problems.append(
+                f"{op.name} is called in eager mode and not by the compiled code: past the dispatcher "
+                f"(inductor's cpp_wrapper does that), or the block takes another path from call to call"
+            )
+    return problems
+
+
+def _hidden(function: type) -> str:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if opaque.is_visible(function):
+        return f"{name}, made visible, was called with a tensor subclass (such as DTensor) or in another thread"
+    return (
+        f"{name}, an autograd.Function, looks like an attention, and no op shows its kernel. Once, before training: "
+        f'fastac.make_visible({function.__qualname__}, layout="bshd") (bshd, bhsd or thd: where its keys are)'
+    )
+
+
+def _warn_of_cut_off(function: Any, nodes: Sequence[Any]) -> None:
+    """Warn of attention parameters that get no gradient. It may be meant so: a projection that is not used here."""
+    parameters = parameters_cut_off(block_of(function), nodes)
+    if parameters:
+        logger.warning(
+            "%s: %s require grad and have no part in its output, so that they get no gradient. An attention kernel "
+            "without a backward does that (SageAttention); if it is meant so, requires_grad_(False) says it.",
+            describe(function),
+            ", ".join(parameters[:6]) + (f" and {len(parameters) - 6} more" if len(parameters) > 6 else ""),
+        )

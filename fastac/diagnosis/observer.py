@@ -1,0 +1,213 @@
+"""Watches the first region of a kind: attention that no row covers, where it is called, and why it cannot be saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastac import registry
+from fastac.compile.torch_private import CompiledCalls
+from fastac.diagnosis.autograd_graph import graph_roots, leads_to, tensors_of
+from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
+from fastac.engine import torch_private
+from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
+from fastac.engine.generators import autocast_as_called
+from fastac.engine.tape import Record, engine, thread
+from fastac.engine.torch_private import qualified_name
+from fastac.policy import Policy
+from fastac.registry import BoundOp
+
+PRODUCTS = ("aten::bmm", "aten::baddbmm")
+
+
+@dataclasses.dataclass
+class SmallOps:
+    """An attention call that ran as small ops. module: qualified in the block; cause: why, as far as it shows."""
+
+    module: str
+    keys: int
+    cause: str
+
+
+class Observer(TorchDispatchMode):
+    """Watches a region's forward for attention calls that no row covers. It changes nothing.
+
+    Compiled code inside keeps running compiled, and reaches the tape by itself. What was found stands in its fields:
+    small: attention that ran as small ops. unknown: ops that look like attention and have no row. elsewhere: sentences
+    on attention that was called where no region is open. silent: attention modules that ran without any attention that
+    can be seen. late: ops that have a row, and whose library was loaded by this very forward. writing: how many
+    collectives wrote a buffer, but for FSDP's own.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, module: torch.nn.Module | None, inputs: Any, policy: Policy, record: Record) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.policy = policy
+        self.record = record
+        self.small: list[SmallOps] = []
+        self.unknown: list[UnknownOp] = []
+        self.elsewhere: list[str] = []
+        self.silent: list[str] = []
+        self.late: list[str] = []
+        self.writing = 0
+        self.compiled_calls = CompiledCalls()
+        self._module = module
+        parameters = list(module.parameters()) if module is not None else []
+        tensors = tensors_of(inputs)
+        self._softmax_attention = SoftmaxAttention(tensors)
+        self._roots = graph_roots([*parameters, *tensors])
+        self._coarse: list[int] = []
+        self._thread = 0
+        self._checkpoint: object = None
+        self._handles: list[Any] = []
+        self._modules: list[str] = []  # names of those that run now
+        self._sum: Sequence[Any] = ()  # what was added last: scores and mask, perhaps
+        self._head_dim = 0  # over which scores were summed up last
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let dynamo compile as without the mode."""
+        return True
+
+    def __enter__(self) -> Observer:
+        self._thread = threading.get_ident()
+        self._checkpoint = torch_private.innermost_checkpoint()  # the one that this is the forward of
+        if self._module is not None:
+            self._follow_modules(self._module)
+        engine.listeners.append(self._outside)
+        self.compiled_calls.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        engine.listeners.remove(self._outside)
+        self.compiled_calls.__exit__(*exception)
+        while self._handles:
+            self._handles.pop().remove()
+        coarse = coarse_numbers(self._coarse)
+        self.small = [one for one in self.small if one.keys not in coarse]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.compiled_calls.listen()
+        with autocast_as_called(func):
+            outputs = func(*args, **(kwargs or {}))
+        self.observe(func, args, outputs, kwargs or {})
+        return outputs
+
+    def _follow_modules(self, module: torch.nn.Module) -> None:
+        """Know which module runs, and notice an attention module that computes no attention anybody can see."""
+        attention = {use.module for use in registry.backend_uses(module)}
+        for name, inner in module.named_modules():
+            if inner is not module:
+                enter, leave = self._hooks(name, name in attention)
+                self._handles.append(inner.register_forward_pre_hook(enter))
+                self._handles.append(inner.register_forward_hook(leave, always_call=True))
+
+    def _hooks(self, name: str, attention: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+        before: list[int] = []
+
+        def enter(_: torch.nn.Module, __: Any) -> None:
+            self._modules.append(name)
+            before.append(self._seen())
+
+        def leave(_: torch.nn.Module, __: Any, ___: Any) -> None:
+            if self._modules:
+                self._modules.pop()
+            if before and before.pop() == self._seen() and attention:
+                self.silent.append(name)
+
+        return enter, leave
+
+    def _seen(self) -> int:
+        recorded = len(self.record.made) + len(self.record.decomposed)
+        found = len(self.small) + len(self.unknown) + len(self.elsewhere) + len(self.late)
+        return recorded + found + self._softmax_attention.products
+
+    @property
+    def where(self) -> str:
+        """The module that runs now, by its name in the block."""
+        return self._modules[-1] if self._modules else ""
+
+    def observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
+        """Take note of one op that has just run."""
+        bound = registry.classify(op)
+        if bound is not None and not bound.installed:
+            self.late.append(bound.name)
+        elif bound is not None and bound.is_attention:
+            self._coarse.append(bound.coarse_keys(args, kwargs))
+            self._refuse_inner_checkpoint(bound, bound.keys(args, kwargs))
+        elif bound is not None and bound.kind == "decomposition":
+            self._note_small(bound.keys(args, kwargs), self._why_decomposed(args[0]))
+        elif bound is not None:
+            return
+        elif not isinstance(op, torch._ops.OpOverload):
+            if looks_like_attention_forward(op.name(), args):
+                self.unknown.append(UnknownOp("higher_order", op.name()))
+        elif writes_its_buffer(op):
+            self.writing += not is_called_by_fsdp()
+        else:
+            self._recognize(op, args, outputs)
+
+    def _refuse_inner_checkpoint(self, op: BoundOp, keys: int) -> None:
+        inner = torch_private.innermost_checkpoint() not in (None, self._checkpoint)
+        if inner and thread.scope is self.record and self.policy.saves(keys):
+            self.elsewhere.append(
+                f"{self.where}: {op.name} is called inside a torch.utils.checkpoint of the block's own, which runs it "
+                f"again in backward: use fastac.checkpoint there, or leave that checkpoint out"
+            )
+
+    def _recognize(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
+        name = qualified_name(op).partition(".")[0]
+        keys = self._softmax_attention.follow(op, args, outputs)
+        if keys is not None:
+            self._note_small(keys, "it is written out as matrix products and a softmax")
+        elif looks_like_attention_forward(name, args) and not torch_private.is_composite(name):
+            self.unknown.append(UnknownOp(*name.split("::")))
+        elif name in ("aten::add", "aten::add_"):
+            self._sum = args
+        elif name in PRODUCTS:
+            query, value = args[-2:]
+            if self.small and not self.small[-1].cause and value.shape[-1] != self._head_dim:
+                self.small[-1].cause = (
+                    f"its value has head dim {value.shape[-1]} where query and key have {self._head_dim}"
+                )
+            self._head_dim = query.shape[-1]
+        elif self.small and not self.small[-1].cause and ("dropout" in name or "bernoulli" in name):
+            self.small[-1].cause = "it drops out (dropout > 0), which no fused kernel here does: train with dropout 0"
+
+    def _note_small(self, keys: int, cause: str) -> None:
+        if self.policy.saves(keys):
+            self.small.append(SmallOps(self.where, keys, cause))
+
+    def _why_decomposed(self, scores: torch.Tensor) -> str:
+        """Why torch took no fused kernel; "" where that shows in what runs next, or not at all."""
+        if not any(
+            enabled()  # type: ignore[no-untyped-call]
+            for enabled in (
+                torch.backends.cuda.flash_sdp_enabled,
+                torch.backends.cuda.mem_efficient_sdp_enabled,
+                torch.backends.cuda.cudnn_sdp_enabled,
+            )
+        ):
+            return 'the math kernel is forced (SDPBackend.MATH, backend "_native_math" or torch.backends)'
+        mask = next((one for one in self._sum[1:2] if isinstance(one, torch.Tensor)), None)
+        if mask is not None and mask.requires_grad and mask.shape[-2:] == scores.shape[-2:]:
+            return "its mask requires grad: detach it, or keep it out of training"
+        if scores.dim() != 4:
+            return f"its query has {scores.dim()} dimensions: pass (batch, heads, sequence, head dim)"
+        return ""
+
+    def _outside(self, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """An attention ran where no region is open: in the kernel of another op, or in another thread."""
+        if threading.get_ident() != self._thread and leads_to(args, self._roots):
+            if self.policy.saves(op.keys(args, kwargs)):
+                self.elsewhere.append(
+                    f"{op.name} was called in another thread, where no region is open: call it in the block's own"
+                )

@@ -1,0 +1,138 @@
+"""What a checkpointed function is: a block, a method of one, or any other callable; and what is known of a block.
+
+What belongs to a block stands on the block, as `BlockRecord`, and is copied and pickled with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any
+
+import torch
+
+from fastac.engine.collectives import Communication
+from fastac.engine.tape import RegionResult
+from fastac.errors import class_name
+
+MANY = 256
+"""Input signatures of a block's class that are remembered; with more than that, all are learned anew."""
+
+_RECORD = "_fastac_record"
+_INNER, _FSDP1 = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
+_RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward")
+
+
+@dataclasses.dataclass
+class BlockRecord:
+    """What is known of one block.
+
+    name: qualified, with its model's class, where `enable` saw it. key, latest: of its latest region. communication:
+    of that region's collectives, None where it had none. looked: when the autograd graph of a region was last searched
+    for compiled code, as compilations count.
+    """
+
+    name: str = ""
+    key: object = None
+    latest: RegionResult | None = None
+    communication: Communication | None = None
+    looked: int = -1
+
+    def __deepcopy__(self, memo: Any) -> BlockRecord:
+        return BlockRecord(self.name)
+
+    def __reduce__(self) -> Any:
+        return BlockRecord, (self.name,)
+
+
+def inside(module: Any) -> Any:
+    """What is inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); what is in none, itself."""
+    found = module
+    while True:  # asked for at every call of a block: no generator
+        children: Any = getattr(module, "_modules", ())
+        if _INNER in children:
+            found = module = children[_INNER]
+        elif _FSDP1 in children:
+            module = children[_FSDP1]
+        else:
+            return found
+
+
+def plain_name(name: str) -> str:
+    """A qualified name as it is without activation wrappers."""
+    if _INNER not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in (_INNER, _FSDP1))
+
+
+def module_of(function: Any) -> torch.nn.Module | None:
+    """The module that a function is, or is a method of."""
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def block_of(function: Any) -> torch.nn.Module | None:
+    """The block that is run by a function: a module, or its forward. Another method may run any of several layers."""
+    if isinstance(function, torch.nn.Module):
+        return inside(function)  # type: ignore[no-any-return]
+    return module_of(function) if getattr(function, "__name__", "") in _RUNS_ITS_BLOCK else None
+
+
+def record_of(block: torch.nn.Module) -> BlockRecord:
+    """What is known of a block; made where nothing is so far."""
+    own = vars(block)
+    record: BlockRecord | None = own.get(_RECORD)
+    if record is None:
+        record = own[_RECORD] = BlockRecord()
+    return record
+
+
+def known_record(block: torch.nn.Module) -> BlockRecord | None:
+    """What is known of a block; None where no region of it was seen, and `enable` did not name it."""
+    return vars(block).get(_RECORD)
+
+
+def kind_of(function: Any) -> Any:
+    """What regions have in common that run the same code: the class of a block, or the code of a function."""
+    while True:
+        block = block_of(function)
+        if block is not None:
+            return type(getattr(block, "_orig_mod", block))
+        if isinstance(function, types.MethodType):
+            return function.__func__
+        inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)  # partial, decorator
+        if inner is None:
+            return getattr(function, "__code__", type(function))
+        function = inner
+
+
+def describe(function: Any) -> str:
+    """A block's qualified name where `enable` saw it, else its class, or the name of a function, for messages."""
+    block = block_of(function)
+    record = known_record(block) if block is not None else None
+    if record is not None and record.name:
+        return record.name
+    return getattr(function, "__qualname__", None) or class_name(block if block is not None else function)
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether torch.compile was applied to a function, a block, or a module inside it."""
+    if hasattr(function, "_torchdynamo_orig_callable"):
+        return True
+    module = module_of(function)
+    return module is not None and any(
+        inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod") for inner in module.modules()
+    )
+
+
+def signature(value: Any) -> Any:
+    """What of a region's inputs decides which attention calls it makes: shapes, dtypes, flags, structure."""
+    if isinstance(value, (tuple, list)):
+        return tuple([(v.shape, v.dtype) if isinstance(v, torch.Tensor) else signature(v) for v in value])
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, dict):
+        return tuple([(key, signature(item)) for key, item in value.items()])
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    return type(value)  # a number may change with every step

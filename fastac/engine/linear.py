@@ -1,0 +1,94 @@
+"""Linear modules whose outputs are saved: a module hook says which one runs, the next product is its output.
+
+Below autograd, as with attention: what autograd sees of a replayed module is what it saw in the forward. The hooks stay
+on a module until `detach`; without an open scope they do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils.parametrize import is_parametrized
+
+from fastac.engine import interception
+from fastac.engine.tape import Scope, thread
+from fastac.errors import FastacError, PolicyNotAppliedError, class_name
+from fastac.policy import Policy
+
+_NAME = "_fastac_linear"
+"""Attribute of a Linear module with hooks: its name in its block."""
+
+
+def attach(block: torch.nn.Module, policy: Policy) -> list[str]:
+    """Let the Linear modules of a block that a policy names be known while they run. Returns their names.
+
+    Raises FastacError for one that computes in its own way, so that its product cannot be told from others.
+    """
+    named = {name: module for name, module in linear_modules(block).items() if policy.saves_linear(name)}
+    for name, module in named.items():
+        if type(module).forward is not torch.nn.Linear.forward or is_parametrized(module):
+            raise FastacError(
+                f"{policy}: the output of {name!r} ({class_name(module)}) cannot be saved: it computes in its own way "
+                f"(quantized, fused, parametrized). Leave it out of linear=(...)."
+            )
+        if _begin not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_begin)
+            module.register_forward_hook(_end, always_call=True)
+        vars(module)[_NAME] = name
+    if named:
+        interception.install_linear()
+    return list(named)
+
+
+def detach(model: torch.nn.Module) -> None:
+    """Take the hooks off every Linear module of a model."""
+    for module in model.modules():
+        if vars(module).pop(_NAME, None) is None:
+            continue
+        for hooks, mine in ((module._forward_pre_hooks, _begin), (module._forward_hooks, _end)):
+            for key in [key for key, hook in hooks.items() if hook is mine]:
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
+
+
+def check_names(policies: Mapping[torch.nn.Module, Policy]) -> None:
+    """Raise FastacError for a name in the policies of blocks that is right for none of them."""
+    for policy in dict.fromkeys(policies.values()):
+        names = [name for block, mine in policies.items() if mine == policy for name in linear_modules(block)]
+        for pattern in policy.linear:
+            if not any(Policy("linear_only", linear=(pattern,)).saves_linear(name) for name in names):
+                raise FastacError(
+                    f"{policy}: {pattern!r} names no Linear module of the blocks. Their Linear modules are "
+                    f"{', '.join(dict.fromkeys(names)) or 'none'}."
+                )
+
+
+def linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """The Linear modules of a block, by their names in it; one that has several is there several times."""
+    modules = block.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, torch.nn.Linear)}
+
+
+def _open_scope() -> Scope | None:
+    return None if torch.compiler.is_dynamo_compiling() else thread.scope
+
+
+def _begin(module: torch.nn.Module, args: Any) -> None:
+    scope = _open_scope()
+    if scope is not None and scope.policy.saves_linear(vars(module)[_NAME]):
+        scope.product = vars(module)[_NAME]
+
+
+def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
+    """Raise PolicyNotAppliedError when the module ran no product that could be seen."""
+    scope = _open_scope()
+    if scope is None or scope.product is None:
+        return
+    name, scope.product = scope.product, None
+    if output is not None:  # which is None when the module has raised
+        raise PolicyNotAppliedError(
+            f"{scope.policy}: the output of the Linear module {name!r} was to be saved, and it ran no product that "
+            f"could be seen (its weight is quantized or a tensor subclass). Leave it out of linear=(...)."
+        )

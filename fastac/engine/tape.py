@@ -1,0 +1,494 @@
+"""The tape of one region: what its forward keeps, and how its recompute gets it back.
+
+Every op with a row that is called while a region runs in this thread arrives at `call` of the innermost open scope,
+below autograd (see `fastac.engine.interception`): `Record.call` in the forward, `Replay.call` in the recompute. Every
+guard here was put in after a run with wrong gradients; tests/engine/test_hazards.py has one test for each.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastac.engine import sparse, torch_private
+from fastac.engine.collectives import Communication
+from fastac.engine.generators import devices_of, generator_state, set_generator_state
+from fastac.engine.torch_private import BELOW_BACKEND_SELECT
+from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.policy import Policy
+from fastac.registry import BoundOp
+
+WHOLE_PRODUCT = "aten.addmm.default"
+"""The op whose output is that of the Linear module. To that of others it adds its bias in place, and hands it out under
+another version counter (aten::_unsafe_view), by which no change of it is noticed."""
+
+Listener = Callable[[BoundOp, Sequence[Any], Mapping[str, Any]], None]
+
+
+class _State(threading.local):
+    """What is open in this thread: backward runs in other threads."""
+
+    scope: Scope | None = None
+
+
+class Engine:
+    """Everything that the engine knows in this process, beside the scope that is open in each thread.
+
+    counters: of every attention kernel that is really run, by op name, while they stand here (fastac.verify).
+    listeners: called with attention that runs where no region is open: in another thread, in a compiled backward.
+    installed: intercepted ops by qualified name, with what stands in the dispatcher for them.
+    modules: what was loaded when libraries were last looked for. opaque: calls of `fastac.engine.opaque` that are on
+    their way through the dispatcher, by their handle, which is the last argument of the op.
+    """
+
+    def __init__(self) -> None:
+        self.installed: dict[str, tuple[BoundOp, Any]] = {}
+        self.lock = threading.RLock()
+        self.modules: object = None
+        self.opaque: dict[int, Any] = {}
+        self.thread = _State()
+        self.reset()
+
+    def reset(self) -> None:
+        """Close what a test left open. What stands in the dispatcher stays: taking it off crashes other threads."""
+        self.counters: list[collections.Counter[str]] = []
+        self.listeners: list[Listener] = []
+        self.thread.scope = None
+
+
+engine = Engine()
+thread = engine.thread
+
+
+def run_kernel(
+    op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inside: Scope | None = None
+) -> Any:
+    """Run the kernel itself, with the GIL released. An op that it calls is part of it: not recorded nor replayed.
+
+    inside: the scope that stays open while it runs, of an op that is none of its business.
+    """
+    if engine.counters and op.is_attention and not torch_private.is_abstract(args):
+        for counter in engine.counters:
+            counter[op.name] += 1
+    scope = thread.scope
+    thread.scope = inside
+    try:
+        return op.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
+    finally:
+        thread.scope = scope
+
+
+def is_differentiable(args: Sequence[Any]) -> bool:
+    """Whether autograd differentiates through a call of these arguments, and so notices in-place changes of outputs."""
+    if not torch.is_grad_enabled():
+        return False
+    for value in args:  # noqa: SIM110 a generator costs more than the rest
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            return True
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One attention call of a region. saved_bytes: memory its kept outputs hold, 0 when it is recomputed.
+
+    extra_bytes: how many of these hold what only an opaque kernel's backward needs.
+    """
+
+    op: str
+    keys: int
+    saved: bool
+    saved_bytes: int
+    extra_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The output of one Linear module of a region that is saved. saved_bytes: memory that it holds."""
+
+    name: str
+    saved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionResult:
+    """What the forward of one region did: its attention calls in order, and what was kept beside them.
+
+    made: the same calls as they are compared with later regions, by op and number of keys. choice_bytes: memory held
+    by the choices of sparse attention. compiled: it runs code that torch.compile made. writing: how many collectives
+    wrote a buffer of their caller's, as far as it was watched.
+    """
+
+    made: tuple[tuple[BoundOp, int], ...]
+    calls: tuple[Call, ...]
+    products: tuple[Product, ...] = ()
+    choice_bytes: int = 0
+    compiled: bool = False
+    writing: int = 0
+
+
+class Entry:
+    """One call of a region, and what its replay is checked by.
+
+    kept: its outputs; None where it is recomputed. single: it returns one tensor and no sequence. guarded: autograd
+    notices an in-place change of them; versions: how often each was changed when it was kept. generators: states that
+    the kernel left behind, where it drew. companion: what the outputs of an opaque kernel mean.
+    """
+
+    __slots__ = (
+        "companion",
+        "generators",
+        "guarded",
+        "inputs",
+        "kept",
+        "keys",
+        "op",
+        "product",
+        "ran",
+        "selection",
+        "single",
+        "versions",
+    )
+
+    def __init__(self, op: BoundOp, keys: int, inputs: Sequence[Any], product: str = "") -> None:
+        self.op = op
+        self.keys = keys
+        self.inputs = inputs
+        self.product = product  # the Linear module whose output it is, by its name in the block
+        self.ran = False
+        self.kept: Sequence[Any] | None = None
+        self.single = self.guarded = False
+        self.versions: Sequence[int | None] = ()
+        self.generators: Mapping[torch.device, torch.Tensor] = {}
+        self.selection: sparse.Selection | None = None
+        self.companion: Any = None
+
+    def keep(self, outputs: Any, guarded: bool, copied: bool) -> None:
+        """Keep what the call has returned, or a copy of it."""
+        self.single = isinstance(outputs, torch.Tensor)
+        self.guarded = guarded
+        sequence = (outputs,) if self.single else outputs
+        self._hold(torch_private.clones(sequence) if copied else torch_private.aliases(sequence))
+
+    def copy(self, position: int) -> None:
+        """Keep a copy of one output in the place of itself."""
+        kept = list(self.kept or ())
+        kept[position : position + 1] = torch_private.clones(kept[position : position + 1])
+        self._hold(tuple(kept))
+
+    def keep_choice(self, outputs: Sequence[torch.Tensor], among: int) -> None:
+        """Keep what was chosen among so many."""
+        self._hold(sparse.packed(outputs, among))
+
+    def _hold(self, kept: Sequence[Any]) -> None:
+        self.kept, self.versions = kept, torch_private.versions(kept)
+
+    def hand_out(self) -> Any:
+        """What was kept, once more. Nobody may write what a second backward will ask for again."""
+        assert self.kept is not None
+        if torch_private.versions(self.kept) != self.versions:
+            raise FastacError(
+                f"the output of {self.op.name} was changed in place after it was saved, so recompute cannot use it. "
+                f'Replace the in-place operation, or use policy="full" for this block.'
+            )
+        if self.op.kind == "choice":
+            return sparse.unpacked(self.kept)
+        outputs = torch_private.aliases(self.kept) if self.guarded else torch_private.clones(self.kept)
+        return outputs[0] if self.single else outputs
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of memory that the kept outputs hold."""
+        chosen = self.selection.tensors if self.selection is not None else ()
+        return held_bytes((*(self.kept or ()), *chosen))
+
+
+def held_bytes(values: Sequence[Any]) -> int:
+    """Bytes of memory that the tensors among some values hold; what shares memory counts once."""
+    storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class Tape(list[Entry]):
+    """The entries of one region. They live as long as its autograd graph, which holds the recompute that holds this.
+
+    installed: how many ops were intercepted when the region began. One that came later, from a row that was registered
+    between forward and backward, is none of its business: the forward made no entry for it.
+    """
+
+    __slots__ = ("communication", "installed")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.installed = len(engine.installed)
+        self.communication: Communication | None = None  # of a region that has any
+
+
+class Scope:
+    """What is open in this thread while a region runs. Scopes nest as checkpointed regions do.
+
+    product: the Linear module that runs and whose output is saved, until its product was called.
+    """
+
+    outer: Scope | None = None
+    product: str | None = None
+
+    def __init__(self, tape: Tape, policy: Policy) -> None:
+        self.tape = tape
+        self.policy = policy
+
+    def __enter__(self) -> Scope:
+        self.outer = thread.scope
+        thread.scope = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        thread.scope, self.outer = self.outer, None
+
+    def call(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An op with a row was called in this thread while the scope is open."""
+        product = ""
+        if op.kind == "linear":
+            if self.product is None:
+                return op.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
+            product, self.product = self.product, None
+        # dynamo and AOT call ops with fakes, and sometimes the real kernel on stand-ins, while a region is open.
+        if op.installed > self.tape.installed or torch_private.is_abstract(args):
+            return run_kernel(op, keyset, args, kwargs, inside=self)
+        if op.kind == "choice" and not sparse.is_choice(args):
+            return self.run(op, keyset, args, kwargs)
+        return self.meet(op, keyset, args, kwargs, product)
+
+    def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
+        """Such a call that concerns the region. product: the Linear module that it belongs to, or ""."""
+        raise NotImplementedError
+
+    def run(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
+        outer = self.outer
+        while outer is not None and outer.tape is self.tape:
+            outer = outer.outer  # a backward inside the region: the forward around this recompute is its own
+        if outer is None:
+            return run_kernel(op, keyset, args, kwargs)
+        return outer.call(op, keyset, args, kwargs)
+
+
+class Record(Scope):
+    """The forward of a region: runs each call and keeps what the policy saves.
+
+    Args:
+        preserves_generators: whether torch puts generators back around the recompute; where not, nor does the tape.
+        owners: collects, for each attention call, the autograd node that it belongs to.
+    """
+
+    def __init__(
+        self, tape: Tape, policy: Policy, preserves_generators: bool = True, owners: list[int] | None = None
+    ) -> None:
+        super().__init__(tape, policy)
+        self.preserves_generators = preserves_generators
+        self.owners = owners
+        self.entered = False
+        self.runs_again = False
+        self.made: list[tuple[BoundOp, int]] = []  # attention calls, with their numbers of keys
+        self.products: list[str] = []  # Linear modules whose outputs were kept
+        self.decomposed: list[int] = []  # numbers of keys of attention that ran as small ops, where it was to be saved
+
+    def __enter__(self) -> Record:
+        super().__enter__()
+        self.entered = True
+        self.runs_again = self.outer is None and torch_private.in_backward()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        if self.tape.communication is not None:
+            self.tape.communication.pending.clear()  # what is waited for outside is guarded by its version alone
+
+    def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
+        if op.kind == "decomposition":
+            self._note_decomposed(op.keys(args, kwargs))
+            return self.run(op, keyset, args, kwargs)
+        if op.kind in ("wait", "gather", "exchange"):
+            return self._communicate(op, keyset, args, kwargs)
+        if op.is_attention:
+            if not op.trains:
+                op.check_trains()
+            if self.owners is not None:
+                self.owners.append(torch_private.newest_node())
+        keys = op.keys(args, kwargs)
+        saves = self.policy.saves(keys) if op.is_attention else True
+        # On the tape before it runs: a call that raises, where the block then tries another kernel, does so again.
+        entry = Entry(op, keys, described(args), product)
+        self.tape.append(entry)
+        before = self._prepare(entry, args, kwargs) if saves and op.is_attention else None
+        outputs = self.run(op, keyset, args, kwargs)
+        entry.ran = True
+        if op.is_attention:
+            self.made.append((op, keys))
+        if not saves:
+            return outputs
+        if op.kind == "choice":
+            entry.keep_choice(outputs, args[0].shape[op.argument("dim", args, kwargs)])
+            return outputs
+        if before:
+            after = {device: generator_state(device) for device in before}
+            entry.generators = {d: state for d, state in after.items() if not torch.equal(state, before[d])}
+        # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
+        # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
+        # grad the user may write into the output. Keep a copy there.
+        guarded = is_differentiable(args) and (not product or op.name == WHOLE_PRODUCT)
+        entry.keep(outputs, guarded, copied=not guarded)
+        if product:
+            self.products.append(product)
+        if op.is_opaque:
+            entry.companion = engine.opaque[args[-1]].companion
+        return outputs
+
+    def _prepare(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Before an attention runs that is to be saved. Returns the generators' states, where it may draw."""
+        op = entry.op
+        if self.runs_again:
+            raise PolicyNotAppliedError(
+                f"{self.policy}: {op.name} runs again in a backward, in a checkpoint around the block that is not "
+                f"fastac's. Leave that checkpoint out, or use fastac.checkpoint for it."
+            )
+        if op.written:
+            op.check_call(args, kwargs)
+        if op.selects:
+            entry.selection = sparse.Selection(op.selection(args, kwargs))
+        if op.may_draw and self.preserves_generators and op.draws(args, kwargs):
+            return {device: generator_state(device) for device in devices_of(args)}
+        return None
+
+    def _note_decomposed(self, keys: Any) -> None:
+        keys = keys if isinstance(keys, int) else sys.maxsize
+        if self.policy.saves(keys):
+            self.decomposed.append(keys)
+
+    def _communicate(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Keep what a collective returns that returns no more than it was given, unless the policy recomputes it."""
+        communication = self.tape.communication
+        if op.kind == "wait":
+            outputs = self.run(op, keyset, args, kwargs)
+            if communication is not None:
+                communication.complete(args[0])
+            return outputs
+        if communication is None:
+            communication = self.tape.communication = Communication()
+        entry = Entry(op, 0, inputs_of(args))
+        if op.kind == "exchange":
+            self.tape.append(entry)
+        outputs = self.run(op, keyset, args, kwargs)
+        entry.ran = True
+        communication.forward(outputs)
+        if op.kind == "exchange" and self.policy.saves_collectives:
+            communication.keep(entry, outputs, guarded=is_differentiable(args))
+        return outputs
+
+    def result(self, compiled: bool = False, writing: int = 0) -> RegionResult:
+        """What the region did, in numbers: it holds no tensor."""
+        attention = [entry for entry in self.tape if entry.op.is_attention and entry.ran]
+        return RegionResult(
+            made=tuple(self.made),
+            calls=tuple(
+                Call(one.op.name, int(one.keys), one.kept is not None, one.saved_bytes, _extra_bytes(one))
+                for one in attention
+            ),
+            products=tuple(Product(one.product, one.saved_bytes) for one in self.tape if one.product),
+            choice_bytes=sum(one.saved_bytes for one in self.tape if one.op.kind == "choice"),
+            compiled=compiled,
+            writing=writing,
+        )
+
+
+class Replay(Scope):
+    """The recompute of a region: returns what was kept, in the order of the calls, and runs what was not."""
+
+    position = 0
+
+    def __enter__(self) -> Replay:
+        self.position = 0
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        # torch ends a recompute early by an exception; one that came to its end must have made the same calls.
+        if exception[0] is None and self.position != len(self.tape):
+            missing = self.tape[self.position]
+            raise _another_path(f"ended before {_readable(missing.op, missing.inputs, missing.product)}", "made it")
+
+    def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
+        if op.kind in ("decomposition", "wait"):
+            return self.run(op, keyset, args, kwargs)
+        communication = self.tape.communication
+        if op.kind == "gather":
+            outputs = self.run(op, keyset, args, kwargs)
+            if communication is not None:
+                communication.repeat(outputs)
+            return outputs
+        entry = self._next(op, inputs_of(args) if op.kind == "exchange" else described(args), product)
+        if entry.kept is None:
+            outputs = self.run(op, keyset, args, kwargs)
+            if op.kind == "exchange" and communication is not None:
+                communication.repeat(outputs)
+            return outputs
+        for device, state in entry.generators.items():
+            set_generator_state(state, device)  # what runs next must draw what it drew before
+        if entry.selection is not None:
+            entry.selection.put_into(op, op.selection(args, kwargs))
+        if op.is_opaque:
+            engine.opaque[args[-1]].companion = entry.companion
+        return entry.hand_out()
+
+    def _next(self, op: BoundOp, inputs: Sequence[Any], product: str) -> Entry:
+        """The entry of the call that recompute makes now. Raises FastacError where the forward made another."""
+        called = _readable(op, inputs, product)
+        if self.position >= len(self.tape):
+            raise _another_path(f"called {called}", "had ended")
+        entry = self.tape[self.position]
+        # By name: torch may hand out another object for the same op once an older definition of it is collected.
+        if (entry.op is not op and entry.op.qualified_name != op.qualified_name) or (
+            entry.inputs != inputs or entry.product != product
+        ):
+            raise _another_path(f"called {called}", f"called {_readable(entry.op, entry.inputs, entry.product)}")
+        self.position += 1
+        return entry
+
+
+def _another_path(recompute: str, forward: str) -> FastacError:
+    return FastacError(
+        f"recompute {recompute} where the forward {forward}: the checkpointed function took another path, or chose "
+        f"otherwise, or the attention backend changed in between. Make it depend on its arguments alone."
+    )
+
+
+def described(args: Sequence[Any]) -> list[Any]:
+    """What of a call's first tensors must be alike in forward and recompute."""
+    return [(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)]
+
+
+def inputs_of(args: Sequence[Any]) -> list[Any]:
+    """What of a collective's arguments must be alike in forward and recompute: tensors, splits, operation, group."""
+    first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    return [one for i in range(0, len(first), 3) for one in described(first[i : i + 3])] + list(args[1:])
+
+
+def _readable(op: BoundOp, inputs: Sequence[Any], product: str) -> str:
+    parts = [
+        f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')}"
+        if isinstance(one, tuple) and one and isinstance(one[0], torch.Size)
+        else str(one)
+        for one in inputs
+    ]
+    return f"{op.name}({', '.join(parts)})" + f" of the Linear module {product!r}" * bool(product)
+
+
+def _extra_bytes(entry: Entry) -> int:
+    return 0 if entry.companion is None else int(entry.companion.extra_bytes(entry.kept or ()))

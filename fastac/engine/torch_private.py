@@ -1,0 +1,390 @@
+"""What is private in torch and fastac's engine uses, in one place: dispatcher, autograd, checkpointing, fake tensors.
+
+Seen in torch 2.13. Each name is looked up at import; one that went away is an ImportError that names it and the torch
+version. What fastac uses of the compiler stands in `fastac.compile.torch_private`, of traces in
+`fastac.graph.torch_private`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch._C._dynamo.eval_frame as _eval_frame
+import torch.utils.checkpoint
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+
+SEEN_IN = ("2.13",)
+"""Versions of torch in which all names were found."""
+
+
+def find(name: str) -> Any:
+    """What a dotted name, relative to `torch`, stands for. Modules that nobody imported so far are imported.
+
+    Raises AttributeError where torch has it not.
+    """
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            module = importlib.import_module(".".join(["torch", *parts[:length]]))
+        except ModuleNotFoundError:
+            continue
+        return operator.attrgetter(".".join(parts[length:]))(module)
+    return operator.attrgetter(name)(torch)
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """Names, relative to `torch`, that this build of torch does not have."""
+    absent = []
+    for name in names:
+        try:
+            find(name)
+        except AttributeError:
+            absent.append(name)
+    return absent
+
+
+def require(names: Iterable[str], user: str = "fastac") -> None:
+    """Raise ImportError when this build of torch lacks one of the names."""
+    if absent := missing(names):
+        raise ImportError(
+            f"{user} needs {', '.join('torch.' + name for name in absent)}, which torch {torch.__version__} does not "
+            f"have. It was seen in torch {', '.join(SEEN_IN)}: install one of these, or a newer fastac."
+        )
+
+
+_REQUIRED = (
+    "_C.DispatchKey.ADInplaceOrView",
+    "_C.DispatchKey.BackendSelect",
+    "_C._DisableTorchDispatch",
+    "_C._FunctionBase.dirty_tensors",
+    "_C._FunctionBase.non_differentiable",
+    "_C._FunctionBase.to_save",
+    "_C._SetExcludeDispatchKeyGuard",
+    "_C._TorchDispatchModeKey.PROXY",
+    "_C._autograd._get_sequence_nr",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._current_graph_task_id",
+    "_C._dispatch_get_all_op_names",
+    "_C._dispatch_has_kernel_for_dispatch_key",
+    "_C._dispatch_keyset_full_after",
+    "_C._dynamo.eval_frame._FrameAction.DEFAULT",
+    "_C._dynamo.eval_frame._FrameAction.SKIP",
+    "_C._dynamo.eval_frame._FrameExecStrategy",
+    "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "_C._get_dispatch_mode",
+    "_C._has_storage",
+    "_C._len_torch_dispatch_stack",
+    "_guards.TracingContext.try_get",
+    "_ops.HigherOrderOperator.dispatch",
+    "_ops.HigherOrderOperator.py_impl",
+    "_ops._compute_keyset",
+    "compiler._is_non_strict_tracing",
+    "utils.checkpoint._checkpoint_debug_enabled",
+)
+
+require(_REQUIRED)
+
+Op = torch._ops.OpOverload | torch._ops.HigherOrderOperator
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+COMPILED_NODE = "CompiledFunctionBackward"
+"""Name of the autograd node that stands for code torch.compile made."""
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What an operation on fake tensors raises whose output depends on their values."""
+
+
+# The dispatcher
+
+
+def is_op(value: object) -> bool:
+    """Whether a value is an op: of the dispatcher, one overload, or a higher-order one."""
+    return isinstance(value, (torch._ops.OpOverload, HigherOrderOperator))
+
+
+def qualified_name(op: Op) -> str:
+    """`namespace::name`, with `.overload` where it has one."""
+    if isinstance(op, HigherOrderOperator):
+        return f"{op.namespace}::{op.name()}"
+    name: str = op._schema.name
+    return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
+
+
+_BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
+BELOW_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(_BACKEND_SELECT)
+"""Keys to redispatch a call to: the kernel below BackendSelect, which then runs with the GIL released."""
+
+
+def op_names() -> list[str]:
+    """`namespace::name.overload` of every op the dispatcher knows at this moment."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
+    """Whether an op has a kernel of its own at a dispatch key, such as "CPU" or "BackendSelect"."""
+    if qualified_name.startswith("higher_order::"):
+        op = getattr(torch.ops.higher_order, qualified_name.removeprefix("higher_order::"))
+        return getattr(torch._C.DispatchKey, dispatch_key) in op.py_kernels
+    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key)
+
+
+class Argument(NamedTuple):
+    """One argument of an op. written: the op may change the tensor; optional: it may be None."""
+
+    name: str
+    default: Any
+    written: bool
+    optional: bool
+
+
+def arguments_of(op: Op) -> list[Argument]:
+    """An op's arguments, from its schema; those of a higher-order op, which has none, from its signature."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        parameters = list(inspect.signature(op.__call__).parameters.values())
+        return [Argument(parameter.name, parameter.default, False, False) for parameter in parameters]
+    return [
+        Argument(
+            argument.name,
+            argument.default_value,
+            argument.alias_info is not None and argument.alias_info.is_write,
+            isinstance(argument.type, torch.OptionalType),
+        )
+        for argument in op._schema.arguments
+    ]
+
+
+def returns_tensors(op: Op) -> bool:
+    """Whether an op has a tensor among its outputs; a higher-order op does not say, and counts as having one."""
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return True
+    return any("Tensor" in str(output.type) for output in op._schema.returns)
+
+
+def redispatch_of(op: Op) -> Callable[..., Any]:
+    """A function (keyset, *args, **kwargs) that calls an op's kernel for a keyset."""
+    if not isinstance(op, torch._ops.HigherOrderOperator):
+        return op.redispatch
+
+    def redispatch(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        return op.dispatch(keyset.highestPriorityTypeId(), *args, **kwargs)
+
+    return redispatch
+
+
+def at_backend_select(op: torch._ops.HigherOrderOperator, function: Callable[..., Any]) -> None:
+    """Let calls of a higher-order op pass by function(keyset, *args, **kwargs), as an implementation does for an op."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        keyset = torch._ops._compute_keyset(args, kwargs, op.non_fallthrough_keys)
+        return function(keyset, *args, **kwargs)
+
+    op.py_impl(_BACKEND_SELECT)(called)
+
+
+def is_composite(qualified_name: str) -> bool:
+    """Whether an op only calls other ops, which are dispatched in turn. Modes see it under inference mode alone."""
+    return has_kernel(qualified_name, "CompositeImplicitAutograd")
+
+
+# Dynamo
+
+
+_SKIP_FRAME = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+
+
+def run_eagerly(modules: Iterable[types.ModuleType]) -> None:
+    """Keep dynamo from compiling frames of these modules, which it meets after graph breaks and under the dispatcher.
+
+    Unlike `torch.compiler.disable` this costs nothing per call, and a traced caller still inlines the functions.
+    """
+    for module in modules:
+        for value in list(vars(module).values()):
+            if getattr(value, "__module__", None) == module.__name__:
+                for code in _codes(value):
+                    if code.co_filename == module.__file__:  # not what a decorator of another module wraps around
+                        _eval_frame.set_code_exec_strategy(code, _SKIP_FRAME)
+
+
+def _codes(value: object) -> Iterator[types.CodeType]:
+    if isinstance(value, type):
+        for member in vars(value).values():
+            yield from _codes(member)
+    elif isinstance(value, types.CodeType):
+        yield value
+        for constant in value.co_consts:
+            yield from _codes(constant)
+    elif value is not None:
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        yield from _codes(getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None)
+
+
+def in_proxy_trace() -> bool:
+    """Whether this thread is recording operations into a graph: AOT, make_fx, export."""
+    return proxy_mode() is not None
+
+
+def proxy_mode() -> Any:
+    """The mode that records operations of this thread into a graph; None where none does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+
+
+def in_compile_trace() -> bool:
+    """Whether dynamo or AOT is tracing in this thread (`torch.compiler.is_compiling()` is process-wide)."""
+    return TracingContext.try_get() is not None
+
+
+def in_other_trace() -> bool:
+    """Whether a trace that is neither dynamo nor AOT is on: `make_fx`, and what is built around it."""
+    return in_proxy_trace() and (torch.compiler._is_non_strict_tracing() or not in_compile_trace())
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a TorchDispatchMode is open in this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def without_modes() -> Any:
+    """A context in which no TorchDispatchMode sees what is computed."""
+    return torch._C._DisableTorchDispatch()
+
+
+# Tensors
+
+
+def is_fake(value: object) -> bool:
+    """Whether a value is a tensor without data, as tracing and planning use them."""
+    return isinstance(value, FakeTensor)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data."""
+    return FakeTensorMode()
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether only the shape of a tensor is known, as in a trace or on the meta device."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta
+
+
+def is_abstract(args: Sequence[object]) -> bool:
+    """Whether an op is called to learn about its outputs rather than to compute them: by dynamo, AOT or a planner."""
+    return (bool(args) and type(args[0]) is FakeTensor) or TracingContext.try_get() is not None
+
+
+def aliases(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Detached aliases that share the version counters, so that an in-place change of either is noticed.
+
+    Below autograd the ADInplaceOrView key is excluded, and a plain `detach()` would get a counter of its own.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tuple([value.detach() if isinstance(value, torch.Tensor) else value for value in values])
+
+
+def clones(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Copies with the same strides, also of a part of a larger buffer, where a plain `clone()` would be contiguous."""
+    return tuple([_clone(value) if isinstance(value, torch.Tensor) else value for value in values])
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    if copy.stride() != tensor.stride() and 0 not in tensor.stride():
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        copy.copy_(tensor)
+    return copy
+
+
+def versions(values: Sequence[Any]) -> list[int | None]:
+    """How often each tensor was changed in place; None for an inference tensor, which does not count."""
+    return [None if value.is_inference() else value._version for value in values if isinstance(value, torch.Tensor)]
+
+
+def memory(tensor: torch.Tensor) -> object:
+    """What tells the memory of a tensor from others'; views share it. Of a tensor without one, itself."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage()).cdata
+    except NotImplementedError:  # sparse tensors
+        return id(tensor), "tensor"
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own (wrapper subclasses have none)."""
+    return torch._C._has_storage(tensor)
+
+
+# Autograd and checkpointing
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward."""
+    return running_backward() != -1
+
+
+def running_backward() -> int:
+    """What tells the backward that is running in this thread from others; -1 where none is."""
+    return torch._C._current_graph_task_id()
+
+
+def innermost_checkpoint() -> object:
+    """What tells the torch.utils.checkpoint that packs here what is saved from others; None where none does."""
+    return _packs("_checkpoint_hook")
+
+
+def in_recompute() -> bool:
+    """Whether what runs in this thread is what torch.utils.checkpoint runs again, in the middle of a backward."""
+    return _packs("_recomputation_hook") is not None
+
+
+def _packs(name: str) -> object:
+    """What packs here what is saved, where it is one of torch.utils.checkpoint's hooks, by its class's name."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks is not None and name in hooks[0].__qualname__ else None
+
+
+def checkpoint_debug_enabled() -> bool:
+    """Whether `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)` is on."""
+    return bool(torch.utils.checkpoint._checkpoint_debug_enabled)
+
+
+def given_to(context: Any) -> tuple[tuple[Any, ...], ...]:
+    """What an autograd.Function's forward has given to save_for_backward, mark_non_differentiable and mark_dirty."""
+    return tuple(tuple(given or ()) for given in (context.to_save, context.non_differentiable, context.dirty_tensors))
+
+
+def function_of(node: Any) -> type | None:
+    """The autograd.Function that a node of the graph belongs to; None for a node of torch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
+def newest_node() -> int:
+    """The sequence number of the autograd node that this thread made last.
+
+    In an attention call it is the call's own, or that of the autograd.Function whose forward makes the call: both are
+    made before the kernel runs.
+    """
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def sequence_number(node: Any) -> int:
+    """The place of an autograd node among those that its thread made."""
+    return int(node._sequence_nr())
+
+
+def input_shapes(node: Any) -> list[torch.Size | None]:
+    """Shapes of the inputs of an autograd node, None for one that needs no gradient or is no tensor."""
+    return [None if fn is None else fn._input_metadata[place].shape for fn, place in node.next_functions]
