@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastac import census, observation, opaque, torch_internals
 from fastac.autograd_graph import hidden_functions, nodes_between, tensors_of
-from fastac.inductor_internals import empty_outputs
+from fastac.compile.torch_private import empty_outputs
 from fastac.policy import Policy
 from fastac.preservation import buffers_preserved, generators_preserved
 from fastac.recognition import Decomposed, UnknownOp

@@ -19,10 +19,9 @@ from fastac import (
     interception,
     linear,
     models,
-    partitioner,
 )
 from fastac.block_forward import Setting
-from fastac.checkpointing import ENGINES, checkpoint
+from fastac.checkpointing import checkpoint
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, Policy, policy_of, resolve, resolve_blocks
@@ -52,7 +51,6 @@ def enable(
     policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
     *,
     blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
-    engine: str = "tape",
 ) -> None:
     """Checkpoint a model's blocks so that what the policy names is saved and the rest recomputed.
 
@@ -62,14 +60,12 @@ def enable(
     matches counts). blocks: for any other model. The dotted name of a module list whose members are the blocks, or of
     one block; a module instead of a name; several of these. Their `forward` is checkpointed, state-dict keys stay.
     Raises UnsupportedBackendError when an attention module's backend can not be honoured, FastacError for a model
-    without gradient checkpointing or blocks, an unknown policy or engine, a policy that would save nothing because
+    without gradient checkpointing or blocks, an unknown policy, a policy that would save nothing because
     the attention is linear, blocks that are checkpointed already, or options of DeepSpeed's checkpointing. The model is
     as it was then.
     """
     check_module(model, "enable")
     outer, model = model, models.unwrapped(model)
-    if engine not in ENGINES:
-        raise FastacError(f"enable(engine={engine!r}): there are {', '.join(ENGINES)}")
     containers = _containers(model, blocks, outer)
     named = {name: block for container in containers for name, block in container.blocks.items()}
     selected: Policy | BlockPolicies
@@ -77,7 +73,6 @@ def enable(
     models.refuse_other_checkpointing(outer)
     checkpoint_wrappers.check(model, class_name(model), set(named.values()))
     interception.install()
-    partitioner.inform_if_loaded()
     check_backends(model, selected)
     refuse_only_linear(model, containers, selected)
     linear.check_names({block: policy_of(selected, block) for block in named.values()})
@@ -85,20 +80,20 @@ def enable(
 
     if blocks is None:
         block_forward.refuse_hooked(model)
-        function = functools.partial(checkpoint, policy=selected, engine=engine)
+        function = functools.partial(checkpoint, policy=selected)
         _switch_on(model, function)
         block_forward.take_off(model)
         checkpoint_wrappers.take_over_all(model, function)
     else:
         disable(model)
-        block_forward.put_on(model, named, Setting(selected, engine))
+        block_forward.put_on(model, named, Setting(selected))
     watch(model, selected)
     linear.expect({block: policy_of(selected, block) for block in named.values()})
     for name, block in named.items():
         record = census.block_record(block)
         if record is not None:
             record.begin(f"{class_name(model)}.{name}")
-    logger.info("%s: policy %s, engine %s, %d blocks", class_name(model), selected, engine, len(named))
+    logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in remarks(model, containers):
         _tell(class_name(model), remark)
 
@@ -210,7 +205,7 @@ def is_ours(function: object) -> bool:
 
 
 def enabled_function(model: torch.nn.Module) -> functools.partial[Any] | None:
-    """The function `enable` set on a model, with its policy and engine as keywords; None where it is gone."""
+    """The function `enable` set on a model, with its policy as keyword; None where it is gone."""
     for module in _switches(model):
         function = _function_of(module)
         if module.gradient_checkpointing and is_ours(function):
@@ -219,7 +214,7 @@ def enabled_function(model: torch.nn.Module) -> functools.partial[Any] | None:
 
 
 def setting_of(model: torch.nn.Module) -> Setting | None:
-    """The policy and engine that `enable` set on a model, in either way; None where it did not, or no more."""
+    """The policy that `enable` set on a model, in either way; None where it did not, or no more."""
     function = enabled_function(model)
     return block_forward.setting_of(model) if function is None else Setting(**function.keywords)
 

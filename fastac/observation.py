@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastac import census, interception, opaque, registry
 from fastac.autograd_graph import graph_roots, leads_to, tensors_of
 from fastac.collectives import is_called_by_fsdp, writes_its_buffer
+from fastac.compile.torch_private import CompiledCalls
 from fastac.dispatcher_internals import is_composite
 from fastac.entries import CountedOps
-from fastac.inductor_internals import CompiledCalls
 from fastac.policy import Policy
 from fastac.preservation import autocast_as_called
 from fastac.recognition import (
@@ -59,7 +59,6 @@ class Observer(TorchDispatchMode):
         self._modules = interception.loaded_modules()
         self._ops = CountedOps()
         self._without_row: set[Any] = set()
-        self._running: Any = None
         self._module = module
         self._handles: list[Any] = []
         self.compiled_calls = CompiledCalls()
@@ -90,8 +89,6 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._join_late(func)
-        self.compiled_calls.listen()
-        self._running = func
         with autocast_as_called(func):
             outputs = func(*args, **(kwargs or {}))
         self.observe(func, args, outputs, kwargs or {})
@@ -160,13 +157,11 @@ class Observer(TorchDispatchMode):
             self.unknown.append(UnknownOp(*op._schema.name.split("::")))
 
     def _outside(self, resolved: ResolvedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == self._thread:  # of engine "sac", which opens no scope of ours
-            if registry.classify(self._running) is None and self.policy.saves(resolved.keys(args, kwargs)):
-                self.elsewhere.append(
-                    f"{resolved.name} was called by the kernel of {self._running}, and engine sac sees into no kernel. "
-                    f"Use the default engine, or give that op a row, if it is an attention."
-                )
-        elif leads_to(args, self._roots) and self.policy.saves(resolved.keys(args, kwargs)):
+        if (
+            threading.get_ident() != self._thread
+            and leads_to(args, self._roots)
+            and self.policy.saves(resolved.keys(args, kwargs))
+        ):
             self.elsewhere.append(
                 f"{resolved.name} was called in another thread, where no region is open. Call it in the block's own "
                 f"thread."
