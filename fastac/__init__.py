@@ -9,12 +9,11 @@ from fastac import backends as backends  # registers the rows
 from fastac import plugins as plugins  # looks for other packages' rows when they are first needed
 from fastac import torch_internals as _torch_internals
 from fastac.checkpointing import checkpoint
-from fastac.compiling import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
+from fastac.compile.blocks import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.hook import disable, enable
 from fastac.opaque import make_visible
 from fastac.outcome import Verification
-from fastac.partitioner import inform_partitioner
 from fastac.planning import plan
 from fastac.plans import Plan
 from fastac.policy import Policy
@@ -43,7 +42,6 @@ __all__ = [
     "compile_attention",
     "disable",
     "enable",
-    "inform_partitioner",
     "make_visible",
     "plan",
     "register",

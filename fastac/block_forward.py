@@ -37,7 +37,6 @@ class Setting:
     """How a model's blocks are checkpointed."""
 
     policy: Policy | BlockPolicies
-    engine: str
 
     def policy_of(self, block: torch.nn.Module) -> Policy | None:
         """The policy of one of the model's blocks."""
@@ -54,7 +53,6 @@ class _Block:
     module: torch.nn.Module
     before: Callable[..., Any] | None
     policy: Policy
-    engine: str
     watch: Watch
     ran: bool = False
 
@@ -70,7 +68,7 @@ def put_on(model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], settin
         policy = setting.policy
         if isinstance(policy, BlockPolicies):
             policy = policy[getattr(block, "_orig_mod", block)]
-        own = _Block(block, vars(block).get("forward"), policy, setting.engine, watch)
+        own = _Block(block, vars(block).get("forward"), policy, watch)
         _set(block, functools.partial(_run, own))
     watch.take_over(model, watch.paths(model))
     model.register_forward_pre_hook(watch.before)
@@ -147,8 +145,8 @@ def setting_of(model: torch.nn.Module) -> Setting | None:
         return None
     policies = {own.policy for own in blocks}
     if len(policies) == 1 and not blocks[0].policy.is_budget:
-        return Setting(blocks[0].policy, blocks[0].engine)
-    return Setting(BlockPolicies({own.module: own.policy for own in blocks}), blocks[0].engine)
+        return Setting(blocks[0].policy)
+    return Setting(BlockPolicies({own.module: own.policy for own in blocks}))
 
 
 def _find(block: torch.nn.Module) -> _Block | None:
@@ -173,7 +171,7 @@ def _run(own: _Block, /, *args: Any, **kwargs: Any) -> Any:
             f"{class_name(own.module)} is called with keyword arguments of the name of an option of "
             f"fastac.checkpoint ({taken}). Give them by position, or under another name."
         )
-    return checkpoint(own.forward, *args, policy=own.policy, engine=own.engine, **kwargs)
+    return checkpoint(own.forward, *args, policy=own.policy, **kwargs)
 
 
 def refuse_lost(model: torch.nn.Module) -> None:

@@ -13,19 +13,17 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import annotation, census, checkpoint_wrappers, shares, torch_internals, traced_regions
+from fastac import census, checkpoint_wrappers, shares, torch_internals
+from fastac.compile import tracing
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.preflight import refuse_debug, refuse_options, refuse_strange_block
 from fastac.regions import Region
-
-ENGINES = ("tape", "sac")
 
 
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
     policy: str | Policy | BlockPolicies = "attn_only",
-    engine: str = "tape",
     use_reentrant: bool | None = False,
     context_fn: object = None,
     debug: bool = False,
@@ -37,7 +35,6 @@ def checkpoint(
     """Checkpoint a function, except for what the policy saves; in the place of torch.utils.checkpoint.checkpoint.
 
     function: a block or any callable; called as function(*args, **kwargs), again in backward.
-    engine: "tape", or "sac" for torch's own selective checkpointing.
     preserve_rng_state, determinism_check, early_stop: as in torch's function, which gets them.
     Raises PolicyNotAppliedError when an attention call that the policy saves could not be saved, FastacError for
     what can not be honoured: reentrant checkpointing, a context_fn of the caller, debug mode.
@@ -45,7 +42,7 @@ def checkpoint(
     if checkpoint_wrappers.inside(function) is not function:
         if checkpoint_wrappers.calls_fastac(function):
             return function(*args, **kwargs)
-        own = functools.partial(checkpoint, policy=policy, engine=engine)
+        own = functools.partial(checkpoint, policy=policy)
         where = census.describe(checkpoint_wrappers.inside(function))
         with checkpoint_wrappers.taken_over(function, own, where) as wrapped:
             if wrapped:
@@ -58,8 +55,8 @@ def checkpoint(
     if policy.is_budget and not torch.compiler.is_dynamo_compiling():
         share = shares.share_of(policy, function)
         policy = share.current(function, args, kwargs)
-    if use_reentrant or context_fn is not None or engine not in ENGINES:
-        refuse_options(use_reentrant, context_fn, engine, ENGINES)
+    if use_reentrant or context_fn is not None:
+        refuse_options(use_reentrant)
     if debug and not policy.saves_nothing:
         refuse_debug(policy)
     full = functools.partial(
@@ -77,15 +74,15 @@ def checkpoint(
             return function(*args, **kwargs)
         if policy.saves_nothing:
             return full(debug=debug) if debug else full()
-        traced_regions.prepare()
-        return full(context_fn=functools.partial(traced_regions.contexts_while_tracing, policy))
+        tracing.prepare()
+        return full(context_fn=functools.partial(tracing.contexts_while_tracing, policy))
     if torch_internals.in_other_trace():
-        return annotation.run_annotated(function, args, kwargs, policy)
+        return tracing.run_annotated(function, args, kwargs, policy)
     if policy.saves_nothing:
         return full(debug=debug)
     if torch_internals.checkpoint_debug_enabled():
         refuse_debug(policy)
-    region = Region(function, args, kwargs, policy, engine, preserve_rng_state, share)
+    region = Region(function, args, kwargs, policy, preserve_rng_state, share)
     outputs = full(context_fn=region.contexts)
     region.check(outputs)
     return outputs

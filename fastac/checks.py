@@ -62,7 +62,6 @@ class Checked:
 def check(
     row: ModelRow,
     policy: str = "attn_only",
-    engine: str = "tape",
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     backend: str | None = None,
@@ -95,11 +94,11 @@ def check(
         problem = "flex_attention has no backward on a CPU" if row.flex and device == "cpu" else _first_line(error)
         return dataclasses.replace(checked, verdict=NOT_HERE, problem=problem)
     try:
-        hook.enable(model, policy, engine=engine)
+        hook.enable(model, policy)
     except FastacError as error:
         return dataclasses.replace(checked, verdict=REFUSED, problem=_first_line(error))
     try:
-        found = verification.verify(model, **inputs, policy=policy, engine=engine)
+        found = verification.verify(model, **inputs, policy=policy)
     except BROKEN as error:  # FastacError, or what would be a fault of fastac's
         return dataclasses.replace(checked, verdict=FAILED, problem=_first_line(error))
     resolved = resolve(policy)

@@ -59,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which.add_argument("--all", action="store_true", help="every class, one after the other, as one table")
     check.add_argument("--json", action="store_true", help="the table of --all as one JSON object")
     check.add_argument("--policy", default="attn_only", choices=list(NAMED), help="default: %(default)s")
-    check.add_argument("--engine", default="tape", choices=["tape", "sac"], help="default: %(default)s")
     check.add_argument("--backend", help="a diffusers attention backend, as `fastac backends` lists them")
     check.add_argument("--dtype", default="fp32", choices=list(DTYPES), help="default: %(default)s")
     check.add_argument("--device", default="cpu", help="default: %(default)s")
@@ -212,7 +211,7 @@ def _check(options: argparse.Namespace) -> int:
         raise FastacError(f"check {options.model}: the diffusers that is installed has no such class")
     model, inputs = checks.tiny(row, dtype, options.device, options.backend)
     try:
-        print(verification.verify(model, **inputs, policy=options.policy, engine=options.engine))
+        print(verification.verify(model, **inputs, policy=options.policy))
     except NotImplementedError as error:  # flex_attention has no backward for the CPU
         raise FastacError(f"check {options.model}: it can not be trained here: {error}") from error
     return 0
@@ -226,15 +225,15 @@ def _check_all(options: argparse.Namespace, dtype: torch.dtype) -> int:
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     with bar as progress, _quiet():
         for row in progress.track(models.MODELS.values(), description="check"):
-            one = checks.check(row, options.policy, options.engine, dtype, options.device, options.backend)
+            one = checks.check(row, options.policy, dtype, options.device, options.backend)
             found.append(one)
     if options.json:
         versions = {name: version(name) for name in ("fastac", "torch", "diffusers")}
-        what = {name: getattr(options, name) for name in ("policy", "engine", "dtype", "device")} | {"policy": policy}
+        what = {name: getattr(options, name) for name in ("policy", "dtype", "device")} | {"policy": policy}
         rows = [dataclasses.asdict(one) for one in found]
         print(json.dumps({**what, "versions": versions, "models": rows}, indent=2))
     else:
-        title = f"{policy} against no checkpointing, {options.dtype}, engine {options.engine}"
+        title = f"{policy} against no checkpointing, {options.dtype}"
         columns = ("model", "attention runs", "again", "saved", "bytes saved", "backend", "verdict", "remarks")
         table = _table(title, *columns)
         for one in found:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from fastac import autograd_graph, census, compiled_graphs, hook, scopes
+from fastac import autograd_graph, census, hook, scopes
 from fastac.census import Call, Census, Product
+from fastac.compile import graphs as compiled_graphs
 from fastac.errors import FastacError
 from fastac.preservation import buffers_preserved, generators_preserved
 from fastac.ranks import class_name

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fastac import census, inductor_internals, opaque, plugins, registry
+from fastac import census, opaque, plugins, registry
+from fastac.compile import torch_private
 from fastac.diagnosis import Look
 from fastac.policy import Policy
 from fastac.ranks import class_name
@@ -104,7 +105,7 @@ _given_up: weakref.WeakSet[type] = weakref.WeakSet()
 def warn_of_compiler(function: Any) -> None:
     """Tell, once for a class of blocks, that their checkpoint stands in compiled code and was left out of it."""
     kind = type(census.block_of(function))
-    if inductor_internals.was_given_up() and kind not in _given_up:
+    if torch_private.was_given_up() and kind not in _given_up:
         _given_up.add(kind)
         logger.warning(
             "%s: runs eagerly, though torch.compile was applied to what calls it: a graph break inside a checkpoint "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -55,18 +54,16 @@ def refuse_switched(function: Any, policy: Policy) -> None:
             )
 
 
-def refuse_options(use_reentrant: bool | None, context_fn: object, engine: str, engines: Sequence[str]) -> NoReturn:
+def refuse_options(use_reentrant: bool | None) -> NoReturn:
     """Raise FastacError for an option of `checkpoint` that can not be honoured."""
     if use_reentrant:
         raise FastacError(
             "checkpoint(use_reentrant=True): reentrant checkpointing has no place to save anything. "
             "Use use_reentrant=False, which is the default here."
         )
-    if context_fn is not None:
-        raise FastacError(
-            "checkpoint(context_fn=...): fastac passes its own, which does the saving. Give it a policy instead."
-        )
-    raise FastacError(f"checkpoint(engine={engine!r}): there are {', '.join(engines)}")
+    raise FastacError(
+        "checkpoint(context_fn=...): fastac passes its own, which does the saving. Give it a policy instead."
+    )
 
 
 def refuse_debug(policy: Policy) -> NoReturn:

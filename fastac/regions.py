@@ -13,33 +13,28 @@ import torch
 from fastac import (
     autograd_graph,
     census,
-    compiled_graphs,
     diagnosis,
     explanation,
     interception,
     linear,
     opaque,
-    partitioner,
     ranks,
     torch_internals,
 )
 from fastac.census import Census
-from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.compile import graphs as compiled_graphs
+from fastac.compile.tracing import Contexts, traced_contexts
+from fastac.errors import PolicyNotAppliedError
 from fastac.observation import Observer
 from fastac.policy import Policy
 from fastac.preflight import is_compiled, refuse_switched, refuse_wrapped
 from fastac.replay import Replay
 from fastac.scopes import Tape, thread
-from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts
 from fastac.shares import Share
 from fastac.survey import SurveyRecord, SurveyReplay
 from fastac.tape import Record
 
 logger = logging.getLogger("fastac")
-
-
-def _census_of(record: Record | SelectiveRecord) -> Census:
-    return record.census() if isinstance(record, SelectiveRecord) else Census.of_tape(record)
 
 
 class Region:
@@ -49,7 +44,6 @@ class Region:
         "_known",
         "args",
         "block",
-        "engine",
         "function",
         "key",
         "kwargs",
@@ -66,7 +60,6 @@ class Region:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         policy: Policy,
-        engine: str = "tape",
         preserves_generators: bool = True,
         share: Share | None = None,
     ) -> None:
@@ -75,12 +68,11 @@ class Region:
         self.kwargs = kwargs
         self.policy = policy
         self.share = share  # of a budget: what the policy saves was not asked for by name
-        self.engine = engine
         self.preserves_generators = preserves_generators
-        self.record: Record | SelectiveRecord | None = None
+        self.record: Record | None = None
         self.observer: Observer | None = None
         self.block = census.block_record(function)
-        self.key = (engine, policy, census.signature(args), census.signature(kwargs) if kwargs else None)
+        self.key = (policy, census.signature(args), census.signature(kwargs) if kwargs else None)
         self._known: Census | None = None
 
     def contexts(self) -> Contexts:
@@ -99,28 +91,16 @@ class Region:
             self._known = census.known(self.function).get(self.key)
         if self._known is None:
             interception.install()
-            partitioner.inform_if_loaded()
             if not is_compiled(self.function):
                 self.observer = Observer(self.function, (self.args, self.kwargs), self.policy)
         if self.policy.linear or self.policy.is_budget:
             return self._contexts_with_linear(self.policy)
-        if self.engine == "sac":
-            if is_compiled(self.function):
-                raise FastacError(COMPILED_CODE)
-            self.record = selective = SelectiveRecord(self.policy, self.observer)
-            self._be_told(selective)
-            return selective, selective.replay
         tape = Tape()
         self.record = record = Record(tape, self.policy, self.preserves_generators, self.observer)
         self._be_told(record)
         return record, Replay(tape)
 
     def _contexts_with_linear(self, policy: Policy) -> Contexts:
-        if self.engine != "tape":
-            raise FastacError(
-                f'engine="sac": {policy} is for the default engine, which knows which Linear module a product belongs '
-                f"to. Leave engine out, or use a policy of attention alone."
-            )
         linears = linear.Watched()
         if policy.linear and torch.is_grad_enabled():  # else torch asks for contexts that nobody enters
             linears = linear.watched(self.function, policy, by_name=self.share is None)
@@ -138,7 +118,7 @@ class Region:
         self._be_told(record)
         return record, replay
 
-    def _be_told(self, record: Record | SelectiveRecord) -> None:
+    def _be_told(self, record: Record) -> None:
         if self.observer is not None:
             self.observer.progress = lambda: len(record.calls) + len(record.missed)
             self.observer.let_in = record.ops.let_in
@@ -169,20 +149,23 @@ class Region:
             mine = known
             if known.keys != record.keys or known.linear != record.products:
                 mine = dataclasses.replace(
-                    _census_of(record), compiled=known.compiled, writing=known.writing, communicates=known.communicates
+                    Census.of_tape(record),
+                    compiled=known.compiled,
+                    writing=known.writing,
+                    communicates=known.communicates,
                 )
             self._remember(record, mine)
 
-    def _is_odd(self, record: Record | SelectiveRecord, known: Census, outputs: Any) -> bool:
+    def _is_odd(self, record: Record, known: Census, outputs: Any) -> bool:
         """Whether a block holds an attention that the first of its class did not, and that nothing recorded."""
         nodes = autograd_graph.nodes_between(outputs, (self.args, self.kwargs))
         compiled = autograd_graph.ran_compiled_code(nodes) and not known.compiled
         return compiled or bool(autograd_graph.hidden_functions(nodes, record.owners, self.policy))
 
-    def _settle(self, record: Record | SelectiveRecord, outputs: Any) -> None:
+    def _settle(self, record: Record, outputs: Any) -> None:
         """The slow way: the first region of its kind, or one that recorded other calls than its kind did before."""
         known = self._known
-        mine = _census_of(record)
+        mine = Census.of_tape(record)
         where = census.describe(self.function)
         late = [*opaque.make_known_visible(), *interception.install(), *record.late]
         seen: Observer | diagnosis.Look | None = self.observer
@@ -217,7 +200,7 @@ class Region:
             self._judge(record, mine, seen)
         if self.policy.linear and compiled:
             linear.refuse_compiled(self.function, self.policy)
-        if self.policy.linear and self.share is None and isinstance(record, Record):
+        if self.policy.linear and self.share is None:
             before = self.block.censuses.get(self.key) if self.block is not None else None
             linear.judge(self.function, self.policy, record, before.linear if before else [], nodes)
         kinds = census.known(self.function)
@@ -231,7 +214,7 @@ class Region:
             known.others.append(mine.ops)
         self._remember(record, mine)
 
-    def _look_again(self, record: Record | SelectiveRecord, compiled: bool = False) -> diagnosis.Look:
+    def _look_again(self, record: Record, compiled: bool = False) -> diagnosis.Look:
         """A second look, unless it would leave this rank alone in a collective, and all hanging.
 
         The first region of a class of compiled blocks is looked at again on every rank.
@@ -239,10 +222,10 @@ class Region:
         kinds = census.known(self.function).copy()  # other threads add to it
         if ranks.count() == 1 or not self._communicates(record) or (compiled and not kinds):
             return diagnosis.look_again(self.function, self.args, self.kwargs, self.policy, compiled)
-        alike = [len(one.ops) for key, one in kinds.items() if key[:2] == self.key[:2]]
+        alike = [len(one.ops) for key, one in kinds.items() if key[0] == self.key[0]]
         return diagnosis.first_look(record.calls, record.missed, self.observer, min(alike, default=0))
 
-    def _communicates(self, record: Record | SelectiveRecord) -> bool:
+    def _communicates(self, record: Record) -> bool:
         """Whether the function issues collectives, as far as that is known."""
         if record.communication is not None:
             return True
@@ -251,12 +234,12 @@ class Region:
         known = list(census.known(self.function).values())  # other threads add to it
         return any(one.communicates for one in known) or ranks.is_sharded(census.module_of(self.function))
 
-    def _called_compiled(self, record: Record | SelectiveRecord) -> bool:
+    def _called_compiled(self, record: Record) -> bool:
         """Whether it ran compiled code, also such as the graph does not show; eager flex_attention compiles itself."""
         own = sum(isinstance(resolved.op, torch._ops.HigherOrderOperator) for resolved in record.calls)
         return self.observer is not None and self.observer.compiled_calls.count > own
 
-    def _judge(self, record: Record | SelectiveRecord, mine: Census, seen: Observer | diagnosis.Look) -> None:
+    def _judge(self, record: Record, mine: Census, seen: Observer | diagnosis.Look) -> None:
         before = self.block.censuses.get(self.key) if self.block is not None else None
         expected = max(len(seen.ops), len(before.ops) if before is not None else 0)
         hidden = seen.hidden if isinstance(seen, diagnosis.Look) else []
@@ -272,7 +255,7 @@ class Region:
         expected = max(expected, made + unseen, len(look.ops) + len(look.missed) + len(look.unknown))
         raise PolicyNotAppliedError(explanation.explain(self.function, self.policy, look, made, expected))
 
-    def _remember(self, record: Record | SelectiveRecord, mine: Census) -> None:
+    def _remember(self, record: Record, mine: Census) -> None:
         for listener in census.listeners:
             listener(mine)
         block = self.block

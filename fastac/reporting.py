@@ -11,9 +11,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastac import census, compiled_graphs, hook, models, shares
+from fastac import census, hook, models, shares
 from fastac.census import Call
 from fastac.collectives import Communication
+from fastac.compile import graphs
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.ranks import class_name
 from fastac.remarks import remarks
@@ -67,14 +68,13 @@ class Report:
 
     model_class: str
     policy: str
-    engine: str
     active: bool
     problem: str
     rows: tuple[ContainerReport, ...]
     remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        state = f"policy {self.policy}, engine {self.engine}" if self.active else "not enabled by fastac.enable"
+        state = f"policy {self.policy}" if self.active else "not enabled by fastac.enable"
         table = Table(
             title=f"{self.model_class}: {state}",
             title_justify="left",
@@ -156,7 +156,6 @@ def report(model: torch.nn.Module) -> Report:
     return Report(
         model_class=class_name(model),
         policy="none" if setting is None else str(setting.policy),
-        engine="none" if setting is None else setting.engine,
         active=setting is not None,
         problem=_problem(model, setting, rows),
         rows=tuple(rows),
@@ -175,7 +174,7 @@ def decided(
     setting = hook.setting_of(model)
     if setting is None:
         return {}
-    return compiled_graphs.decided(
+    return graphs.decided(
         {
             name: (container.block_class, setting.policy_of(block), since(block))
             for container in hook.containers_of(model)

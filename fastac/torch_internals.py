@@ -2,13 +2,12 @@
 
 Seen in torch 2.13. Each name is looked up at import; one that went away is an ImportError that names it and the torch
 version, and `tests/test_torch_internals.py` fails. What fastac uses of the dispatcher stands in `dispatcher_internals`,
-of the compiler in `compiler_internals`.
+of the compiler in `compile.torch_private`.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -95,16 +94,6 @@ def _codes(value: object) -> Iterator[types.CodeType]:
     elif value is not None:
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         yield from _codes(getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None)
-
-
-def in_compiled_code() -> bool:
-    """Whether the caller was called by code that torch.compile made. Walks the stack: not for every op."""
-    frame = sys._getframe()
-    while (caller := frame.f_back) is not None:
-        if caller.f_globals.get("__name__", "").startswith("torch._functorch._aot_autograd."):
-            return True
-        frame = caller
-    return False
 
 
 def in_backward() -> bool:

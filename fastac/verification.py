@@ -26,7 +26,6 @@ def verify(
     model: torch.nn.Module,
     *args: Any,
     policy: str | Policy | Mapping[str, str | Policy] | None = None,
-    engine: str | None = None,
     blocks: Any = None,
     reference: str = "none",
     per_block: bool = False,
@@ -34,7 +33,7 @@ def verify(
 ) -> Verification:
     """Run a model without checkpointing and with a policy; compare outputs, every gradient, and kernel executions.
 
-    args, kwargs: of one call of the model. policy, engine, blocks: as in `enable`; those it was given, for a model that
+    args, kwargs: of one call of the model. policy, blocks: as in `enable`; those it was given, for a model that
     is enabled.
     reference: "none", or "full" for a model that does not fit otherwise.
     per_block: run the model once under full checkpointing, then compare block by block on the inputs each had; needs
@@ -48,9 +47,7 @@ def verify(
     """
     together = Together()
     try:
-        return together.run(
-            lambda: _verify(together, model, args, kwargs, policy, engine, blocks, reference, per_block)
-        )
+        return together.run(lambda: _verify(together, model, args, kwargs, policy, blocks, reference, per_block))
     except OtherRankFailed as failed:
         kind = getattr(errors, failed.kind, FastacError)
         raise kind(f"verify failed on another rank. {failed}") from None
@@ -62,7 +59,6 @@ def _verify(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     policy: Any,
-    engine: str | None,
     blocks: Any,
     reference: str,
     per_block: bool,
@@ -79,17 +75,15 @@ def _verify(
     setting = hook.setting_of(inner)
     if policy is None:
         policy = "attn_only" if setting is None else hook.policy_as_given(inner, setting)
-    if engine is None:
-        engine = "tape" if setting is None else setting.engine
     with as_found(model):
         if blocks is None and not hasattr(inner, "enable_gradient_checkpointing"):
-            result = _verify_block(together, model, args, kwargs, policy, engine, reference)
+            result = _verify_block(together, model, args, kwargs, policy, reference)
         elif per_block:
             if blocks is not None:
                 raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
-            result = _verify_blocks(together, model, args, kwargs, policy, engine, reference)
+            result = _verify_blocks(together, model, args, kwargs, policy, reference)
         else:
-            result = _verify_model(together, model, args, kwargs, policy, engine, reference, blocks)
+            result = _verify_model(together, model, args, kwargs, policy, reference, blocks)
     result = dataclasses.replace(result, subject=subject)
     raise_if_broken(result)
     return result
@@ -101,7 +95,6 @@ def _verify_model(
     args: Any,
     kwargs: Any,
     policy: Any,
-    engine: str,
     reference: str,
     blocks: Any,
 ) -> Verification:
@@ -124,7 +117,7 @@ def _verify_model(
 
     def policy_step() -> Step:
         nonlocal policy
-        hook.enable(inner, policy, engine=engine, blocks=blocks)
+        hook.enable(inner, policy, blocks=blocks)
         found = step()
         if selected_is_budget:  # the next step is under what became of it
             policy = hook.policy_as_given(inner, _setting(inner))
@@ -137,13 +130,13 @@ def _verify_model(
         with torch.compiler.set_stance("force_eager"):
             return reference_step()
 
-    selected = _selected(inner, policy, engine, blocks)
+    selected = _selected(inner, policy, blocks)
     selected_is_budget = any(one.is_budget for one in policies_in(selected))
     return compare(together, reference_step, policy_step, selected, reference, eager_reference_step)
 
 
-def _selected(model: torch.nn.Module, policy: Any, engine: str, blocks: Any = None) -> Policy | BlockPolicies:
-    hook.enable(model, policy, engine=engine, blocks=blocks)
+def _selected(model: torch.nn.Module, policy: Any, blocks: Any = None) -> Policy | BlockPolicies:
+    hook.enable(model, policy, blocks=blocks)
     return _setting(model).policy
 
 
@@ -155,7 +148,7 @@ def _setting(model: torch.nn.Module) -> block_forward.Setting:
 
 
 def _verify_block(
-    together: Together, block: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+    together: Together, block: torch.nn.Module, args: Any, kwargs: Any, policy: Any, reference: str
 ) -> Verification:
     def reference_step() -> Step:
         checkpoint_wrappers.take_over_all(block, checkpoint_wrappers.call_plainly)
@@ -163,7 +156,7 @@ def _verify_block(
 
     def policy_step() -> Step:
         checkpoint_wrappers.give_back(block)
-        function = functools.partial(checkpoint, policy=policy, engine=engine)
+        function = functools.partial(checkpoint, policy=policy)
         return run_step(block, function, (block, *args), kwargs)
 
     selected = policy[block] if isinstance(policy, BlockPolicies) else resolve(policy)
@@ -171,10 +164,10 @@ def _verify_block(
 
 
 def _verify_blocks(
-    together: Together, model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+    together: Together, model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, reference: str
 ) -> Verification:
     inner: Any = models.unwrapped(model)
-    selected = _selected(inner, policy, engine)
+    selected = _selected(inner, policy)
     if any(one.is_budget and not one.per_block for one in policies_in(selected)):
         raise FastacError(
             "verify(per_block=True): a budget of all blocks is shared out in a step of the whole model. Verify without "
@@ -187,9 +180,7 @@ def _verify_blocks(
     run_forward(model, args, kwargs)
     if not together.agree(len(regions)):
         raise FastacError("verify(per_block=True): ranks have different numbers of blocks. Verify without per_block.")
-    parts = [
-        _verify_block(together, block, inputs, named, selected, engine, reference) for block, inputs, named in regions
-    ]
+    parts = [_verify_block(together, block, inputs, named, selected, reference) for block, inputs, named in regions]
     if not parts:
         raise FastacError(f"verify(per_block=True): {class_name(model)} checkpointed no block on these inputs")
     return Verification(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
-from fastac import census, compiled_graphs, interception, opaque, registry, scopes
+from fastac import census, interception, opaque, registry, scopes
+from fastac.compile import graphs
 from tests import support
 
 
@@ -39,10 +40,7 @@ def _as_in_a_fresh_process() -> Iterator[None]:
         # Where the test was the first to import it, what it began with.
         first = dispatch.AttentionBackendName(dispatch.DIFFUSERS_ATTN_BACKEND)
         dispatch._AttentionBackendRegistry._active_backend = first if before is None else backend
-    if compiled_graphs._ran_again in interception.watchers:  # stays for good once something was compiled
-        interception.watchers.remove(compiled_graphs._ran_again)
-    compiled_graphs._traced.clear()
-    compiled_graphs._watched.clear()
+    graphs.reset()
     left = [name for name, open_ in (("scope", scopes.thread.scope), ("watchers", interception.watchers)) if open_]
     left += ["execution counters"] if scopes.execution_counters else []
     left += ["hook on dynamo's guards"] if set_guard_complete_hook(None) is not None else []
@@ -88,15 +86,3 @@ def attention_executions() -> Counter[str]:
     support.count_cpu_attention()
     support.executions.clear()
     return support.executions
-
-
-@pytest.fixture
-def uninformed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AOT's partitioner, as long as fastac has told it nothing."""
-    import torch._functorch.partitioners
-    from torch.utils.flop_counter import flop_registry
-
-    known = torch._functorch.partitioners.get_default_op_list
-    monkeypatch.setattr(torch._functorch.partitioners, "get_default_op_list", getattr(known, "__wrapped__", known))
-    for op in [op for op, formula in flop_registry.items() if formula.__module__.startswith("fastac")]:
-        monkeypatch.delitem(flop_registry, op)

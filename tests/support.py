@@ -167,27 +167,25 @@ class AttentionStack(torch.nn.Module):
         self,
         layers: int = 2,
         policy: str | Policy = "none",
-        engine: str = "tape",
         block: Callable[[], torch.nn.Module] = AttentionBlock,
     ) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList(block() for _ in range(layers))
         self.policy = policy
-        self.engine = engine
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            video = run_checkpointed(block, video, text, policy=self.policy, engine=self.engine)
+            video = run_checkpointed(block, video, text, policy=self.policy)
         return video
 
 
-def run_checkpointed(function: Any, *args: Any, policy: str | Policy, engine: str = "tape", **kwargs: Any) -> Any:
+def run_checkpointed(function: Any, *args: Any, policy: str | Policy, **kwargs: Any) -> Any:
     """Call a function without checkpointing ("none"), under torch's ("torch"), or under a policy of fastac."""
     if policy == "none":
         return function(*args, **kwargs)
     if policy == "torch":
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-    return fastac.checkpoint(function, *args, policy=policy, engine=engine, **kwargs)
+    return fastac.checkpoint(function, *args, policy=policy, **kwargs)
 
 
 VIDEO_TOKENS, TEXT_TOKENS, WIDTH = 24, 6, 16

@@ -1,6 +1,6 @@
 """torch.nn.attention.flex_attention: a higher-order op in eager mode. NABLA is such a call, with a block mask.
 
-Where inductor compiles it, `fastac.compile` and `fastac.compile_attention` leave it an op (fastac/compiled_flex.py).
+Where inductor compiles it, `fastac.compile` and `fastac.compile_attention` leave it an op (fastac/compile/flex.py).
 Compiled by torch alone no call is left to see, and the region is refused; in a model that is compiled as a whole,
 checkpointing is in the graph, and saves it. A tensor that requires grad and that a `score_mod` uses gets a wrong
 gradient in eager mode under any checkpointing, torch's own as well (torch 2.13).

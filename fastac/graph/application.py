@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch.fx import GraphModule
 
-from fastac import annotation
+from fastac.compile import tracing as annotation
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph.functionalization import functionalize, refuse_writes
 from fastac.graph.nodes import RECOMPUTED, is_backward, marks, regions

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from fastac import inductor_internals
+from fastac.compile import torch_private
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph import fusion, internals
 from fastac.graph.liveness import peak_bytes
@@ -140,9 +140,9 @@ class _Look:
                 )
         options = {**AS_IT_IS, **given}
         first, last = "joint_custom_pre_pass", "post_grad_custom_post_pass"
-        options[first] = [self.before, *inductor_internals.passes(options, first)]
-        options[last] = [*inductor_internals.passes(options, last), self.after]
-        others = inductor_internals.passes(options, internals.POST_FUSION)
+        options[first] = [self.before, *torch_private.passes(options, first)]
+        options[last] = [*torch_private.passes(options, last), self.after]
+        others = torch_private.passes(options, internals.POST_FUSION)
         options[internals.POST_FUSION] = functools.partial(self.fused, others)
         return options
 

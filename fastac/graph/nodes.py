@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.annotation import REGION
+from fastac.compile.tracing import REGION
 from fastac.graph.internals import BACKWARD, is_drawing, schema_of
 from fastac.registry import classify
 from fastac.rows import AttentionOp

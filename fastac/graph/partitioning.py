@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.decisions import Decisions
+from fastac.compile.tracing import Decisions
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import internals
 from fastac.graph.gathers import drop_dead_collectives, parameters_of, recompute_parameter_gathers

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from fastac.annotation import REGION
+from fastac.compile.tracing import REGION
 from fastac.graph.nodes import RECOMPUTED, is_attention, marks, regions
 from fastac.policy import Policy
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac import annotation
-from fastac.decisions import Decisions
+from fastac.compile import tracing as annotation
+from fastac.compile.tracing import Decisions
 from fastac.errors import PolicyNotAppliedError
 from fastac.graph.internals import is_functional
 from fastac.graph.nodes import (

@@ -15,7 +15,8 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastac import annotation, interception
+from fastac import interception
+from fastac.compile import tracing as annotation
 from fastac.errors import FastacError
 from fastac.graph import internals
 from fastac.graph.description import (

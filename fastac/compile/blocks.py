@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import inspect
 import logging
 import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from fastac import block_forward, block_selection, compiled_flex, hook, models, registry
+from fastac import block_forward, block_selection, hook, models, registry
+from fastac.compile.flex import INDUCTOR, inductor
 from fastac.errors import FastacError
 from fastac.policy import Policy
 from fastac.ranks import class_name
 from fastac.rows import Verdict
 
 logger = logging.getLogger("fastac")
-
-_OPTIONS = tuple(name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Compilation:
             if counted
             else f"{self.model}: no block was compiled here. Each is inside its own checkpoint (policy {self.policy})."
         ]
-        if self.blocks and self.backend == compiled_flex.INDUCTOR:
+        if self.blocks and self.backend == INDUCTOR:
             lines.append("flex_attention is compiled apart from what is around it, so that it can be saved.")
         if self.before:
             lines.append(
@@ -72,14 +69,27 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
     **options: Any,
 ) -> Compilation:
-    """Enable fastac on a model and compile its blocks in place, each inside its checkpoint.
+    """Enable fastac on a model and compile its blocks in place, each inside its own checkpoint.
 
-    policy, blocks: as in `fastac.enable`, which this calls. options: those of torch.compile, for every block.
-    Returns what was done; `print` it. A second call changes what differs. `fastac.disable` leaves the blocks compiled.
-    For a model without graph breaks, torch.compile(model, fullgraph=True) after `fastac.enable` gives the compiler more
-    to fuse; whether that is faster, measure.
-    Raises what `enable` raises, and FastacError for an option that torch.compile does not have or take, and for a model
-    that is compiled as a whole, or holds blocks (`blocks=...`) that are compiled already. Nothing is changed then.
+    A second call changes what differs. `fastac.disable` leaves the blocks compiled. For a model without graph breaks,
+    torch.compile(model, fullgraph=True) after `fastac.enable` gives the compiler more to fuse; whether that is faster,
+    measure.
+
+    Args:
+        model: as in `fastac.enable`, which this calls.
+        policy: as in `fastac.enable`.
+        blocks: as in `fastac.enable`.
+        options: those of torch.compile, for every block.
+
+    Returns:
+        What was done; `print` it.
+
+    Raises:
+        FastacError: torch.compile does not take the options, or the model is compiled as a whole already, or holds
+            named blocks that are. What `enable` raises passes as it is. Nothing is changed then.
+
+    Example:
+        >>> print(fastac.compile(transformer, policy="attn_only"))
     """
     hook.check_module(model, "compile")
     ready = _ready("compile", options)
@@ -93,13 +103,16 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     found = {name: block for container in hook.containers_of(inner) for name, block in container.blocks.items()}
     before, eager = [], []
     for name, block in found.items():
-        if _is_opaque(block):
+        call = block._compiled_call_impl
+        if any(use.verdict is Verdict.OPAQUE for use in registry.backend_uses(block)):
             eager.append(name)
-        elif hasattr(block, "_orig_mod") or _is_of_others(block):
+        elif hasattr(block, "_orig_mod") or (call is not None and _options_of(call) is None):
             before.append(name)
         elif name not in own:
-            _compile_call(block, options, ready)
-        elif getattr(own[name].before, "options", None) != options:
+            if _options_of(call) != options:
+                block.compile(**ready)
+                block._compiled_call_impl._fastac_options = options  # type: ignore[union-attr]
+        elif _options_of(own[name].before) != options:
             own[name].before = CompiledForward(block, own[name].forward, options, ready)
     setting = hook.setting_of(inner)
     made = Compilation(
@@ -118,11 +131,19 @@ def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[
     """torch.compile for a function that calls flex_attention, such as flex_attention itself, that lets it be saved.
 
     In a checkpointed block its kernel is a call that fastac sees, where torch.compile(flex_attention) hides it.
-    options: those of torch.compile but for `backend`, which is inductor.
-    Raises FastacError for an option that torch.compile does not have or take.
+
+    Args:
+        function: what is compiled.
+        options: those of torch.compile but for `backend`, which is inductor.
+
+    Raises:
+        FastacError: torch.compile does not take the options.
+
+    Example:
+        >>> attend = fastac.compile_attention(flex_attention, dynamic=False)
     """
     ready = _ready("compile_attention", options)
-    if _name_of(ready["backend"]) != compiled_flex.INDUCTOR:
+    if _name_of(ready["backend"]) != INDUCTOR:
         raise FastacError(
             f"compile_attention(backend={options['backend']!r}): it is about inductor, which hides flex_attention. "
             f"With another backend, use torch.compile."
@@ -131,27 +152,15 @@ def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[
 
 
 def _ready(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as torch.compile gets them. Raises FastacError for what it would not take."""
-    if "engine" in options:
-        raise FastacError(f"{call}(engine=...): torch's selective checkpointing can not stand around compiled code.")
-    if unknown := [name for name in options if name not in _OPTIONS]:
-        raise FastacError(
-            f"{call}({unknown[0]}=...): torch.compile has no such option. It has "
-            f"{', '.join(_OPTIONS)}; those of inductor's configuration go into options={{...}}."
-        )
-    ready = dict(options)
+    """The options with inductor as fastac has it. Raises FastacError for what torch.compile does not take."""
     try:
-        if ready.get("backend", compiled_flex.INDUCTOR) in (compiled_flex.INDUCTOR, None):
-            if ready.get("mode") is not None and ready.get("options") is not None:
-                raise RuntimeError("either mode or options can be given, not both")
-            mode, inductors, dynamic = ready.pop("mode", None), ready.pop("options", None), ready.get("dynamic")
-            ready["backend"] = compiled_flex.inductor(mode, inductors, dynamic)
-        torch.compile(_nothing, **ready)
-    except ImportError:
-        raise  # of fastac's own, about this torch
+        torch.compile(_nothing, **options)
     except Exception as error:
         words = str(error).partition(", known options")[0]
         raise FastacError(f"{call}: torch.compile does not take these options: {words}") from error
+    ready = dict(options)
+    if ready.get("backend", INDUCTOR) in (INDUCTOR, None):
+        ready["backend"] = inductor(ready.pop("mode", None), ready.pop("options", None), ready.get("dynamic"))
     return ready
 
 
@@ -182,23 +191,9 @@ def _refuse_compiled(model: torch.nn.Module, blocks: set[torch.nn.Module], named
             )
 
 
-def _is_opaque(block: torch.nn.Module) -> bool:
-    return any(use.verdict is Verdict.OPAQUE for use in registry.backend_uses(block))
-
-
-_calls: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
-"""Blocks whose call was compiled here: what torch made of it, and with which options."""
-
-
-def _is_of_others(block: torch.nn.Module) -> bool:
-    compiled, _ = _calls.get(block, (None, {}))
-    return block._compiled_call_impl is not None and block._compiled_call_impl is not compiled
-
-
-def _compile_call(block: torch.nn.Module, options: dict[str, Any], ready: dict[str, Any]) -> None:
-    if block._compiled_call_impl is None or _calls[block][1] != options:
-        block.compile(**ready)
-        _calls[block] = block._compiled_call_impl, options
+def _options_of(compiled: Any) -> dict[str, Any] | None:
+    """With which options a call or a forward was compiled here; None where it was not."""
+    return getattr(compiled, "_fastac_options", None)
 
 
 class CompiledForward:
@@ -214,7 +209,7 @@ class CompiledForward:
     ) -> None:
         own = forward._torchdynamo_orig_callable if isinstance(forward, CompiledForward) else forward
         self.__self__ = block
-        self.options = options
+        self._fastac_options = options
         self._torchdynamo_orig_callable: Callable[..., Any] = own
         self._compiled = torch.compile(own, **ready)
 

@@ -1,4 +1,4 @@
-"""Graphs that torch.compile made: what AOT was told to save in them, and whether their backward runs attention again.
+"""Graphs that torch.compile made: what AOT was asked to save in them, and whether their backward runs attention again.
 
 Nothing of a region in a graph is seen while it runs, so what was decided is noted while AOT traces (`Traced`), for
 `fastac.report`. What the compiler makes of it is its own: a memory budget, a partitioner of the user's or a graph
@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac import compiler_internals, interception, torch_internals
+from fastac import interception, torch_internals
 from fastac.census import Call
-from fastac.errors import CompiledPolicyNotAppliedError, PolicyNotAppliedError
+from fastac.compile import torch_private
+from fastac.compile.torch_private import compilations
+from fastac.errors import PolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.ranks import class_name
 from fastac.registry import ResolvedOp, classify
@@ -39,17 +41,16 @@ class TracedCall:
 
 @dataclasses.dataclass
 class Traced:
-    """The regions of one compilation. time: of it, as `Compilations` counts.
+    """The regions of one compilation. time: of it, as `time` counts.
 
-    graphs: joint graphs of AOT's, until they are complete; saved: names of their nodes that AOT was told to save.
-    may_run: attention calls that backward may run: those that AOT was told to recompute, in regions of others as well,
+    graphs: joint graphs of AOT's, until they are counted; saved: names of their nodes that AOT was asked to save.
+    may_run: attention calls that backward may run: those that AOT was asked to recompute, in regions of others as well,
     and those that are of the backward themselves.
     """
 
     time: int = 0
     policies: set[Policy] = dataclasses.field(default_factory=set)
     calls: list[TracedCall] = dataclasses.field(default_factory=list)
-    budget: compiler_internals.Budget | None = None
     graphs: list[torch.fx.Graph] = dataclasses.field(default_factory=list)
     saved: set[str] = dataclasses.field(default_factory=set)
     may_run: int = 0
@@ -57,18 +58,7 @@ class Traced:
     def add(self, policy: Policy, resolved: ResolvedOp, keys: Any, saved: bool, outputs: Any) -> None:
         """Note what was decided for a call that is being traced."""
         held = sum(_bytes_of(value) for value in torch_internals.tree_leaves(outputs)) if saved else 0
-        if saved and torch_internals.in_proxy_trace() and (budget := compiler_internals.memory_budget()).value != 1:
-            self.budget = budget
         self.calls.append(TracedCall(policy, Call(resolved.name, _hint(keys), saved, held), _modules_here()))
-
-    def refuse_budget(self, policy: Policy) -> None:
-        """Raise PolicyNotAppliedError where AOT would decide by a memory budget what the graph saves."""
-        if self.budget is not None:
-            raise CompiledPolicyNotAppliedError(
-                f"{policy}: {self.budget.source} is {self.budget.value}, by which AOT's partitioner decides what is "
-                f"saved, against the policy, in a graph that holds checkpointed regions. Set it to 1.0, or leave "
-                f"fastac.enable out and call fastac.inform_partitioner(), with which attention counts as what it is."
-            )
 
     def leave(self) -> None:
         """A region was traced: its nodes have their tags, which a partitioner may change later on."""
@@ -77,11 +67,11 @@ class Traced:
                 n.name for n in _attention(graph) if n.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
             )
 
-    def complete(self) -> None:
-        """Count what the backward may run, now that the graphs are there, and let go of them."""
+    def count(self) -> None:
+        """Count what the backward may run, now that the graphs are complete, and let go of them."""
         while self.graphs:
             for node in _attention(self.graphs.pop()):
-                again = node.meta.get("recompute") in _RECOMPUTED or compiler_internals.is_of_backward(node)
+                again = node.meta.get("recompute") in _RECOMPUTED or torch_private.is_of_backward(node)
                 self.may_run += again and node.name not in self.saved
 
 
@@ -92,22 +82,6 @@ def _attention(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
             yield node
 
 
-_traced: dict[str, Traced] = {}  # by the id of the compilation; other threads add to it
-_watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()  # graphs called inside regions
-_resets = 0
-
-
-def _complete() -> None:
-    for traced in list(_traced.values()):
-        traced.complete()
-
-
-_compilations = compiler_internals.Compilations(_complete)
-
-time = _compilations.look
-"""A number that changes with every compilation: what a region calls may be other code since. 0 without dynamo."""
-
-
 class _Backward(threading.local):
     """The backward of a graph that runs in this thread: what was run again in it so far."""
 
@@ -115,56 +89,66 @@ class _Backward(threading.local):
     again: int = 0
 
 
-_backward = _Backward()
+class _State:
+    """What is known in this process. traced: by the id of a compilation. watched: graphs called inside regions."""
+
+    def __init__(self) -> None:
+        self.traced: dict[str, Traced] = {}  # other threads add to it
+        self.watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()
+        self.resets = 0
+        self.backward = _Backward()
+
+    def here(self) -> dict[str, Traced]:
+        """Traced regions, without those of before a reset of dynamo, whose ids are given anew."""
+        compilations.look()
+        if self.resets != compilations.resets:
+            self.resets = compilations.resets
+            self.traced.clear()
+        return self.traced
+
+
+_state = _State()
+
+time = compilations.look
+"""A number that changes with every compilation: what a region calls may be other code since. 0 without dynamo."""
+
+
+def reset() -> None:
+    """Forget every graph, for tests."""
+    _state.__init__()  # type: ignore[misc]
+    if _ran_again in interception.watchers:
+        interception.watchers.remove(_ran_again)
 
 
 def region(policy: Policy) -> Traced:
     """A region is about to be traced by AOT, in this thread."""
-    traced = _of_this_compilation()
-    graph = compiler_internals.graph_being_traced()
+    known, name = _state.here(), torch_private.compile_id()
+    traced = Traced() if name is None else known.setdefault(name, Traced(compilations.count))
+    for other in known.values():
+        if other is not traced:
+            other.count()  # dynamo compiles one thing at a time: these are complete
+    graph = torch_private.graph_being_traced()
     if graph is not None and not any(graph is one for one in traced.graphs):
         traced.graphs.append(graph)
     traced.policies.add(policy)
-    _look_at_backward()
+    _watch_backward()
     return traced
-
-
-def _of_this_compilation() -> Traced:
-    now = _forget_after_reset()
-    name = compiler_internals.compile_id()
-    return Traced() if name is None else _traced.setdefault(name, Traced(now))
-
-
-def _forget_after_reset() -> int:
-    """Forget graphs of before a reset of dynamo; returns the time."""
-    global _resets
-    now = time()
-    if _resets != _compilations.resets:
-        _resets = _compilations.resets
-        _traced.clear()
-    return now
 
 
 def watch(nodes: Iterable[Any], policy: Policy) -> None:
     """See to it that compiled graphs among a region's autograd nodes do not run a saved attention again."""
-    for function in _functions_of(nodes):
-        _watched.setdefault(function, set()).add(policy)
-        _look_at_backward()
+    for function in filter(None, map(torch_private.compiled_function, nodes)):
+        _state.watched.setdefault(function, set()).add(policy)
+        _watch_backward()
 
 
 def ids_among(nodes: Iterable[Any]) -> set[str]:
     """The ids that the graphs which some of these autograd nodes stand for were compiled under."""
-    return {name for name in map(compiler_internals.compile_id_of, _functions_of(nodes)) if name is not None}
+    functions = filter(None, map(torch_private.compiled_function, nodes))
+    return {name for name in map(torch_private.compile_id_of, functions) if name is not None}
 
 
-def _functions_of(nodes: Iterable[Any]) -> Iterator[type]:
-    for node in nodes:
-        function = torch_internals.function_of(node) if node.name() == torch_internals.COMPILED_NODE else None
-        if function is not None:
-            yield function
-
-
-def _look_at_backward() -> None:
+def _watch_backward() -> None:
     if _ran_again not in interception.watchers:
         interception.watchers.append(_ran_again)
 
@@ -173,44 +157,39 @@ def _ran_again(resolved: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, A
     """An attention kernel is about to run where no region is open."""
     if not torch_internals.in_backward() or not resolved.is_attention or torch_internals.has_stand_ins(args):
         return
-    function = compiler_internals.compiled_function()
+    running = torch_private.running_node()
+    function = torch_private.compiled_function(running)
     if function is None or torch_internals.in_recompute():
         return
-    policies, allowed = _told(function)
+    policies, allowed = _known_of(function)
     keys = resolved.keys(args, kwargs)
     policy = next((policy for policy in policies if policy.saves(keys)), None)
     if policy is None:
         return
-    node = (
-        function,
-        torch_internals.sequence_number(compiler_internals.running_node()),
-        torch_internals.running_backward(),
-    )
-    if _backward.node != node:
-        _backward.node, _backward.again = node, 0
-    _backward.again += 1
-    if _backward.again > allowed:
-        budget = compiler_internals.memory_budget()
-        now = f" It is {budget.value} now." if budget.value != 1 else ""
+    backward = _state.backward
+    node = function, torch_internals.sequence_number(running), torch_internals.running_backward()
+    if backward.node != node:
+        backward.node, backward.again = node, 0
+    backward.again += 1
+    if backward.again > allowed:
         raise PolicyNotAppliedError(
             f"{policy}: {resolved.name} over {keys} keys ran again in the backward of a graph that torch.compile made "
-            f"(compilation {compiler_internals.compile_id_of(function)}): the compiler did not keep what the policy "
-            f"saves. torch._functorch.config.activation_memory_budget below 1 does that.{now} So does a partitioner of "
-            f"your own, or a graph from torch's cache that was made under either. Take it away, call "
-            f"torch._dynamo.reset(), and train once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+            f"(compilation {torch_private.compile_id_of(function)}): the compiler did not keep what the policy saves. "
+            f"torch._functorch.config.activation_memory_budget below 1 does that, a partitioner of your own, or a "
+            f"graph from torch's cache that was made under either. Take it away, call torch._dynamo.reset(), and train "
+            f"once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
         )
 
 
-def _told(function: type) -> tuple[Iterable[Policy], int]:
+def _known_of(function: type) -> tuple[Iterable[Policy], int]:
     """The policies of the regions in or around a graph, and how many attention calls its backward may run."""
-    watched = _watched.get(function)
+    watched = _state.watched.get(function)
     if watched is not None:
         return watched, 0
-    _forget_after_reset()
-    traced = _traced.get(compiler_internals.compile_id_of(function) or "")
+    traced = _state.here().get(torch_private.compile_id_of(function) or "")
     if traced is None:
         return (), 0
-    traced.complete()
+    traced.count()
     return traced.policies, traced.may_run
 
 
@@ -223,9 +202,8 @@ def decided(
     block's class, name and policy tell it from others: a graph knows no more of it, so that two models of one class are
     not told apart, but by ids, which compilations count.
     """
-    _forget_after_reset()
     found: dict[str, list[Call]] = {}
-    for traced in [traced for name, traced in _traced.copy().items() if ids is None or name in ids]:
+    for traced in [traced for name, traced in _state.here().copy().items() if ids is None or name in ids]:
         mine: dict[str, list[Call]] = collections.defaultdict(list)
         for call in traced.calls:
             paths = {(f".{name}", class_name) for name, class_name in call.modules}
@@ -244,7 +222,7 @@ def decided(
 
 def _modules_here() -> tuple[tuple[str, str], ...]:
     """The modules that the op being traced is called in, from what dynamo noted of it."""
-    stack = compiler_internals.module_stack()
+    stack = torch_private.module_stack()
     return tuple((".".join(_NAMES.findall(path)), class_name(kind)) for path, kind in stack if isinstance(kind, type))
 
 

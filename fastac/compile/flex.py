@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastac import inductor_internals
-from fastac.inductor_internals import FLEX_ATTENTION, InductorWith
+from fastac.compile import torch_private
+from fastac.compile.torch_private import FLEX_ATTENTION, InductorWith
 
 NAMESPACE = "fastac_compiled"
 INDUCTOR = "inductor"
@@ -95,7 +95,7 @@ def set_apart(graph: torch.fx.Graph) -> None:
         part, tensors, sizes = part_of(owner, node, used)
         if not all(isinstance(given.meta["val"], (int, torch.SymInt)) for given in sizes):
             continue  # a number that an op takes no list of: the call is left where it is, which a region then refuses
-        run = inductor_internals.compile_graph(part, [given.meta["val"] for given in (*tensors, *sizes)])
+        run = torch_private.compile_graph(part, [given.meta["val"] for given in (*tensors, *sizes)])
         number = next(_numbers)
         _kernels[number] = _Kernel(part, run, used)
         with graph.inserting_before(node):

@@ -1,0 +1,232 @@
+"""What is private in torch's compiler (dynamo, AOT, inductor) and fastac uses, in one place.
+
+Seen in torch 2.13. What is there as soon as torch is imported is looked up at import. The rest, which takes a second to
+import, is looked up where it is first needed: fastac does not import the compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch._C._dynamo.eval_frame as _eval_frame
+from torch._guards import CompileContext, TracingContext
+from torch.fx.traceback import current_meta  # one dict for the process, which torch fills and empties
+
+from fastac import probing, torch_internals
+from fastac.torch_internals import COMPILED_NODE, function_of, proxy_mode
+
+AT_IMPORT = (
+    "_C._current_autograd_node",
+    "_C._dynamo.eval_frame.get_eval_frame_callback",
+    "_C._dynamo.eval_frame.set_guard_complete_hook",
+    "_TorchCompileInductorWrapper",
+    "_guards.CompileContext.current_compile_id",
+    "_guards.TracingContext.patch",
+    "fx.traceback.current_meta",
+    "ops.higher_order.flex_attention",
+)
+DYNAMO = ("_dynamo.callback.callback_handler.start_callbacks",)
+INDUCTOR = (
+    "_inductor.compile_fx.compile_fx_inner",
+    "_inductor.config.patch",
+    "_inductor.config.post_grad_custom_pre_pass",
+    "_inductor.utils.BoxedBool",
+)
+
+probing.require(AT_IMPORT)
+
+FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+
+
+def compile_id() -> str | None:
+    """The id, such as "0/1", of what dynamo is compiling in this thread; None where nothing is."""
+    current = CompileContext.current_compile_id()
+    return None if current is None else str(current)
+
+
+def running_node() -> Any:
+    """The autograd node whose backward is running in this thread; None where none is."""
+    return torch._C._current_autograd_node()
+
+
+def compiled_function(node: Any) -> type | None:
+    """The autograd.Function, made for one compiled graph, that an autograd node stands for; None for any other node."""
+    return function_of(node) if node is not None and node.name() == COMPILED_NODE else None
+
+
+def compile_id_of(function: type) -> str | None:
+    """The id that a graph, of which this is the autograd.Function, was compiled under."""
+    return getattr(getattr(function, "metadata", None), "compile_id_str", None)
+
+
+def graph_being_traced() -> torch.fx.Graph | None:
+    """The graph that operators of this thread are being recorded in; None where none is."""
+    return getattr(getattr(proxy_mode(), "tracer", None), "graph", None)
+
+
+def is_of_backward(node: torch.fx.Node) -> bool:
+    """Whether a node of AOT's joint graph was recorded while autograd ran, rather than in the forward."""
+    return node.meta.get("partitioner_tag") != "is_forward"
+
+
+def module_stack() -> list[tuple[str, Any]]:
+    """Path and class of the modules, outer first, that dynamo saw the operator called in that AOT is tracing."""
+    return list(current_meta.get("nn_module_stack", {}).values())
+
+
+def was_given_up() -> bool:
+    """Whether the caller runs eagerly inside what torch.compile was applied to, as after a graph break."""
+    return callable(_eval_frame.get_eval_frame_callback())
+
+
+class _Compilations:
+    """Counts what dynamo compiles, in all and in each thread.
+
+    count: of compilations, and of resets, so far. resets: of dynamo. A reset takes every callback away, and lets dynamo
+    number compilations from 0/0 again.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.resets = 0
+        self.here = threading.local()
+
+    def look(self) -> int:
+        """Be told of compilations from now on, if that is not so; returns the count. Cheap: asked in every region."""
+        if "torch._dynamo.callback" not in sys.modules:
+            return 0
+        callbacks = _start_callbacks()
+        if self._begin not in callbacks:
+            callbacks.append(self._begin)
+            self.count += 1
+            self.resets += 1
+        return self.count
+
+    def _begin(self, _: Any) -> None:
+        self.count += 1
+        self.here.count = self.in_this_thread() + 1
+
+    def in_this_thread(self) -> int:
+        """How often something began to be compiled in this thread."""
+        return getattr(self.here, "count", 0)
+
+
+@functools.cache
+def _start_callbacks() -> list[Any]:
+    probing.require(DYNAMO)
+    return probing.find(DYNAMO[0])  # type: ignore[no-any-return]
+
+
+compilations = _Compilations()
+
+
+class CompiledCalls:
+    """Counts, in the thread that opens it, how often code is run or made that torch.compile compiles.
+
+    From the autograd graph that cannot be known where no input requires grad.
+    """
+
+    _open: ClassVar[list[CompiledCalls]] = []
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _before: ClassVar[Any] = None
+
+    def __enter__(self) -> CompiledCalls:
+
+        self._thread = threading.get_ident()
+        self._found_code = 0
+        with self._lock:
+            if not self._open:
+                before: Any = _eval_frame.set_guard_complete_hook(self._found)
+                # Ours, where somebody came while one was open, and put back what had been there after it had closed.
+                CompiledCalls._before = None if before is self._found else before
+            self._open.append(self)
+        compilations.look()
+        self._begun_before = compilations.in_this_thread()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.count = self._found_code + compilations.in_this_thread() - self._begun_before
+        with self._lock:
+            self._open.remove(self)
+            if not self._open:
+                _eval_frame.set_guard_complete_hook(CompiledCalls._before)
+
+    @staticmethod  # one object for good: dynamo does not hold it while it calls it, and another thread may close
+    def _found(cache_hit: bool) -> bool:
+        """dynamo has looked for compiled code; what this returns says whether it was found."""
+        if cache_hit:
+            thread = threading.get_ident()
+            for one in list(CompiledCalls._open):
+                one._found_code += one._thread == thread
+        before = CompiledCalls._before
+        return cache_hit if before is None else before(cache_hit)
+
+
+Pass = Callable[[torch.fx.Graph], None]
+
+
+class InductorWith(torch._TorchCompileInductorWrapper):
+    """Inductor as a backend for torch.compile, with a pass of ours over graphs that hold flex_attention.
+
+    Others it compiles as torch does, with its caches, which no graph is put into that a foreign pass went over.
+    mode, options, dynamic: those of torch.compile.
+    """
+
+    def __init__(self, graph_pass: Pass, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None):
+        probing.require(INDUCTOR)
+        super().__init__(mode, options, dynamic)  # type: ignore[no-untyped-call]
+        self.graph_pass = graph_pass
+
+    def __call__(self, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
+        """Compile a graph of dynamo's."""
+        patches = dict(config_patches or {})
+        if _holds_flex(model_):
+            others = passes(self.config, "post_grad_custom_pre_pass")
+            patches["post_grad_custom_pre_pass"] = [*others, self.graph_pass]
+        return super().__call__(model_, inputs_, config_patches=patches)  # type: ignore[no-untyped-call]
+
+
+def passes(options: Mapping[str, Any], name: str) -> list[Any]:
+    """The passes that somebody else has put in a place of inductor's: in these options, or in its configuration."""
+    from torch._inductor import config
+
+    given = options.get(name, getattr(config, name))
+    return list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
+
+
+def _holds_flex(module: torch.fx.GraphModule) -> bool:
+    graphs = [inner.graph for inner in module.modules() if isinstance(inner, torch.fx.GraphModule)]
+    return any(node.target is FLEX_ATTENTION for graph in graphs for node in graph.nodes)
+
+
+def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a part of a graph that inductor is about to compile. Returns a function of the list of its inputs."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+
+    # Around it nothing is to learn of this compile: neither its strides nor, in a CUDA graph, its buffers.
+    with config.patch(post_grad_custom_pre_pass=None), TracingContext.patch(output_strides=None):
+        compiled: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False))
+    return compiled  # type: ignore[no-any-return]
+
+
+def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Zeros in the shapes that an op would return, without running it."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = torch_internals.tree_map(lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, args)
+        outputs = op(*fakes, **kwargs)
+
+    def zeros(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+
+    return torch_internals.tree_map(zeros, outputs)

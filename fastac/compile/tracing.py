@@ -1,0 +1,282 @@
+"""What a policy says of a region in a trace: AOT's, or another, in which the region is marked and nothing else.
+
+AOT lets nothing but dispatch modes into a region, so there torch's selective checkpointing asks the policy, and the
+compiler builds the saving into the graph. In any other trace (`make_fx`) a recompute would be more of the same
+operators, with random numbers of its own: the nodes get marks, which `fastac.graph.apply` reads. Whoever looks at a
+traced region, these contexts or a partitioner, asks one class what the policy says (`Decisions`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.fx.traceback import annotate
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from fastac import census, interception, torch_internals
+from fastac.compile import graphs
+from fastac.errors import CompiledPolicyNotAppliedError
+from fastac.observation import Observer
+from fastac.policy import Policy
+from fastac.recognition import (
+    Decomposed,
+    SoftmaxAttention,
+    UnknownOp,
+    looks_like_attention_forward,
+    without_coarse,
+)
+from fastac.registry import classify, qualified_name
+from fastac.replay import Replay
+from fastac.rows import CollectiveOp, DecompositionOp, SelectionOp
+from fastac.scopes import Tape
+from fastac.tape import Record
+
+logger = logging.getLogger("fastac")
+
+
+class Decisions:
+    """Looks at the operators of one region in their order. What cannot be saved is reported at the end."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._softmax_attention = SoftmaxAttention()
+        self._small: list[Decomposed] = []
+        self._written_out: list[Decomposed] = []
+        self._coarse: list[int] = []
+        self._unknown: list[UnknownOp] = []
+        self._exchanged: list[Any] = []  # what saved collectives return, before it is waited for
+
+    def of(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> bool | None:
+        """Whether the policy saves what an operator has returned; None for what it has nothing to say about.
+
+        Raises UnsupportedBackendError for an attention kernel that does not train, FastacError for one that is to be
+        saved and was given a tensor to write.
+        """
+        resolved = classify(op)
+        if resolved is None:
+            self._look_for_attention(op, args, outputs)
+            return None
+        if isinstance(resolved.row, DecompositionOp):
+            found = Decomposed.from_call(resolved, args, kwargs)
+            if self.policy.saves(found.keys):
+                self._small.append(found)
+            return None
+        if isinstance(resolved.row, SelectionOp):
+            return bool(args[0].is_floating_point()) and not self.policy.saves_nothing
+        if isinstance(resolved.row, CollectiveOp):
+            return self._of_collective(resolved.row.kind, args, outputs)
+        self._coarse.append(resolved.coarse_keys(args, kwargs))
+        resolved.check_trains()
+        saved = bool(self.policy.saves(resolved.keys(args, kwargs)))
+        if saved:
+            resolved.check_writes(args, kwargs)
+        return saved
+
+    def _of_collective(self, kind: str, args: Sequence[Any], outputs: Any) -> bool | None:
+        """A collective that is saved is saved with its wait: a graph may hold what is complete in other memory."""
+        if not self.policy.saves_collectives:
+            return None
+        if kind == "exchange":
+            self._exchanged += outputs if isinstance(outputs, (list, tuple)) else [outputs]
+            return True
+        return True if kind == "wait" and any(args[0] is one for one in self._exchanged) else None
+
+    def _look_for_attention(self, op: Any, args: Sequence[Any], outputs: Any) -> None:
+        if self.policy.saves_nothing or not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+            return
+        found = None
+        if isinstance(op, torch._ops.OpOverload):
+            found = self._softmax_attention.follow(op, args, outputs)
+        if found is not None and self.policy.saves(found.keys):
+            self._written_out.append(found)
+        elif looks_like_attention_forward(name := qualified_name(op), args):
+            self._unknown.append(UnknownOp(*name.split("::")))
+
+    def failure(self) -> str | None:
+        """The message for what cannot be saved among the operators so far; None where all can."""
+        missed = [found.attention for found in (*self._small, *without_coarse(self._written_out, self._coarse))]
+        return _failure(self.policy, missed, self._unknown) if missed or self._unknown else None
+
+
+def _failure(policy: Policy, small: Sequence[str], unknown: Sequence[UnknownOp]) -> str:
+    """The message for a region in a graph: attention that ran as small ops, and ops without a row."""
+    if small:
+        what = (
+            f"{small[0]} ran as small ops, which leave no attention output to save (a mask that requires grad, "
+            f"dropout, unequal head dims, a query that is not 4-D, the math kernel forced, or attention written out)"
+        )
+    else:
+        what = f"{'::'.join(unknown[0])} looks like an attention forward and has no row (fastac.register)"
+    return (
+        f"{policy}: not every attention call of a checkpointed region in a compiled graph can be saved. {what}. "
+        f'Mend the cause, or use policy="full" for this block.'
+    )
+
+
+def _refuse_linear(policy: Policy) -> None:
+    """Raise for a policy that goes by modules: a trace knows none."""
+    if policy.linear:
+        raise CompiledPolicyNotAppliedError(
+            f"{policy}: which Linear module a product belongs to is seen in eager mode alone, and this region is in a "
+            f'graph. Use a policy of attention there, as "long_attn_only".'
+        )
+
+
+# Regions that AOT traces
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_RecordMode = type(create_selective_checkpoint_contexts([])[0])
+"""The dispatch mode of torch's selective checkpointing. AOT takes nothing but dispatch modes."""
+
+
+class _Checked(_RecordMode):  # type: ignore[misc, valid-type]
+    """Calls its `leave` after an orderly exit. A mode becomes one of these by its `__class__`."""
+
+    supports_higher_order_operators = True  # torch has rules for some of them by the exact type of its own mode
+    leave: Callable[[], None]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        if exception[0] is None:
+            self.leave()
+
+
+def traced_contexts(policy: Policy) -> Contexts:
+    """Contexts for a region that AOT traces. Leaving the forward raises CompiledPolicyNotAppliedError when need be.
+
+    Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
+    """
+    _refuse_linear(policy)
+    traced = graphs.region(policy)
+    decisions = Decisions(policy)
+
+    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = decisions.of(op, args, kwargs, context.op_output)
+        resolved = classify(op)
+        if resolved is not None and resolved.is_attention:
+            traced.add(policy, resolved, resolved.keys(args, kwargs), bool(saved), context.op_output)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def leave() -> None:
+        failure = decisions.failure()
+        if failure is not None:
+            raise CompiledPolicyNotAppliedError(failure)
+        traced.leave()
+
+    forward, recompute = create_selective_checkpoint_contexts(decide)
+    forward.__class__, forward.leave = _Checked, leave
+    return forward, recompute
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
+def prepare() -> None:
+    """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
+    interception.install()
+
+
+def contexts_while_tracing(policy: Policy) -> Contexts:
+    """The contexts of a region that dynamo put into a graph; called by AOT, or at run time by a backend without AOT."""
+    if torch_internals.in_proxy_trace():
+        return traced_contexts(policy)
+    _refuse_linear(policy)
+    interception.install()
+    tape = Tape()
+    return _RecordInGraph(tape, policy, observer=Observer(None, (), policy)), Replay(tape)
+
+
+class _RecordInGraph(Record):
+    """The forward of a region whose function is not known, only a graph of it: watched and checked every time.
+
+    AOT runs one, too, on fake tensors, before it traces.
+    """
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        observer = self.observer
+        if exception[0] is None and isinstance(observer, Observer):
+            small = [missed.attention for missed in [*self.missed, *(missed for _, missed in observer.missed)]]
+            if small or observer.unknown:
+                raise CompiledPolicyNotAppliedError(_failure(self.policy, small, observer.unknown))
+            if self.calls:  # of a backend without AOT: the graph really runs
+                for listener in census.listeners:
+                    listener(census.Census.of_tape(self))
+
+
+# Regions in other traces
+
+REGION = "fastac_region"
+"""Key in a node's `meta["custom"]`: the number of its region, unique in the process and growing."""
+
+# Texts and numbers: they can be stored.
+_POLICY, _MIN_KV, _COLLECTIVES, _WHERE = "fastac_policy", "fastac_min_kv", "fastac_collectives", "fastac_block"
+
+_numbers = itertools.count(1)
+_expected: contextvars.ContextVar[bool] = contextvars.ContextVar("expected", default=False)
+_blocks: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+
+
+def run_annotated(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> Any:
+    """Call a function whose operators the trace is to know as one region; as it is where gradients are off."""
+    _refuse_linear(policy)
+    if not _expected.get():
+        _warn()
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    number = next(_numbers)
+    block = census.block_of(function)
+    if block is not None:
+        _blocks[number] = block
+    marks = {
+        REGION: number,
+        _POLICY: policy.name,
+        _MIN_KV: policy.min_kv,
+        _COLLECTIVES: policy.collectives,
+        _WHERE: census.describe(function),
+    }
+    with annotate(marks):
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def expected() -> Iterator[None]:
+    """In which a trace is one that is meant for `fastac.graph.apply`, and needs no warning."""
+    token = _expected.set(True)
+    try:
+        yield
+    finally:
+        _expected.reset(token)
+
+
+@functools.cache
+def _warn() -> None:
+    logger.warning(
+        "a trace that is neither dynamo nor AOT: checkpointed regions are marked in it, and nothing is recomputed "
+        "until fastac.graph.apply is called on the graph"
+    )
+
+
+def policy_of(marks: Mapping[str, Any]) -> Policy:
+    """The policy a region was checkpointed with, from the marks on one of its nodes."""
+    return Policy(marks[_POLICY], marks[_MIN_KV], marks[_COLLECTIVES])
+
+
+def where(marks: Mapping[str, Any]) -> str:
+    """The region's block or function, for messages."""
+    return str(marks[_WHERE])
+
+
+def block_of(number: int) -> torch.nn.Module | None:
+    """The block of a region, as long as it lives; None for a function."""
+    return _blocks.get(number)
