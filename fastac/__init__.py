@@ -5,24 +5,20 @@ fastac.enable(transformer, policy="attn_only")
 
 import sys as _sys
 
-from fastac import backends as backends  # registers the rows
-from fastac import plugins as plugins  # looks for other packages' rows when they are first needed
-from fastac import torch_internals as _torch_internals
-from fastac.checkpointing import checkpoint
+from fastac import backends as _backends  # registers the rows
+from fastac.checkpoint import checkpoint
 from fastac.compile.blocks import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
+from fastac.engine import flops as _flops
+from fastac.engine import torch_private as _torch_private
+from fastac.engine.opaque import make_visible
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.hook import disable, enable
-from fastac.opaque import make_visible
-from fastac.outcome import Verification
-from fastac.planning import plan
-from fastac.plans import Plan
 from fastac.policy import Policy
-from fastac.registry import register
-from fastac.reporting import Report, report
-from fastac.rows import AttentionOp, OpaqueFunction
-from fastac.verification import verify
+from fastac.registry import AttentionOp, OpaqueFunction, register
+from fastac.verify import Report, Verification, report, verify
 
-_torch_internals.run_eagerly([module for name, module in _sys.modules.copy().items() if name.startswith("fastac.")])
+_flops.register_formulas()
+_torch_private.run_eagerly([module for name, module in _sys.modules.copy().items() if name.startswith("fastac.")])
 
 __version__ = "0.1.0"
 
@@ -31,7 +27,6 @@ __all__ = [
     "Compilation",
     "FastacError",
     "OpaqueFunction",
-    "Plan",
     "Policy",
     "PolicyNotAppliedError",
     "Report",
@@ -43,7 +38,6 @@ __all__ = [
     "disable",
     "enable",
     "make_visible",
-    "plan",
     "register",
     "report",
     "verify",

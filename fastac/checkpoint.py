@@ -23,10 +23,20 @@ from fastac.compile import graphs, tracing
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
 from fastac.engine import interception, linear, opaque, torch_private
-from fastac.engine.blocks import MANY, BlockRecord, block_of, describe, is_compiled, kind_of, module_of, record_of, signature
+from fastac.engine.blocks import (
+    MANY,
+    BlockRecord,
+    block_of,
+    describe,
+    is_compiled,
+    kind_of,
+    module_of,
+    record_of,
+    signature,
+)
 from fastac.engine.tape import Record, RegionResult, Replay, Tape, engine
 from fastac.errors import FastacError
-from fastac.policy import BlockPolicies, Policy, resolve
+from fastac.policy import Policy, resolve
 
 logger = logging.getLogger("fastac")
 
@@ -152,17 +162,12 @@ class Region:
             self.known = block.latest
         else:
             self.known = _kinds(self.function).get(self.key)
-        tape = Tape()
+            if self.policy.linear:
+                self._attach_linear()
+        tape = Tape()  # after that: it counts what is intercepted when it begins
         if self.known is not None:
             self.record = Record(tape, self.policy, self.preserves)
             return self.record, Replay(tape, self.policy)
-        return self._watched_contexts()
-
-    def _watched_contexts(self) -> Contexts:
-        """The contexts of the first region of a kind."""
-        if self.policy.linear:
-            self._attach_linear()
-        tape = Tape()  # after that: it counts what is intercepted when it begins
         self.record = record = Record(tape, self.policy, self.preserves, owners=[])
         if is_compiled(self.function):
             return record, Replay(tape, self.policy)
@@ -189,6 +194,8 @@ class Region:
             known = diagnosis.judge(self.function, self.args, self.kwargs, outputs, record, self.observer)
             if self._is_late():
                 return
+            if self.policy.linear:
+                linear.check_called(self.policy, record.products, describe(self.function))
             self._remember(known)
         elif record.decomposed:
             problems = [diagnosis.small_ops(keys) for keys in record.decomposed]
@@ -229,8 +236,8 @@ class Region:
         _warn_once(
             self.function,
             "fewer",
-            f"{describe(self.function)}: made {made} calls that are saved or counted, and {before} before on inputs of "
-            f"these shapes. Layer drop and branches do that; so does attention that went where fastac cannot see it",
+            f"{describe(self.function)}: {made} attention calls and saved products, where there were {before} before on "
+            f"inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see",
         )
 
     def _note(self, result: RegionResult, outputs: Any) -> None:

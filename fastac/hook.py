@@ -7,6 +7,7 @@ knows what was there before, and is copied and pickled with it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -30,12 +31,12 @@ from fastac.registry import AttentionOp, BackendUse, Verdict
 logger = logging.getLogger("fastac")
 
 _ENABLED = "_fastac"
-_ABSENT = object()
+_ABSENT = "no function"  # a text: it is pickled with the model
 
 
 @dataclasses.dataclass(eq=False)
 class Forward:
-    """A block whose own forward is checkpointed. before: the attribute `forward` it had, None where its class's served."""
+    """A block whose own forward is checkpointed. before: the attribute `forward` that it had, None without one."""
 
     enabled: Enabled
     block: torch.nn.Module
@@ -79,6 +80,12 @@ class Enabled:
             )
         return policy
 
+    def policy_as_given(self) -> Policy | dict[str, Policy]:
+        """The policy as `enable` takes it: by the names of the blocks where they differ."""
+        if isinstance(self.policy, Policy):
+            return self.policy
+        return {name: self.policy_of(block) for name, block in self.blocks.items()}
+
     def attach(self) -> None:
         """Let the model call fastac for its blocks."""
         vars(self.model)[_ENABLED] = self
@@ -86,7 +93,9 @@ class Enabled:
         if self.by_forward:
             for name, block in self.blocks.items():
                 own = self.forwards.setdefault(name, Forward(self, block, vars(block).get("forward")))
-                vars(block)["forward"] = functools.partial(_run_forward, own)  # a class may have a __setattr__ of its own
+                vars(block)["forward"] = functools.partial(
+                    _run_forward, own
+                )  # a class may have a __setattr__ of its own
         else:
             self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(self.model)]
             self.model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
@@ -97,10 +106,10 @@ class Enabled:
 
     def take_over(self, wrapper: Any) -> None:
         """Let a CheckpointWrapper around a block call fastac in the place of torch's checkpoint."""
-        if isinstance(wrapper.checkpoint_fn, functools.partial) and wrapper.checkpoint_fn.func in (_run, _call_plainly):
+        if isinstance(wrapper.checkpoint_fn, functools.partial) and wrapper.checkpoint_fn.func in (_run, call_plainly):
             return
         self.wrappers.append((wrapper, wrapper.checkpoint_fn))
-        wrapper.checkpoint_fn = functools.partial(_call_plainly) if self.by_forward else functools.partial(_run, self)
+        wrapper.checkpoint_fn = functools.partial(call_plainly) if self.by_forward else functools.partial(_run, self)
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
@@ -108,8 +117,8 @@ class Enabled:
             forward = vars(own.block).get("forward")
             if not isinstance(forward, functools.partial) or forward.func is not _run_forward:
                 raise FastacError(
-                    f"disable: the forward of {class_name(self.model)}.{name} was wrapped since fastac.enable. Take that "
-                    f"hook off first, then disable."
+                    f"disable: the forward of {class_name(self.model)}.{name} was wrapped since fastac.enable. Take "
+                    f"that hook off first, then disable."
                 )
         for own in self.forwards.values():
             if own.before is None:
@@ -193,7 +202,7 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
     return _run(own.enabled, own.forward, *args, **kwargs)
 
 
-def _call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+def call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What a CheckpointWrapper calls whose module checkpoints itself."""
     return function(*args, **kwargs)
 
@@ -305,7 +314,7 @@ def switches(model: torch.nn.Module) -> list[Any]:
 def set_switch(module: Any, flag: Any, function: Any) -> None:
     """Set the flag and the function of such a module."""
     module.gradient_checkpointing = flag
-    if function is not _ABSENT:
+    if function != _ABSENT:
         module._gradient_checkpointing_func = function
     elif "_gradient_checkpointing_func" in vars(module):
         del module._gradient_checkpointing_func
@@ -360,9 +369,35 @@ def _wrappers_around(module: Any) -> Iterator[Any]:
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
+def set_wrappers(model: torch.nn.Module, function: Callable[..., Any]) -> None:
+    """Let every CheckpointWrapper inside a model call a function in the place of torch's checkpoint."""
+    for module in model.modules():
+        if _is_wrapper(module):
+            vars(module)["checkpoint_fn"] = functools.partial(function)
+
+
+@contextlib.contextmanager
+def checkpointing_preserved(model: torch.nn.Module) -> Iterator[None]:
+    """Leave the checkpointing of a model as it is now, fastac's own or not."""
+    enabled = enabled_on(model)
+    disable(model)
+    flags = [(module, module.gradient_checkpointing, _function_of(module)) for module in switches(model)]
+    wrappers: list[tuple[Any, Any]] = [(one, one.checkpoint_fn) for one in model.modules() if _is_wrapper(one)]
+    try:
+        yield
+    finally:
+        disable(model)
+        for module, flag, function in flags:
+            set_switch(module, flag, function)
+        for wrapper, function in wrappers:
+            wrapper.checkpoint_fn = function
+        if enabled is not None:
+            enabled.attach()
+
+
 def _refuse_other(wrapper: Any, where: str) -> None:
     function = wrapper.checkpoint_fn
-    if isinstance(function, functools.partial) and function.func in (_run, _call_plainly):
+    if isinstance(function, functools.partial) and function.func in (_run, call_plainly):
         return
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     own = getattr(function, "func", None) is not torch_checkpoint
@@ -410,8 +445,8 @@ def select(
         module = _by_name(one, model, outer) if isinstance(one, str) else one
         if not isinstance(module, torch.nn.Module) or module not in names:
             raise FastacError(
-                f"enable(blocks=...): {type(one).__name__} is no module of {class_name(model)}. Give the dotted name of "
-                f'a module list, such as "transformer.layers", or modules of the model.'
+                f"enable(blocks=...): {type(one).__name__} is no module of {class_name(model)}. Give the dotted name "
+                f'of a module list, such as "transformer.layers", or modules of the model.'
             )
         for block in module.children() if _is_container(module) else (module,):
             name = plain_name(names[block])

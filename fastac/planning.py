@@ -13,7 +13,7 @@ from fastac.events import Split
 from fastac.forecast import Forecast
 from fastac.plans import Plan, PolicyPlan, States
 from fastac.policy import NAMED, Policy
-from fastac.ranks import class_name
+from fastac.errors import class_name
 from fastac.sizes import parse_bytes
 from fastac.subjects import BREAKS, Subject, subject
 

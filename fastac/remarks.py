@@ -10,7 +10,7 @@ from fastac import models, registry
 from fastac.errors import FastacError
 from fastac.models import BlockContainer
 from fastac.policy import LONG_MIN_KV, BlockPolicies, Policy, is_inside, policy_of
-from fastac.ranks import class_name
+from fastac.errors import class_name
 
 
 def linear_attention(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> dict[str, str]:

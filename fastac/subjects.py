@@ -17,7 +17,7 @@ from fastac.errors import FastacError
 from fastac.events import Simulation, Split
 from fastac.known_values import KnownValues
 from fastac.models import BlockContainer
-from fastac.ranks import class_name
+from fastac.errors import class_name
 from fastac.simulation import simulate
 from fastac.timeline import ENDS, BlockList, Timeline, ends_of, middles_are_alike, repeated
 

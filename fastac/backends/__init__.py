@@ -1,6 +1,6 @@
 """One file per attention library: rows, and at most one small adapter. Importing this package registers them."""
 
-from fastac import opaque, registry
+from fastac import registry
 from fastac.backends import (
     collectives,
     diffusers,
@@ -15,6 +15,7 @@ from fastac.backends import (
     varlen,
     xformers,
 )
+from fastac.engine import opaque
 
 LIBRARIES = (
     sdpa.LIBRARY,

@@ -5,7 +5,7 @@ sequence parallelism gathers activations with: saving it pins the unsharded weig
 end in `_` or `_out`, write a buffer of the caller's: replaying them would leave it unwritten.
 """
 
-from fastac.rows import CollectiveOp
+from fastac.registry import Row
 
 _EXCHANGES = (
     "all_reduce",
@@ -17,12 +17,14 @@ _EXCHANGES = (
 _GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "broadcast")
 
 ROWS = (
-    *(CollectiveOp(namespace="_c10d_functional", name=name) for name in _EXCHANGES),
-    *(CollectiveOp(namespace="_c10d_functional", name=name, kind="gather") for name in _GATHERS),
-    CollectiveOp(namespace="_c10d_functional", name="wait_tensor", kind="wait"),
+    *(Row(namespace="_c10d_functional", name=name, kind="exchange") for name in _EXCHANGES),
+    *(Row(namespace="_c10d_functional", name=name, kind="gather") for name in _GATHERS),
+    Row(namespace="_c10d_functional", name="wait_tensor", kind="wait"),
     # With a derivative: their kernels call those above past the dispatcher.
-    CollectiveOp(namespace="_c10d_functional_autograd", name="all_to_all_single"),
-    CollectiveOp(namespace="_c10d_functional_autograd", name="reduce_scatter_tensor"),
-    CollectiveOp(namespace="_c10d_functional_autograd", name="all_gather_into_tensor", kind="gather"),
-    CollectiveOp(namespace="_dtensor", name="shard_dim_alltoall"),  # DTensor's, of one sharded dimension to another
+    Row(namespace="_c10d_functional_autograd", name="all_to_all_single", kind="exchange"),
+    Row(namespace="_c10d_functional_autograd", name="reduce_scatter_tensor", kind="exchange"),
+    Row(namespace="_c10d_functional_autograd", name="all_gather_into_tensor", kind="gather"),
+    Row(
+        namespace="_dtensor", name="shard_dim_alltoall", kind="exchange"
+    ),  # DTensor's, of one sharded dimension to another
 )

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastac.registry import BackendUse
-from fastac.rows import AttentionOp, Verdict
+from fastac.registry import AttentionOp, BackendUse, Verdict
 
 
 class DiffusersBackend(NamedTuple):
@@ -103,9 +102,8 @@ def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
             continue
         runs = type(processor).__name__
         if "LinearAttn" in runs:
-            yield BackendUse(name, "", Verdict.SAVABLE, processor=runs, linear=True)
-            continue
-        ignores, cross = "", bool(getattr(inner, "is_cross_attention", False))
+            continue  # linear attention has no kernel, so no backend
+        ignores = ""
         if hasattr(processor, "_attention_backend"):
             own = processor._attention_backend
             backend = default_backend() if own is None else str(getattr(own, "value", own))
@@ -114,4 +112,4 @@ def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
             ignores = default_backend()
         found = BACKENDS.get(backend, _UNLISTED)
         known = (found.verdict, found.reason, found.family, found.op)
-        yield BackendUse(name, backend, *known, processor=runs, cross=cross, ignores=ignores)
+        yield BackendUse(name, backend, *known, processor=runs, ignores=ignores)

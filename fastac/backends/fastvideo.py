@@ -7,7 +7,7 @@ flash-attn 2. Sliding tile attention and what is named inference have no backwar
 
 from functools import partial
 
-from fastac.rows import AttentionOp, Library, OpaqueFunction, Verdict
+from fastac.registry import AttentionOp, Flops, Library, OpaqueFunction, Verdict
 
 LIBRARIES = (
     Library(
@@ -61,10 +61,10 @@ _wrapper = partial(AttentionOp, backend="fastvideo", namespace="fastvideo", key=
 _sparse = partial(AttentionOp, backend="vsa", layout="bhsd", key="k", dropout=None, coarse="variable_block_sizes")
 # Chosen in a kernel of its own, that no op shows. vsa chooses by aten::topk.
 _LISTS, _MAP = ("q2k_idx", "q2k_num"), ("block_map",)
-_chosen = partial(_sparse, namespace="fastvideo_kernel", selection=_LISTS, blocks=_LISTS)
-_mapped = partial(_sparse, namespace="vsa", blocks=_MAP)
+_chosen = partial(_sparse, namespace="fastvideo_kernel", selection=_LISTS)
+_mapped = partial(_sparse, namespace="vsa")
 _inference = partial(AttentionOp, key="k", dropout=None, trains=False, note="it is for inference and has no backward")
-_sparse_inference = partial(_inference, backend="vsa", layout="bhsd", blocks=_MAP)
+_sparse_inference = partial(_inference, backend="vsa", layout="bhsd", flops=Flops(blocks=_MAP))
 
 ROWS = (
     _wrapper(name="_flash_attn_default_forward"),
@@ -73,31 +73,39 @@ ROWS = (
         key="qkv",
         layout="bs3hd",
         dropout="dropout_p",
-        offsets=("key_padding_mask", "key_padding_mask"),
+        flops=Flops(offsets=("key_padding_mask", "key_padding_mask")),
     ),
     _wrapper(
         name="_flash_attn_varlen_qk_no_pad_forward",
         key="key",
         dropout="dropout_p",
-        offsets=("query_padding_mask", "key_padding_mask"),
+        flops=Flops(offsets=("query_padding_mask", "key_padding_mask")),
     ),
     _wrapper(name="_flash_attn_cute_forward"),
     _wrapper(
         name="_flash_attn_cute_varlen_forward",
         layout="thd",
         max_kv="max_seqlen_k",
-        offsets=("cu_seqlens_q", "cu_seqlens_k"),
+        flops=Flops(offsets=("cu_seqlens_q", "cu_seqlens_k")),
     ),
-    _chosen(name="block_sparse_attn_triton", backward="block_sparse_attn_backward_triton"),
-    _chosen(name="block_sparse_attn_sm90", key="k_padded", backward="block_sparse_attn_backward_sm90"),
-    _chosen(name="block_sparse_attn_sm100a", backward="block_sparse_attn_backward_triton"),
-    _mapped(name="block_sparse_attn_triton", backward="block_sparse_attn_backward_triton"),
-    _mapped(name="block_sparse_attn_SM90", key="k_padded", backward="block_sparse_attn_backward_SM90"),
+    _chosen(name="block_sparse_attn_triton", flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_LISTS)),
+    _chosen(
+        name="block_sparse_attn_sm90",
+        key="k_padded",
+        flops=Flops(backward="block_sparse_attn_backward_sm90", blocks=_LISTS),
+    ),
+    _chosen(name="block_sparse_attn_sm100a", flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_LISTS)),
+    _mapped(name="block_sparse_attn_triton", flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_MAP)),
+    _mapped(
+        name="block_sparse_attn_SM90",
+        key="k_padded",
+        flops=Flops(backward="block_sparse_attn_backward_SM90", blocks=_MAP),
+    ),
     _sparse_inference(
         namespace="fastvideo_kernel",
         name="block_sparse_attn_sm100a_inference",
-        blocks=_LISTS,
         coarse="variable_block_sizes",
+        flops=Flops(blocks=_LISTS),
     ),
     _sparse_inference(namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_from_mask_inference"),
     _sparse_inference(namespace="fastvideo", name="h3_vsa_sm100a_from_mask_compat"),
@@ -111,7 +119,7 @@ FUNCTIONS = (
         name="_CuteAttentionQ128",
         key="k_bshd",
         dropout=None,
-        blocks=_MAP,
+        flops=Flops(blocks=_MAP),
     ),
     OpaqueFunction(
         backend="sla",
@@ -119,7 +127,7 @@ FUNCTIONS = (
         name="_attention",
         layout="bhsd",
         dropout=None,
-        blocks=("k_block_id",),
+        flops=Flops(blocks=("k_block_id",)),
     ),
     OpaqueFunction(
         backend="attn_qat",

@@ -5,7 +5,7 @@ Older versions (before torch custom ops, 2.7) call their extension past the disp
 
 from functools import partial
 
-from fastac.rows import AttentionOp, Library, Verdict
+from fastac.registry import AttentionOp, Flops, Library, Verdict
 
 LIBRARY = Library(
     backend="fa2",
@@ -25,12 +25,11 @@ _row = partial(
 )
 
 ROWS = (
-    _row(name="_flash_attn_forward", backward="_flash_attn_backward"),
+    _row(name="_flash_attn_forward", flops=Flops(backward="_flash_attn_backward")),
     _row(
         name="_flash_attn_varlen_forward",
-        backward="_flash_attn_varlen_backward",
         layout="thd",
         max_kv="max_seqlen_k",
-        offsets=("cu_seqlens_q", "cu_seqlens_k"),
+        flops=Flops(backward="_flash_attn_varlen_backward", offsets=("cu_seqlens_q", "cu_seqlens_k")),
     ),
 )

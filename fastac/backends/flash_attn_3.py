@@ -7,7 +7,7 @@ The month between, July 2025, that op stood in flash-attn 2's namespace, where i
 
 from functools import partial
 
-from fastac.rows import AttentionOp, Library, Verdict
+from fastac.registry import AttentionOp, Flops, Library, Verdict
 
 LIBRARY = Library(
     backend="fa3",
@@ -23,13 +23,12 @@ _row = partial(
     key="k",
     max_kv="max_seqlen_k",
     dropout=None,
-    backward="_flash_attn_backward",
-    offsets=("cu_seqlens_q", "cu_seqlens_k"),
+    flops=Flops(backward="_flash_attn_backward", offsets=("cu_seqlens_q", "cu_seqlens_k")),
 )
 _NAMESPACE = r"flash_attn_3|_flash_attn_?3_\w+"
 
 ROWS = (
-    _row(namespace=_NAMESPACE, name="fwd", backward="bwd"),
+    _row(namespace=_NAMESPACE, name="fwd", flops=Flops(backward="bwd")),
     _row(namespace=_NAMESPACE, name="_flash_attn_forward"),
     _row(namespace="flash_attn", name="_flash_attn_forward", with_argument="qv"),
 )

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from fastac.rows import Library, OpaqueFunction, Verdict
+from fastac.registry import Flops, Library, OpaqueFunction, Verdict
 
 LIBRARY = Library(
     backend="fa4",
@@ -24,6 +24,6 @@ FUNCTIONS = (
         name="FlashAttnVarlenFunc",
         layout="thd",
         max_kv="max_seqlen_k",
-        offsets=("cu_seqlens_q", "cu_seqlens_k"),
+        flops=Flops(offsets=("cu_seqlens_q", "cu_seqlens_k")),
     ),
 )

@@ -8,7 +8,7 @@ gradient in eager mode under any checkpointing, torch's own as well (torch 2.13)
 
 from functools import partial
 
-from fastac.rows import AttentionOp, Library, Verdict
+from fastac.registry import AttentionOp, Flops, Library, Verdict
 
 LIBRARY = Library(
     backend="flex",
@@ -21,6 +21,8 @@ LIBRARY = Library(
 _row = partial(AttentionOp, backend="flex", name="flex_attention", layout="bhsd", dropout=None)
 
 ROWS = (
-    _row(namespace="higher_order", backward="flex_attention_backward"),  # whose FLOPs torch has a formula for
+    _row(
+        namespace="higher_order", flops=Flops(backward="flex_attention_backward")
+    ),  # whose FLOPs torch has a formula for
     _row(namespace="fastac_compiled"),  # whose backward inductor compiles into what surrounds it
 )

@@ -6,7 +6,7 @@ FLOPs are counted for (batch, heads, sequence, dim); its other layout, which onl
 
 from functools import partial
 
-from fastac.rows import AttentionOp, Library, Verdict
+from fastac.registry import AttentionOp, Library, Verdict
 
 LIBRARY = Library(
     backend="sage",

@@ -8,7 +8,7 @@ row: it writes its argument.
 
 from functools import partial
 
-from fastac.rows import AttentionOp, DecompositionOp, Library, Verdict
+from fastac.registry import AttentionOp, Flops, Library, Row, Verdict
 
 LIBRARY = Library(
     backend="sdpa",
@@ -21,7 +21,7 @@ _row = partial(AttentionOp, backend="sdpa", namespace="aten", dropout="dropout_p
 
 
 def _with_backward(name: str) -> AttentionOp:
-    return _row(name=name, backward=f"{name}_backward", layout="bhsd")
+    return _row(name=name, layout="bhsd", flops=Flops(backward=f"{name}_backward"))
 
 
 ROWS = (
@@ -34,24 +34,21 @@ ROWS = (
     # What the three above end in, and what libraries such as xformers call directly.
     _row(
         name="_flash_attention_forward",
-        backward="_flash_attention_backward",
         layout="bshd",
         max_kv="max_k",
-        offsets=("cum_seq_q", "cum_seq_k"),
+        flops=Flops(backward="_flash_attention_backward", offsets=("cum_seq_q", "cum_seq_k")),
     ),
     _row(
         name="_efficient_attention_forward",
-        backward="_efficient_attention_backward",
         layout="bshd",
         max_kv="max_seqlen_k",
-        offsets=("cu_seqlens_q", "cu_seqlens_k"),
+        flops=Flops(backward="_efficient_attention_backward", offsets=("cu_seqlens_q", "cu_seqlens_k")),
     ),
     _row(
         name="_cudnn_attention_forward",
-        backward="_cudnn_attention_backward",
         layout="bhsd",
         max_kv="max_k",
-        offsets=("cum_seq_q", "cum_seq_k"),
+        flops=Flops(backward="_cudnn_attention_backward", offsets=("cum_seq_q", "cum_seq_k")),
     ),
-    DecompositionOp(attention="scaled_dot_product_attention", namespace="aten", name="_safe_softmax"),
+    Row(namespace="aten", name="_safe_softmax", kind="decomposition"),
 )

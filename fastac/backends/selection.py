@@ -3,10 +3,6 @@
 argsort ends in sort.
 """
 
-from functools import partial
+from fastac.registry import Row
 
-from fastac.rows import SelectionOp
-
-_row = partial(SelectionOp, namespace="aten")
-
-ROWS = (_row(name="topk", keeps_values=False), _row(name="sort", keeps_values=True))
+ROWS = (Row(namespace="aten", name="topk", kind="choice"), Row(namespace="aten", name="sort", kind="choice"))

@@ -1,6 +1,6 @@
 """torch.nn.attention.varlen (torch 2.13). Its variant with an `out` argument writes it, and has no row."""
 
-from fastac.rows import AttentionOp, Library, Verdict
+from fastac.registry import AttentionOp, Flops, Library, Verdict
 
 LIBRARY = Library(
     backend="varlen",
@@ -14,10 +14,9 @@ ROWS = (
         backend="varlen",
         namespace="torch_attn",
         name="_varlen_attn",
-        backward="_varlen_attn_backward",
         layout="thd",
         max_kv="max_k",
         dropout=None,
-        offsets=("cu_seq_q", "cu_seq_k"),
+        flops=Flops(backward="_varlen_attn_backward", offsets=("cu_seq_q", "cu_seq_k")),
     ),
 )

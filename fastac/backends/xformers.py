@@ -6,7 +6,7 @@ is an op of fbgemm-gpu-genai. Its split-KV kernel in Triton, for inference with 
 
 from functools import partial
 
-from fastac.rows import AttentionOp, Library, Verdict
+from fastac.registry import AttentionOp, Flops, Library, Verdict
 
 LIBRARY = Library(
     backend="xformers",
@@ -18,7 +18,7 @@ LIBRARY = Library(
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 _row = partial(AttentionOp, backend="xformers")
-_flash = partial(_row, name="flash_fwd", backward="flash_bwd", max_kv="max_seqlen_k", offsets=_OFFSETS)
+_flash = partial(_row, name="flash_fwd", max_kv="max_seqlen_k", flops=Flops(backward="flash_bwd", offsets=_OFFSETS))
 
 ROWS = (
     _flash(namespace="xformers_flash", dropout="p"),
@@ -27,17 +27,15 @@ ROWS = (
     _row(
         namespace="xformers",
         name="efficient_attention_forward_ck",
-        backward="efficient_attention_backward_ck",
         dropout="dropout_p",
-        offsets=("seqstart_q", "seqstart_k"),
+        flops=Flops(backward="efficient_attention_backward_ck", offsets=("seqstart_q", "seqstart_k")),
     ),
     _row(
         namespace="fbgemm",
         name="fmha_fwd",
-        backward="fmha_bwd",
         max_kv="max_seq_len_k",
         dropout=None,
-        offsets=_OFFSETS,
+        flops=Flops(backward="fmha_bwd", offsets=_OFFSETS),
     ),
     _row(
         namespace="xformer",

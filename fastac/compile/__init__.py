@@ -1,7 +1,5 @@
-"""The same policy where torch.compile traces.
+"""The same policy where torch.compile traces, and blocks compiled inside their own checkpoints.
 
-`blocks` has what users call: compile and compile_attention, which `fastac` gives. `tracing` says what a policy means
-for a region that somebody traces, AOT or another; `graphs` knows the graphs that torch.compile made, and sees to it
-that none of them runs a saved attention again; `flex` keeps flex_attention an op in inductor's code; `torch_private`
-holds what is private in torch's compiler. Import from these modules: the attribute `fastac.compile` is the function.
+`blocks` holds the public compile and compile_attention, `tracing` what a policy says of a region in a trace, `graphs`
+what became of it in compiled code, `flex` the kernel of flex_attention as a call of its own.
 """

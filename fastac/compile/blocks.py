@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from fastac import block_forward, block_selection, hook, models, registry
+from fastac import hook, models, registry
 from fastac.compile.flex import INDUCTOR, inductor
-from fastac.errors import FastacError
+from fastac.errors import FastacError, class_name
 from fastac.policy import Policy
-from fastac.ranks import class_name
-from fastac.rows import Verdict
+from fastac.registry import Verdict
 
 logger = logging.getLogger("fastac")
 
@@ -96,10 +95,12 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     outer, inner = model, models.unwrapped(model)
     if blocks is None:
         hook.check_switch(inner, "compile")
-    chosen = block_selection.select(inner, blocks, outer) if blocks is not None else hook.containers_of(inner)
+    chosen = hook.select(inner, blocks, outer) if blocks is not None else hook.containers_of(inner)
     _refuse_compiled(outer, {block for container in chosen for block in container.blocks.values()}, blocks is not None)
     hook.enable(model, policy, blocks=blocks)
-    own = block_forward.checkpointed(inner)
+    enabled = hook.enabled_on(inner)
+    assert enabled is not None
+    own = enabled.forwards
     found = {name: block for container in hook.containers_of(inner) for name, block in container.blocks.items()}
     before, eager = [], []
     for name, block in found.items():
@@ -114,10 +115,9 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
                 block._compiled_call_impl._fastac_options = options  # type: ignore[union-attr]
         elif _options_of(own[name].before) != options:
             own[name].before = CompiledForward(block, own[name].forward, options, ready)
-    setting = hook.setting_of(inner)
     made = Compilation(
         class_name(inner),
-        str(setting.policy) if setting is not None else str(policy),
+        str(enabled.policy),
         _name_of(ready["backend"]),
         types.MappingProxyType(_count(block for name, block in found.items() if name not in (*eager, *before))),
         tuple(before),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import re
 import threading
 import weakref
@@ -18,14 +19,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac import interception, torch_internals
-from fastac.census import Call
 from fastac.compile import torch_private
 from fastac.compile.torch_private import compilations
-from fastac.errors import PolicyNotAppliedError
+from fastac.engine import torch_private as engine_private
+from fastac.engine.tape import Call, engine
+from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
-from fastac.ranks import class_name
-from fastac.registry import ResolvedOp, classify
+from fastac.registry import BoundOp, classify
+
+logger = logging.getLogger("fastac")
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -55,10 +57,10 @@ class Traced:
     saved: set[str] = dataclasses.field(default_factory=set)
     may_run: int = 0
 
-    def add(self, policy: Policy, resolved: ResolvedOp, keys: Any, saved: bool, outputs: Any) -> None:
+    def add(self, policy: Policy, op: BoundOp, keys: Any, saved: bool, outputs: Any) -> None:
         """Note what was decided for a call that is being traced."""
-        held = sum(_bytes_of(value) for value in torch_internals.tree_leaves(outputs)) if saved else 0
-        self.calls.append(TracedCall(policy, Call(resolved.name, _hint(keys), saved, held), _modules_here()))
+        held = sum(_bytes_of(value) for value in engine_private.tree_leaves(outputs)) if saved else 0
+        self.calls.append(TracedCall(policy, Call(op.name, _hint(keys), saved, held), _modules_here()))
 
     def leave(self) -> None:
         """A region was traced: its nodes have their tags, which a partitioner may change later on."""
@@ -77,8 +79,8 @@ class Traced:
 
 def _attention(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
     for node in graph.nodes:
-        resolved = classify(node.target) if node.op == "call_function" else None
-        if resolved is not None and resolved.is_attention:
+        op = classify(node.target) if node.op == "call_function" else None
+        if op is not None and op.is_attention:
             yield node
 
 
@@ -116,8 +118,8 @@ time = compilations.look
 def reset() -> None:
     """Forget every graph, for tests."""
     _state.__init__()  # type: ignore[misc]
-    if _ran_again in interception.watchers:
-        interception.watchers.remove(_ran_again)
+    if _ran_again in engine.listeners:
+        engine.listeners.remove(_ran_again)
 
 
 def region(policy: Policy) -> Traced:
@@ -149,31 +151,31 @@ def ids_among(nodes: Iterable[Any]) -> set[str]:
 
 
 def _watch_backward() -> None:
-    if _ran_again not in interception.watchers:
-        interception.watchers.append(_ran_again)
+    if _ran_again not in engine.listeners:
+        engine.listeners.append(_ran_again)
 
 
-def _ran_again(resolved: ResolvedOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """An attention kernel is about to run where no region is open."""
-    if not torch_internals.in_backward() or not resolved.is_attention or torch_internals.has_stand_ins(args):
+    if not engine_private.in_backward() or not op.is_attention or engine_private.is_abstract(args):
         return
     running = torch_private.running_node()
     function = torch_private.compiled_function(running)
-    if function is None or torch_internals.in_recompute():
+    if function is None or engine_private.in_recompute():
         return
     policies, allowed = _known_of(function)
-    keys = resolved.keys(args, kwargs)
+    keys = op.keys(args, kwargs)
     policy = next((policy for policy in policies if policy.saves(keys)), None)
     if policy is None:
         return
     backward = _state.backward
-    node = function, torch_internals.sequence_number(running), torch_internals.running_backward()
+    node = function, engine_private.sequence_number(running), engine_private.running_backward()
     if backward.node != node:
         backward.node, backward.again = node, 0
     backward.again += 1
     if backward.again > allowed:
         raise PolicyNotAppliedError(
-            f"{policy}: {resolved.name} over {keys} keys ran again in the backward of a graph that torch.compile made "
+            f"{policy}: {op.name} over {keys} keys ran again in the backward of a graph that torch.compile made "
             f"(compilation {torch_private.compile_id_of(function)}): the compiler did not keep what the policy saves. "
             f"torch._functorch.config.activation_memory_budget below 1 does that, a partitioner of your own, or a "
             f"graph from torch's cache that was made under either. Take it away, call torch._dynamo.reset(), and train "
@@ -242,3 +244,19 @@ def _bytes_of(value: Any) -> int:
     for size in value.shape:
         count *= _hint(size)
     return count
+
+
+_given_up: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def warn_of_given_up(block: Any) -> None:
+    """Warn, once for a class of blocks, that their checkpoint stands in compiled code and was left out of it."""
+    kind = type(block)
+    if torch_private.was_given_up() and kind not in _given_up:
+        _given_up.add(kind)
+        logger.warning(
+            "%s: runs eagerly, though torch.compile was applied to what calls it: a graph break inside a checkpoint "
+            "makes the compiler leave out all of it. Attention is saved. fastac.compile(model), without torch.compile "
+            "of the whole model, keeps blocks compiled that break.",
+            class_name(kind),
+        )

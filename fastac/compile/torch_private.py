@@ -17,8 +17,7 @@ import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import CompileContext, TracingContext
 from torch.fx.traceback import current_meta  # one dict for the process, which torch fills and empties
 
-from fastac import probing, torch_internals
-from fastac.torch_internals import COMPILED_NODE, function_of, proxy_mode
+from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require, tree_map
 
 AT_IMPORT = (
     "_C._current_autograd_node",
@@ -38,7 +37,7 @@ INDUCTOR = (
     "_inductor.utils.BoxedBool",
 )
 
-probing.require(AT_IMPORT)
+require(AT_IMPORT)
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
@@ -118,8 +117,8 @@ class _Compilations:
 
 @functools.cache
 def _start_callbacks() -> list[Any]:
-    probing.require(DYNAMO)
-    return probing.find(DYNAMO[0])  # type: ignore[no-any-return]
+    require(DYNAMO)
+    return find(DYNAMO[0])  # type: ignore[no-any-return]
 
 
 compilations = _Compilations()
@@ -178,7 +177,7 @@ class InductorWith(torch._TorchCompileInductorWrapper):
     """
 
     def __init__(self, graph_pass: Pass, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None):
-        probing.require(INDUCTOR)
+        require(INDUCTOR)
         super().__init__(mode, options, dynamic)  # type: ignore[no-untyped-call]
         self.graph_pass = graph_pass
 
@@ -221,7 +220,7 @@ def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = torch_internals.tree_map(lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, args)
+        fakes = tree_map(lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, args)
         outputs = op(*fakes, **kwargs)
 
     def zeros(value: Any) -> Any:
@@ -229,4 +228,4 @@ def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
 
-    return torch_internals.tree_map(zeros, outputs)
+    return tree_map(zeros, outputs)

@@ -13,6 +13,7 @@ import contextvars
 import functools
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,23 +23,15 @@ import torch
 from torch.fx.traceback import annotate
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fastac import census, interception, torch_internals
 from fastac.compile import graphs
+from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
+from fastac.engine.blocks import block_of as block_of_function
+from fastac.engine.blocks import describe
+from fastac.engine.sparse import is_choice
+from fastac.engine.torch_private import qualified_name
 from fastac.errors import CompiledPolicyNotAppliedError
-from fastac.observation import Observer
 from fastac.policy import Policy
-from fastac.recognition import (
-    Decomposed,
-    SoftmaxAttention,
-    UnknownOp,
-    looks_like_attention_forward,
-    without_coarse,
-)
-from fastac.registry import classify, qualified_name
-from fastac.replay import Replay
-from fastac.rows import CollectiveOp, DecompositionOp, SelectionOp
-from fastac.scopes import Tape
-from fastac.tape import Record
+from fastac.registry import classify
 
 logger = logging.getLogger("fastac")
 
@@ -49,37 +42,35 @@ class Decisions:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._softmax_attention = SoftmaxAttention()
-        self._small: list[Decomposed] = []
-        self._written_out: list[Decomposed] = []
+        self._small = 0
+        self._written_out: list[int] = []  # numbers of keys
         self._coarse: list[int] = []
         self._unknown: list[UnknownOp] = []
         self._exchanged: list[Any] = []  # what saved collectives return, before it is waited for
 
-    def of(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> bool | None:
+    def of(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> bool | None:
         """Whether the policy saves what an operator has returned; None for what it has nothing to say about.
 
         Raises UnsupportedBackendError for an attention kernel that does not train, FastacError for one that is to be
         saved and was given a tensor to write.
         """
-        resolved = classify(op)
-        if resolved is None:
+        bound = classify(op)
+        if bound is None:
             self._look_for_attention(op, args, outputs)
             return None
-        if isinstance(resolved.row, DecompositionOp):
-            found = Decomposed.from_call(resolved, args, kwargs)
-            if self.policy.saves(found.keys):
-                self._small.append(found)
+        if bound.is_attention:
+            self._coarse.append(bound.coarse_keys(args, kwargs))
+            bound.check_trains()
+            saved = bool(self.policy.saves(bound.keys(args, kwargs)))
+            if saved:
+                bound.check_call(args, kwargs)
+            return saved
+        if bound.kind == "decomposition":
+            self._small += self.policy.saves(_number(bound.keys(args, kwargs)))
             return None
-        if isinstance(resolved.row, SelectionOp):
-            return bool(args[0].is_floating_point()) and not self.policy.saves_nothing
-        if isinstance(resolved.row, CollectiveOp):
-            return self._of_collective(resolved.row.kind, args, outputs)
-        self._coarse.append(resolved.coarse_keys(args, kwargs))
-        resolved.check_trains()
-        saved = bool(self.policy.saves(resolved.keys(args, kwargs)))
-        if saved:
-            resolved.check_writes(args, kwargs)
-        return saved
+        if bound.kind == "choice":
+            return is_choice(args) and not self.policy.saves_nothing
+        return self._of_collective(bound.kind, args, outputs)
 
     def _of_collective(self, kind: str, args: Sequence[Any], outputs: Any) -> bool | None:
         """A collective that is saved is saved with its wait: a graph may hold what is complete in other memory."""
@@ -93,41 +84,49 @@ class Decisions:
     def _look_for_attention(self, op: Any, args: Sequence[Any], outputs: Any) -> None:
         if self.policy.saves_nothing or not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
             return
-        found = None
-        if isinstance(op, torch._ops.OpOverload):
-            found = self._softmax_attention.follow(op, args, outputs)
-        if found is not None and self.policy.saves(found.keys):
-            self._written_out.append(found)
+        keys = self._softmax_attention.follow(op, args, outputs) if isinstance(op, torch._ops.OpOverload) else None
+        if keys is not None and self.policy.saves(keys):
+            self._written_out.append(keys)
         elif looks_like_attention_forward(name := qualified_name(op), args):
             self._unknown.append(UnknownOp(*name.split("::")))
 
-    def failure(self) -> str | None:
-        """The message for what cannot be saved among the operators so far; None where all can."""
-        missed = [found.attention for found in (*self._small, *without_coarse(self._written_out, self._coarse))]
-        return _failure(self.policy, missed, self._unknown) if missed or self._unknown else None
+    def check(self) -> None:
+        """Raise CompiledPolicyNotAppliedError when some of the operators so far cannot be saved."""
+        coarse = coarse_numbers(self._coarse)
+        written_out = sum(keys not in coarse for keys in self._written_out)
+        refuse_unsaved(self.policy, self._small + written_out, self._unknown)
 
 
-def _failure(policy: Policy, small: Sequence[str], unknown: Sequence[UnknownOp]) -> str:
-    """The message for a region in a graph: attention that ran as small ops, and ops without a row."""
+def _number(keys: Any) -> int:
+    return keys if isinstance(keys, int) else sys.maxsize  # a symbolic number counts as many
+
+
+def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp]) -> None:
+    """Raise CompiledPolicyNotAppliedError for attention of a region in a graph that cannot be saved.
+
+    small: how many calls ran as small ops. unknown: ops without a row.
+    """
     if small:
         what = (
-            f"{small[0]} ran as small ops, which leave no attention output to save (a mask that requires grad, "
-            f"dropout, unequal head dims, a query that is not 4-D, the math kernel forced, or attention written out)"
+            f"{small} ran as small ops, with no output to save (a mask that requires grad, dropout, unequal head dims, "
+            f"a query that is not 4-D, the math kernel forced, or attention written out)"
         )
-    else:
+    elif unknown:
         what = f"{'::'.join(unknown[0])} looks like an attention forward and has no row (fastac.register)"
-    return (
-        f"{policy}: not every attention call of a checkpointed region in a compiled graph can be saved. {what}. "
+    else:
+        return
+    raise CompiledPolicyNotAppliedError(
+        f"{policy}: not every attention call of a checkpointed region in a compiled graph can be saved.\n{what}.\n"
         f'Mend the cause, or use policy="full" for this block.'
     )
 
 
-def _refuse_linear(policy: Policy) -> None:
-    """Raise for a policy that goes by modules: a trace knows none."""
+def refuse_linear(policy: Policy, where: str = "this region") -> None:
+    """Raise for a policy that goes by Linear modules: a trace knows none."""
     if policy.linear:
         raise CompiledPolicyNotAppliedError(
-            f"{policy}: which Linear module a product belongs to is seen in eager mode alone, and this region is in a "
-            f'graph. Use a policy of attention there, as "long_attn_only".'
+            f"{policy}: which Linear module a product belongs to is seen in eager mode alone, and {where} is in a "
+            f'graph or compiled. Use a policy of attention there, as "long_attn_only".'
         )
 
 
@@ -156,60 +155,24 @@ def traced_contexts(policy: Policy) -> Contexts:
 
     Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
     """
-    _refuse_linear(policy)
+    refuse_linear(policy)
     traced = graphs.region(policy)
     decisions = Decisions(policy)
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saved = decisions.of(op, args, kwargs, context.op_output)
-        resolved = classify(op)
-        if resolved is not None and resolved.is_attention:
-            traced.add(policy, resolved, resolved.keys(args, kwargs), bool(saved), context.op_output)
+        bound = classify(op)
+        if bound is not None and bound.is_attention:
+            traced.add(policy, bound, bound.keys(args, kwargs), bool(saved), context.op_output)
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def leave() -> None:
-        failure = decisions.failure()
-        if failure is not None:
-            raise CompiledPolicyNotAppliedError(failure)
+        decisions.check()
         traced.leave()
 
     forward, recompute = create_selective_checkpoint_contexts(decide)
     forward.__class__, forward.leave = _Checked, leave
     return forward, recompute
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
-def prepare() -> None:
-    """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
-    interception.install()
-
-
-def contexts_while_tracing(policy: Policy) -> Contexts:
-    """The contexts of a region that dynamo put into a graph; called by AOT, or at run time by a backend without AOT."""
-    if torch_internals.in_proxy_trace():
-        return traced_contexts(policy)
-    _refuse_linear(policy)
-    interception.install()
-    tape = Tape()
-    return _RecordInGraph(tape, policy, observer=Observer(None, (), policy)), Replay(tape)
-
-
-class _RecordInGraph(Record):
-    """The forward of a region whose function is not known, only a graph of it: watched and checked every time.
-
-    AOT runs one, too, on fake tensors, before it traces.
-    """
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        observer = self.observer
-        if exception[0] is None and isinstance(observer, Observer):
-            small = [missed.attention for missed in [*self.missed, *(missed for _, missed in observer.missed)]]
-            if small or observer.unknown:
-                raise CompiledPolicyNotAppliedError(_failure(self.policy, small, observer.unknown))
-            if self.calls:  # of a backend without AOT: the graph really runs
-                for listener in census.listeners:
-                    listener(census.Census.of_tape(self))
 
 
 # Regions in other traces
@@ -229,13 +192,13 @@ def run_annotated(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
     """Call a function whose operators the trace is to know as one region; as it is where gradients are off."""
-    _refuse_linear(policy)
+    refuse_linear(policy)
     if not _expected.get():
         _warn()
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     number = next(_numbers)
-    block = census.block_of(function)
+    block = block_of_function(function)
     if block is not None:
         _blocks[number] = block
     marks = {
@@ -243,7 +206,7 @@ def run_annotated(
         _POLICY: policy.name,
         _MIN_KV: policy.min_kv,
         _COLLECTIVES: policy.collectives,
-        _WHERE: census.describe(function),
+        _WHERE: describe(function),
     }
     with annotate(marks):
         return function(*args, **kwargs)

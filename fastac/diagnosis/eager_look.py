@@ -63,8 +63,10 @@ class _Unkept(Record):
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         """See a call."""
         if not op.is_attention:
-            return super().meet(op, keyset, args, kwargs, product) if op.kind == "decomposition" else self.run(
-                op, keyset, args, kwargs
+            return (
+                super().meet(op, keyset, args, kwargs, product)
+                if op.kind == "decomposition"
+                else self.run(op, keyset, args, kwargs)
             )
         self.owners = [*(self.owners or ()), torch_private.newest_node()]
         if isinstance(op.op, torch_private.HigherOrderOperator):

@@ -95,7 +95,6 @@ class Observer(TorchDispatchMode):
         self.small = [one for one in self.small if one.keys not in coarse]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.compiled_calls.listen()
         with autocast_as_called(func):
             outputs = func(*args, **(kwargs or {}))
         self.observe(func, args, outputs, kwargs or {})
@@ -175,9 +174,9 @@ class Observer(TorchDispatchMode):
         elif name in PRODUCTS:
             query, value = args[-2:]
             if self.small and not self.small[-1].cause and value.shape[-1] != self._head_dim:
-                self.small[-1].cause = (
-                    f"its value has head dim {value.shape[-1]} where query and key have {self._head_dim}"
-                )
+                self.small[
+                    -1
+                ].cause = f"its value has head dim {value.shape[-1]} where query and key have {self._head_dim}"
             self._head_dim = query.shape[-1]
         elif self.small and not self.small[-1].cause and ("dropout" in name or "bernoulli" in name):
             self.small[-1].cause = "it drops out (dropout > 0), which no fused kernel here does: train with dropout 0"
@@ -206,8 +205,8 @@ class Observer(TorchDispatchMode):
 
     def _outside(self, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An attention ran where no region is open: in the kernel of another op, or in another thread."""
-        if threading.get_ident() != self._thread and leads_to(args, self._roots):
-            if self.policy.saves(op.keys(args, kwargs)):
-                self.elsewhere.append(
-                    f"{op.name} was called in another thread, where no region is open: call it in the block's own"
-                )
+        elsewhere = threading.get_ident() != self._thread and leads_to(args, self._roots)
+        if elsewhere and self.policy.saves(op.keys(args, kwargs)):
+            self.elsewhere.append(
+                f"{op.name} was called in another thread, where no region is open: call it in the block's own"
+            )

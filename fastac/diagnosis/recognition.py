@@ -11,7 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.engine import torch_private
 
-
 _ATTENTION = re.compile(r"(?<![a-z])(flash_?)?(attn|attention|sdpa|f?mha)(?![a-z])")
 _FORWARD = re.compile(r"(^|_)(fwd|forward|func)(_|$)")
 _NOT_A_FORWARD = re.compile(r"backward|bwd|_grad|mask|bias")

@@ -6,7 +6,7 @@ on a module until `detach`; without an open scope they do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,17 @@ def check_names(policies: Mapping[torch.nn.Module, Policy]) -> None:
                     f"{policy}: {pattern!r} names no Linear module of the blocks. Their Linear modules are "
                     f"{', '.join(dict.fromkeys(names)) or 'none'}."
                 )
+
+
+def check_called(policy: Policy, called: Collection[str], where: str) -> None:
+    """Raise PolicyNotAppliedError for a name in a policy that none of the Linear modules has that a block called."""
+    for pattern in policy.linear:
+        if not any(Policy("linear_only", linear=(pattern,)).saves_linear(name) for name in called):
+            raise PolicyNotAppliedError(
+                f"{policy}: no Linear module {pattern!r} of {where} was called in this thread, so its output is not "
+                f"saved. Called were {', '.join(dict.fromkeys(called)) or 'none of those that are named'}. Call "
+                f"module(x), not module.forward(x) or its weight, or leave the name out of linear=(...)."
+            )
 
 
 def linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:

@@ -144,7 +144,7 @@ class _Call:
 
         inputs = {id(tensor): -2 - place for place, tensor in enumerate(self.tensors)}
         given = places_of(outputs, inputs)
-        # An input of whole numbers may be a choice of blocks, which recompute must not make again: kept, like an output.
+        # An input of whole numbers may be a choice of blocks, which recompute must not make again: kept like an output.
         floating = {id(t): -2 - place for place, t in enumerate(self.tensors) if t.is_floating_point()}
         self.companion = Companion(single, given, places_of(to_save, floating), places_of(constant, floating))
         return tensors
@@ -209,8 +209,8 @@ def make_visible(
             return _op(given)
         if visible is function:
             raise FastacError(
-                f"make_visible: {function.__qualname__} is visible already, as {given!r}, with other options. Functions "
-                f"of known libraries are made visible by fastac.enable: call make_visible before it."
+                f"make_visible: {function.__qualname__} is visible already, as {given!r}, with other options. "
+                f"Functions of known libraries are made visible by fastac.enable: call make_visible before it."
             )
     if not name and isinstance(function, type):
         name = own = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")

@@ -21,7 +21,7 @@ from fastac.models import (
 from fastac.models.loops import LISTS
 from fastac.models.reading import BlockContainer, ModelRow, containers, has_switch, is_available, tiny_model
 from fastac.models.wrappers import refuse_other_checkpointing, unwrapped
-from fastac.ranks import class_name
+from fastac.errors import class_name
 
 _FAMILIES = (
     wan,
@@ -61,7 +61,6 @@ __all__ = [
     "containers",
     "has_switch",
     "is_available",
-    "refuse_other_checkpointing",
     "row_of",
     "tiny_model",
     "unwrapped",

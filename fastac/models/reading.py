@@ -11,7 +11,7 @@ import torch
 
 from fastac.models.loops import LISTS, checkpointed_lists
 from fastac.models.videos import Video
-from fastac.ranks import class_name
+from fastac.errors import class_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,15 +14,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
-import re
 import threading
 import types
 from collections.abc import Iterable
 from typing import Any
 
-from fastac import interception, opaque, registry
+from fastac import registry
+from fastac.engine import opaque
 from fastac.errors import FastacError
-from fastac.rows import KEYS_DIMENSION, OpaqueFunction, Row
+from fastac.registry import OpaqueFunction, Row
 
 logger = logging.getLogger("fastac")
 
@@ -75,10 +75,6 @@ def broken() -> dict[str, str]:
     return {str(plugin): plugin.problem for plugin in installed() if plugin.problem}
 
 
-# In front: a Function that a plugin names is made visible by the same installation.
-interception.before_installation.insert(0, load)
-
-
 def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
     distribution = entry_point.dist
     plugin = Plugin(
@@ -91,8 +87,6 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
         found = _read(entry_point)
         functions = tuple(item for item in found if isinstance(item, OpaqueFunction))
         rows = tuple(item for item in found if not isinstance(item, OpaqueFunction))
-        for function in functions:
-            _check_function(function)
         registry.register(*rows)  # all of them or none
         opaque.know(*functions)
     except FastacError as error:
@@ -122,19 +116,4 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
     except (Exception, SystemExit) as error:
         # Code of other people runs here: a library that was uninstalled, a missing driver, sys.exit for want of a GPU.
         # No such thing may keep a user, who perhaps does not use that kernel at all, from training.
-        raise FastacError(f"it can not be loaded: {type(error).__name__}: {error}") from error
-
-
-def _check_function(function: OpaqueFunction) -> None:
-    for name, value in dataclasses.asdict(function).items():
-        if name in ("offsets", "blocks"):
-            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
-                raise FastacError(f"{name} is no tuple of texts in {function!r}")
-        elif not isinstance(value, str) and not (value is None and name in ("max_kv", "dropout")):
-            raise FastacError(f"{name} is no text in {function!r}")
-    try:
-        re.compile(function.module)
-    except re.error as error:
-        raise FastacError(f"module {function.module!r} of {function.name} is no regular expression: {error}") from error
-    if function.layout not in KEYS_DIMENSION:
-        raise FastacError(f"layout {function.layout!r} of {function.name} is none of {', '.join(KEYS_DIMENSION)}")
+        raise FastacError(f"it cannot be loaded: {type(error).__name__}: {error}") from error

@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
+
+from fastac.errors import rank
 
 Result = TypeVar("Result")
 
 _CONNECTION = ("DistBackendError", "DistNetworkError", "RuntimeError")
 """What torch raises on a rank that waits for another in vain."""
 
-_ENGINES = ("FSDP", "DDP", "Replicate")
-"""What `fully_shard` and `replicate` put before the name of a module's class."""
-
 
 def count() -> int:
     """How many processes train together; 1 where there is no process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def name() -> str:
-    """Which of several processes this is, for messages; "" where there is one."""
-    return f"rank {dist.get_rank()} of {count()}" if count() > 1 else ""
 
 
 class OtherRankFailed(Exception):  # noqa: N818 it carries another rank's error, and is one of none of ours
@@ -35,7 +28,7 @@ class OtherRankFailed(Exception):  # noqa: N818 it carries another rank's error,
         self.kind = kind
 
 
-class Together:
+class Group:
     """Ranks that run the same function: what one of them finds counts for all.
 
     They talk in a group of their own: what failed may have left others inside a collective of the training's.
@@ -63,17 +56,17 @@ class Together:
             except OtherRankFailed:
                 raise
             except Exception as error:
-                self._tell(error)
+                self._report(error)
                 raise
             self._exchange(False)
             return result
         finally:
             dist.destroy_process_group(self._group)
 
-    def _tell(self, error: Exception) -> None:
-        """Tell the others what was raised here; where it was only that a rank was missed, raise what that one says."""
-        kind, told = type(error).__name__, str(error)
-        own = (kind, told if told.startswith(name()) else f"{name()}: {kind}: {told}")
+    def _report(self, error: Exception) -> None:
+        """Report to the others what was raised here; where it was only that a rank was missed, raise what that one says."""
+        kind, text = type(error).__name__, str(error)
+        own = (kind, text if text.startswith(rank()) else f"{rank()}: {kind}: {text}")
         failed = [other for other in self._exchange(own) if isinstance(other, tuple) and other != own]
         causes = [other for other in failed if other[0] not in _CONNECTION]
         if kind in _CONNECTION and causes:
@@ -88,19 +81,3 @@ class Together:
         if failed is not None and not isinstance(mine, tuple):
             raise OtherRankFailed(*failed)
         return everyone
-
-
-def class_name(module: object) -> str:
-    """The name of a module's class: of its own, where FSDP2 has made another of it (FSDPWanTransformerBlock)."""
-    kind = module if isinstance(module, type) else type(module)
-    while len(kind.__bases__) == 2 and kind.__name__.removesuffix(kind.__bases__[1].__name__) in _ENGINES:
-        kind = kind.__bases__[1]
-    return kind.__name__
-
-
-def is_sharded(module: object) -> bool:
-    """Whether FSDP gathers parameters while a module, or a part of it, is called."""
-    return isinstance(module, torch.nn.Module) and any(
-        class_name(inner) != type(inner).__name__ or "_fsdp_wrapped_module" in inner._modules
-        for inner in module.modules()
-    )
