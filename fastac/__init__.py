@@ -15,8 +15,7 @@ from fastac.hook import disable, enable
 from fastac.opaque import make_visible
 from fastac.outcome import Verification
 from fastac.partitioner import inform_partitioner
-from fastac.planning import plan
-from fastac.plans import Plan
+from fastac.planning import Plan, plan
 from fastac.policy import Policy
 from fastac.registry import register
 from fastac.reporting import Report, report

@@ -39,9 +39,9 @@ def run_annotated(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
     """Call a function whose operators the trace is to know as one region; as it is where gradients are off."""
-    if policy.linear or policy.is_budget:
+    if policy.linear:
         raise FastacError(
-            f"{policy}: outputs of Linear modules, and budgets, are for eager mode; this is a trace. Use a policy of "
+            f"{policy}: outputs of Linear modules are for eager mode; this is a trace. Use a policy of "
             f'attention in it, such as "long_attn_only".'
         )
     if not _expected.get():

@@ -23,7 +23,6 @@ from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.models import has_switch
 from fastac.policy import BlockPolicies, Policy
 from fastac.ranks import class_name
-from fastac.shares import Budgets
 
 logger = logging.getLogger("fastac")
 
@@ -116,7 +115,7 @@ def _watches(model: torch.nn.Module) -> list[tuple[dict[int, Any], int, Any]]:
         for module in model.modules()
         for hooks in (module._forward_pre_hooks, module._forward_hooks)
         for key, hook in hooks.items()
-        if isinstance(getattr(hook, "__self__", None), (Watch, Budgets))
+        if isinstance(getattr(hook, "__self__", None), Watch)
     ]
 
 
@@ -146,7 +145,7 @@ def setting_of(model: torch.nn.Module) -> Setting | None:
     if not blocks:
         return None
     policies = {own.policy for own in blocks}
-    if len(policies) == 1 and not blocks[0].policy.is_budget:
+    if len(policies) == 1:
         return Setting(blocks[0].policy, blocks[0].engine)
     return Setting(BlockPolicies({own.module: own.policy for own in blocks}), blocks[0].engine)
 

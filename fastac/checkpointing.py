@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import annotation, census, checkpoint_wrappers, shares, torch_internals, traced_regions
+from fastac import annotation, census, checkpoint_wrappers, torch_internals, traced_regions
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.preflight import refuse_debug, refuse_options, refuse_strange_block
 from fastac.regions import Region
@@ -54,10 +54,6 @@ def checkpoint(
         policy = policy.of(function) or refuse_strange_block(function)
     else:
         policy = resolve(policy)
-    share = None
-    if policy.is_budget and not torch.compiler.is_dynamo_compiling():
-        share = shares.share_of(policy, function)
-        policy = share.current(function, args, kwargs)
     if use_reentrant or context_fn is not None or engine not in ENGINES:
         refuse_options(use_reentrant, context_fn, engine, ENGINES)
     if debug and not policy.saves_nothing:
@@ -85,7 +81,7 @@ def checkpoint(
         return full(debug=debug)
     if torch_internals.checkpoint_debug_enabled():
         refuse_debug(policy)
-    region = Region(function, args, kwargs, policy, engine, preserve_rng_state, share)
+    region = Region(function, args, kwargs, policy, engine, preserve_rng_state)
     outputs = full(context_fn=region.contexts)
     region.check(outputs)
     return outputs

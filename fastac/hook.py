@@ -29,7 +29,6 @@ from fastac.policy import BlockPolicies, Policy, policy_of, resolve, resolve_blo
 from fastac.preflight import check_backends
 from fastac.ranks import class_name
 from fastac.remarks import refuse_only_linear, remarks
-from fastac.shares import as_given, shared, watch
 
 logger = logging.getLogger("fastac")
 
@@ -81,7 +80,6 @@ def enable(
     check_backends(model, selected)
     refuse_only_linear(model, containers, selected)
     linear.check_names({block: policy_of(selected, block) for block in named.values()})
-    selected = shared(selected, named)
 
     if blocks is None:
         block_forward.refuse_hooked(model)
@@ -92,7 +90,6 @@ def enable(
     else:
         disable(model)
         block_forward.put_on(model, named, Setting(selected, engine))
-    watch(model, selected)
     linear.expect({block: policy_of(selected, block) for block in named.values()})
     for name, block in named.items():
         record = census.block_record(block)
@@ -229,7 +226,7 @@ def policy_as_given(model: torch.nn.Module, setting: Setting) -> Policy | dict[s
     if isinstance(setting.policy, Policy):
         return setting.policy
     blocks = {name: block for container in containers_of(model) for name, block in container.blocks.items()}
-    return {name: as_given(mine) for name, block in blocks.items() if (mine := setting.policy_of(block)) is not None}
+    return {name: mine for name, block in blocks.items() if (mine := setting.policy_of(block)) is not None}
 
 
 def containers_of(model: torch.nn.Module) -> list[BlockContainer]:

@@ -75,12 +75,12 @@ class Watched(dict[int, str]):
 _found: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, ...], Watched]] = weakref.WeakKeyDictionary()
 
 
-def watched(function: Any, policy: Policy, by_name: bool = True) -> Watched:
+def watched(function: Any, policy: Policy) -> Watched:
     """The Linear modules of a block whose outputs a policy saves, by id, with their names in the block.
 
     They get hooks where they have none. Raises FastacError for a function that is no block, and for a name that is
     wrong for a block that `enable` did not see: there it must be right for one of the blocks. PolicyNotAppliedError
-    when one of them was exchanged. by_name: whether the user named them; else they are looked for anew then.
+    when one of them was exchanged.
     """
     block = census.block_of(function)
     if block is None:
@@ -91,18 +91,15 @@ def watched(function: Any, policy: Policy, by_name: bool = True) -> Watched:
     by_names = _found.setdefault(block, {})
     names = tuple(policy.linear)
     found = by_names.get(names)
-    if found is not None and (by_name or policy.is_budget) and (name := found.exchanged(block)) is not None:
-        if by_name:
-            raise PolicyNotAppliedError(
-                f"{policy}: the Linear module {name!r} of {census.describe(function)} was exchanged, or added, since "
-                f"fastac.enable or its first step, so its output is not saved. Call fastac.enable again after a model "
-                f"was changed."
-            )
-        by_names.clear()
-        found = None
+    if found is not None and (name := found.exchanged(block)) is not None:
+        raise PolicyNotAppliedError(
+            f"{policy}: the Linear module {name!r} of {census.describe(function)} was exchanged, or added, since "
+            f"fastac.enable or its first step, so its output is not saved. Call fastac.enable again after a model "
+            f"was changed."
+        )
     if found is None:
         record = census.block_record(block)
-        if by_name and (record is None or not record.name):
+        if record is None or not record.name:
             check_names({block: policy})
         found = by_names[names] = Watched(block, names)
     if not found.hooked:
@@ -115,7 +112,7 @@ def watched(function: Any, policy: Policy, by_name: bool = True) -> Watched:
 def expect(policies: Mapping[torch.nn.Module, Policy]) -> None:
     """Remember which modules of blocks the policies name now: a step that finds others is an error."""
     for block, policy in policies.items():
-        if policy.linear and not policy.is_budget:
+        if policy.linear:
             _found.setdefault(block, {})[tuple(policy.linear)] = Watched(block, tuple(policy.linear))
 
 
@@ -124,30 +121,11 @@ def check_names(policies: Mapping[torch.nn.Module, Policy]) -> None:
     for policy in dict.fromkeys(policies.values()):
         names = [name for block, mine in policies.items() if mine == policy for name in linear_modules(block)]
         for pattern in policy.linear:
-            if not fnmatch.filter(names, pattern) and not policy.is_budget:
+            if not fnmatch.filter(names, pattern):
                 raise FastacError(
                     f"{policy}: {pattern!r} names no Linear module of the blocks. Their Linear modules are "
                     f"{', '.join(dict.fromkeys(names)) or 'none'}."
                 )
-
-
-EVERY = ("*",)
-"""What a survey watches."""
-
-
-def was_exchanged(function: Any, policy: Policy) -> bool:
-    """Whether the Linear modules of a block are others than those that were surveyed, of which this policy names some.
-
-    Of a block that was not surveyed itself, a copy: whether one is missing.
-    """
-    block = census.block_of(function)
-    if block is None:
-        return False
-    by_names = _found.setdefault(block, {})
-    if EVERY in by_names:
-        return by_names[EVERY].exchanged(block) is not None
-    surveyed = by_names[EVERY] = Watched(block, EVERY)
-    return not surveyed.modules.keys() >= set(policy.linear)
 
 
 def linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from fastac.checkpoint_wrappers import inside
 from fastac.errors import FastacError
-from fastac.sizes import parse_bytes, readable_bytes
 
 logger = logging.getLogger("fastac")
 
@@ -28,7 +27,6 @@ class Policy:
     again; "recompute" issues them again and keeps nothing of them: fewer bytes, more communication.
     linear: Linear modules whose outputs are saved as well, by their names in a block, with wildcards:
     ("ffn.net.2", "attn1.*"). "linear_only" saves these alone.
-    limit, per_block: of `Policy.budget`.
     Raises FastacError for another name, a `min_kv` that is not a whole number of keys, other words for `collectives`,
     names that are no texts, and what has no meaning together.
     """
@@ -37,16 +35,14 @@ class Policy:
     min_kv: int = 0
     collectives: str = "save"
     linear: Sequence[str] = ()
-    limit: int | None = None
-    per_block: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.linear, list):  # as JSON has it
             object.__setattr__(self, "linear", tuple(self.linear))
-        if self.name not in ("full", "attn_only", "linear_only", "budget"):
+        if self.name not in ("full", "attn_only", "linear_only"):
             raise FastacError(
                 f"Policy({self.name!r}): no such policy. There are {_quoted(NAMED)}, "
-                f'Policy("attn_only", min_kv=..., linear=(...)) and Policy.budget("24GiB").'
+                f'Policy("attn_only", min_kv=..., linear=(...)).'
             )
         if not isinstance(self.min_kv, int) or isinstance(self.min_kv, bool) or self.min_kv < 0:
             raise FastacError(f"Policy(min_kv={self.min_kv!r}): a number of keys, 0 or more, was expected")
@@ -63,59 +59,15 @@ class Policy:
                 'Policy("linear_only"): it saves the outputs of the Linear modules named by linear=(...), which must '
                 "be there, and no attention, so min_kv has no meaning"
             )
-        if self.limit is not None and (type(self.limit) is not int or self.limit < 0):
-            raise FastacError(f'Policy(limit={self.limit!r}): a number of bytes. Or Policy.budget("24GiB").')
-        if self.name == "budget" and (self.min_kv or self.linear not in ((), ("*",))):
-            raise FastacError('Policy("budget", ...): it chooses what is saved, so min_kv and names have no meaning')
-        if self.name == "budget" and self.limit is None:
-            raise FastacError('Policy("budget"): of how many bytes? Policy.budget("24GiB"), or per_block="600MiB"')
-        if self.name != "budget" and (self.limit is not None or self.per_block):
-            raise FastacError(f"Policy({self.name!r}, limit=..., per_block=...): these are of Policy.budget")
-
-    @classmethod
-    def budget(
-        cls,
-        total: str | int | None = None,
-        *,
-        per_block: str | int | None = None,
-        linear: bool = True,
-        collectives: str = "save",
-    ) -> Policy:
-        """The policy that avoids the most recompute with so many bytes of saved outputs.
-
-        total: bytes that the saved outputs of all blocks hold together after one forward; "24GiB", "500MB" or a number.
-        per_block: the same for each block, in the place of it.
-        linear: whether outputs of Linear modules may be among them, or attention alone.
-        What is saved is decided after the first step with inputs of a shape, which saves nothing and is watched.
-        Raises FastacError when neither or both are given, for what is no number of bytes.
-        """
-        if (total is None) == (per_block is None):
-            raise FastacError(
-                'Policy.budget: one of two, as in Policy.budget("24GiB"), Policy.budget(per_block="1GiB")'
-            )
-        given = total if per_block is None else per_block
-        assert given is not None
-        return cls(
-            "budget",
-            collectives=collectives,
-            linear=("*",) * linear,
-            limit=parse_bytes(given),
-            per_block=per_block is not None,
-        )
 
     @property
     def saves_nothing(self) -> bool:
         """Whether this is plain full checkpointing."""
         return self.name == "full"
 
-    @property
-    def is_budget(self) -> bool:
-        """Whether what is saved is still to be decided."""
-        return self.limit is not None
-
     def saves(self, keys: int) -> bool:
-        """Whether an attention call over so many keys is saved; under a budget, whether it may be."""
-        return self.name in ("attn_only", "budget") and (self.min_kv == 0 or keys >= self.min_kv)
+        """Whether an attention call over so many keys is saved."""
+        return self.name == "attn_only" and (self.min_kv == 0 or keys >= self.min_kv)
 
     @property
     def saves_collectives(self) -> bool:
@@ -128,10 +80,7 @@ class Policy:
                 return name
         options = [f"min_kv={self.min_kv}"] * bool(self.min_kv)
         options += [f"collectives={self.collectives!r}"] * (self.collectives != "save")
-        if self.limit is not None:
-            options.insert(0, readable_bytes(self.limit) + " per block" * self.per_block)
-            options += ["linear=False"] * (not self.linear)
-        elif self.linear:
+        if self.linear:
             options.append(f"linear={'+'.join(self.linear)}")
         return f"{self.name}({', '.join(options)})"
 
@@ -186,7 +135,7 @@ def resolve(policy: str | Policy) -> Policy:
     if isinstance(policy, str):
         if policy not in NAMED:
             raise FastacError(
-                f'policy={policy!r}: no such policy. There are {_quoted(NAMED)}, Policy.budget("24GiB"), '
+                f"policy={policy!r}: no such policy. There are {_quoted(NAMED)}, "
                 f'Policy("attn_only", min_kv=...), and a mapping of block names to these.'
             )
         policy = NAMED[policy]

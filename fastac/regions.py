@@ -31,8 +31,6 @@ from fastac.preflight import is_compiled, refuse_switched, refuse_wrapped
 from fastac.replay import Replay
 from fastac.scopes import Tape, thread
 from fastac.selective import COMPILED_CODE, Contexts, SelectiveRecord, traced_contexts
-from fastac.shares import Share
-from fastac.survey import SurveyRecord, SurveyReplay
 from fastac.tape import Record
 
 logger = logging.getLogger("fastac")
@@ -57,7 +55,6 @@ class Region:
         "policy",
         "preserves_generators",
         "record",
-        "share",
     )
 
     def __init__(
@@ -68,13 +65,11 @@ class Region:
         policy: Policy,
         engine: str = "tape",
         preserves_generators: bool = True,
-        share: Share | None = None,
     ) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.policy = policy
-        self.share = share  # of a budget: what the policy saves was not asked for by name
         self.engine = engine
         self.preserves_generators = preserves_generators
         self.record: Record | SelectiveRecord | None = None
@@ -102,7 +97,7 @@ class Region:
             partitioner.inform_if_loaded()
             if not is_compiled(self.function):
                 self.observer = Observer(self.function, (self.args, self.kwargs), self.policy)
-        if self.policy.linear or self.policy.is_budget:
+        if self.policy.linear:
             return self._contexts_with_linear(self.policy)
         if self.engine == "sac":
             if is_compiled(self.function):
@@ -123,20 +118,12 @@ class Region:
             )
         linears = linear.Watched()
         if policy.linear and torch.is_grad_enabled():  # else torch asks for contexts that nobody enters
-            linears = linear.watched(self.function, policy, by_name=self.share is None)
+            linears = linear.watched(self.function, policy)
         tape = Tape()  # after that: it counts what is intercepted when it begins
         tape.linears, tape.watch = linears, functools.partial(linear.watch_again, linears)
-        record: Record
-        replay: Replay
-        if policy is self.share:
-            survey = self.share.begin_survey()
-            record = SurveyRecord(tape, policy, self.preserves_generators, self.observer, survey)
-            replay = SurveyReplay(tape, survey)
-        else:
-            record, replay = Record(tape, policy, self.preserves_generators, self.observer), Replay(tape)
-        self.record = record
+        self.record = record = Record(tape, policy, self.preserves_generators, self.observer)
         self._be_told(record)
-        return record, replay
+        return record, Replay(tape)
 
     def _be_told(self, record: Record | SelectiveRecord) -> None:
         if self.observer is not None:
@@ -155,7 +142,7 @@ class Region:
             or record.missed
             or record.late
             or (known.ops != record.calls and record.calls not in known.others)
-            or (known.linear != record.products and self.share is None)
+            or known.linear != record.products
             or (self.block is not None and self.key not in self.block.censuses and self._is_odd(record, known, outputs))
         ):
             self._settle(record, outputs)
@@ -217,7 +204,7 @@ class Region:
             self._judge(record, mine, seen)
         if self.policy.linear and compiled:
             linear.refuse_compiled(self.function, self.policy)
-        if self.policy.linear and self.share is None and isinstance(record, Record):
+        if self.policy.linear and isinstance(record, Record):
             before = self.block.censuses.get(self.key) if self.block is not None else None
             linear.judge(self.function, self.policy, record, before.linear if before else [], nodes)
         kinds = census.known(self.function)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from fastac import census, compiled_graphs, hook, models, shares
+from fastac import census, compiled_graphs, hook, models
 from fastac.census import Call
 from fastac.collectives import Communication
 from fastac.policy import BlockPolicies, saves_nothing
@@ -160,7 +160,7 @@ def report(model: torch.nn.Module) -> Report:
         active=setting is not None,
         problem=_problem(model, setting, rows),
         rows=tuple(rows),
-        remarks=(*remarks(model, containers), *_shared_out(setting, containers, rows)),
+        remarks=tuple(remarks(model, containers)),
     )
 
 
@@ -205,21 +205,6 @@ def _problem(model: torch.nn.Module, setting: Any, rows: list[ContainerReport]) 
     if not seen:
         return "no forward with gradients was seen yet"
     return ""
-
-
-def _shared_out(
-    setting: Any, containers: Iterable[models.BlockContainer], rows: Iterable[ContainerReport]
-) -> list[str]:
-    """What became of a budget."""
-    blocks = [block for container in containers for block in container.blocks.values()] if setting is not None else []
-    policies = [policy for block in blocks if (policy := setting.policy_of(block)) is not None and policy.is_budget]
-    found = [decided for policy in policies if (decided := shares.decided(policy)) is not None]
-    waiting = len(policies) - len(found)
-    told = [f"the budget was shared out: {shares.summary(found)}"] * bool(found)
-    if found and not waiting:
-        held = sum(row.held_bytes for row in rows)
-        told.append(f"saved in the latest forward: {readable_bytes(held)}, under {policies[0]}")
-    return told + [f"{waiting} blocks are watched first: until a step was recomputed they save nothing"] * bool(waiting)
 
 
 def _bytes_of(row: ContainerReport) -> str:

@@ -72,9 +72,9 @@ def traced_contexts(policy: Policy) -> Contexts:
 
     Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
     """
-    if policy.linear or policy.is_budget:
+    if policy.linear:
         raise CompiledPolicyNotAppliedError(
-            f"{policy}: which Linear module a product belongs to, and how much a budget holds, is seen in eager mode "
+            f"{policy}: which Linear module a product belongs to is seen in eager mode "
             f"alone, and this region is in a graph that is compiled. Use a policy of attention there, as "
             f'"long_attn_only"; `fastac plan` says what it holds.'
         )

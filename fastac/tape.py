@@ -172,7 +172,7 @@ class Record(Scope):
         self, linear: str, resolved: ResolvedOp, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Keep the product of a Linear module."""
-        if self.observer is not None and not self.policy.is_budget:
+        if self.observer is not None:
             self._refuse_inner_checkpoint(resolved)
         entry = Entry(resolved, 0, described(args))
         entry.linear = linear
@@ -186,7 +186,7 @@ class Record(Scope):
     def see_inside(self, module: torch.nn.Linear) -> None:
         """Raise PolicyNotAppliedError for a module that this region's policy names: it runs again with that one."""
         name = self.tape.linears.get(id(module))
-        if name is not None and not self.policy.is_budget:
+        if name is not None:
             raise PolicyNotAppliedError(
                 f"{self.policy}: the Linear module {name!r} is called inside a fastac.checkpoint of the block's own, "
                 f"which runs again as a whole. Give that one a policy with linear=..., and name in this one modules "

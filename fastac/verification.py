@@ -15,7 +15,7 @@ from fastac.checkpointing import checkpoint
 from fastac.comparison import Step, as_found, fresh, run_forward, run_step
 from fastac.errors import FastacError
 from fastac.outcome import Verification, compare, raise_if_broken
-from fastac.policy import BlockPolicies, Policy, policies_in, resolve
+from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.ranks import OtherRankFailed, Together, class_name
 from fastac.reporting import decided
 
@@ -123,11 +123,8 @@ def _verify_model(
         return step()
 
     def policy_step() -> Step:
-        nonlocal policy
         hook.enable(inner, policy, engine=engine, blocks=blocks)
         found = step()
-        if selected_is_budget:  # the next step is under what became of it
-            policy = hook.policy_as_given(inner, _setting(inner))
         if found.calls or not found.graphs:
             return found
         calls = decided(inner, lambda block: -1, found.graphs).values()
@@ -138,7 +135,6 @@ def _verify_model(
             return reference_step()
 
     selected = _selected(inner, policy, engine, blocks)
-    selected_is_budget = any(one.is_budget for one in policies_in(selected))
     return compare(together, reference_step, policy_step, selected, reference, eager_reference_step)
 
 
@@ -175,11 +171,6 @@ def _verify_blocks(
 ) -> Verification:
     inner: Any = models.unwrapped(model)
     selected = _selected(inner, policy, engine)
-    if any(one.is_budget and not one.per_block for one in policies_in(selected)):
-        raise FastacError(
-            "verify(per_block=True): a budget of all blocks is shared out in a step of the whole model. Verify without "
-            "per_block, or train a step first and verify the policy that the model is enabled with."
-        )
     regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     hook.disable(inner)
     checkpoint_wrappers.take_over_all(inner, checkpoint_wrappers.call_plainly)
