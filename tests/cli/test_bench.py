@@ -1,7 +1,8 @@
-"""fastac bench, from Python: what is counted and compared is exact, and what is timed has a clock of its own here."""
+"""fastac bench: what is counted and compared is exact, and what is timed has a clock of its own here."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections.abc import Callable
@@ -11,44 +12,46 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
 
 import fastac
-from fastac import benching, hook, machine, measuring, models, shares
-from fastac.benching import VARIANTS, Workload, bench, by_name
+from fastac import cli
+from fastac.cli import measuring
+from fastac.cli.measuring import VARIANTS, Measurements, Switch, Workload, bench
 from fastac.errors import FastacError
-from fastac.measurements import Measurements
 from fastac.models import configurations
-from fastac.policy import Policy
+from tests import support
+from tests.cli.tables import cells_of
 
-WAN = models.MODELS["WanTransformer3DModel"]
-NAMES = ["none", "full", "attn_only", "long_attn_only", "budget", "torch SAC, by name"]
-
-Way = Callable[[Any, int | None], None]
+NAMES = ["none", "full", "attn_only", "long_attn_only", "planned", "torch SAC, by name"]
 
 
 def tiny_wan() -> Workload:
-    return Workload(*models.tiny_model(WAN))
+    return Workload(*support.build("WanTransformer3DModel"))
 
 
 class TimedByItsWay(Workload):
     """A workload whose steps take as long, by a clock of its own, as the way that is switched on should."""
 
     now = 0.0
+    name = ""
 
     def step(self) -> None:
         super().step()
-        setting = hook.setting_of(self.model)
-        if setting is not None:
-            self.now += {"attn_only": 6.0, "long_attn_only": 8.0}.get(str(setting.policy), 7.0)
-        else:
-            self.now += 10.0 if self.model.is_gradient_checkpointing else 4.0
+        self.now += 1.0 + NAMES.index(self.name)
 
 
 @pytest.fixture(scope="module")
 def measured() -> Measurements:
-    workload = TimedByItsWay(*models.tiny_model(WAN))
-    return bench(workload, "tiny Wan", rounds=3, clock=lambda: workload.now)
+    workload = TimedByItsWay(*support.build("WanTransformer3DModel"))
+    with pytest.MonkeyPatch.context() as patch:
+        to = Switch.to
+
+        def noted(switch: Switch, name: str) -> None:
+            workload.name = name
+            to(switch, name)
+
+        patch.setattr(Switch, "to", noted)
+        return bench(workload, "tiny Wan", rounds=3, clock=lambda: workload.now)
 
 
 def rows_of(found: Measurements) -> dict[str, Any]:
@@ -56,15 +59,15 @@ def rows_of(found: Measurements) -> dict[str, Any]:
 
 
 def test_every_way_is_measured(measured: Measurements) -> None:
-    assert [row.variant for row in measured.rows] == NAMES
+    """Attention kernels are counted: two blocks with two calls each. In every round a way runs under its own policy."""
+    rows = rows_of(measured)
+    assert list(rows) == NAMES
     assert not any(row.problem for row in measured.rows)
-
-
-def test_attention_kernels_are_counted(measured: Measurements) -> None:
-    """Two blocks with two calls each. A budget chooses among attention and products, so it may run some again."""
-    attention = {name: row.attention for name, row in rows_of(measured).items()}
-    assert 4 <= attention.pop("budget") <= 8
+    attention = {name: row.attention for name, row in rows.items()}
+    assert 4 <= attention.pop("planned") <= 8
     assert attention == {"none": 4, "full": 8, "attn_only": 4, "long_attn_only": 8, "torch SAC, by name": 4}
+    assert {row.seconds for row in measured.rows} == {(1.0 + place,) * 3 for place in range(6)}
+    assert [rows[name].relative for name in NAMES] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
 
 
 def test_held_bytes(measured: Measurements) -> None:
@@ -72,178 +75,111 @@ def test_held_bytes(measured: Measurements) -> None:
     none, full, saved = rows["none"], rows["full"], rows["attn_only"]
     assert none.held_bytes > saved.held_bytes > full.held_bytes == rows["long_attn_only"].held_bytes
     assert saved.held_bytes - full.held_bytes == measured.budget == 52 * 2**10, "what fastac.report says is saved"
-    assert 0 < rows["budget"].held_bytes - full.held_bytes <= measured.budget
+    assert 0 < rows["planned"].held_bytes - full.held_bytes <= measured.budget
     assert none.peak_bytes > saved.peak_bytes > full.peak_bytes > saved.held_bytes
 
 
 def test_outputs_and_gradients_are_compared(measured: Measurements) -> None:
     assert (measured.reference, measured.noise) == ("none", 0.0)
-    model = tiny_wan().model
     for row in measured.rows:
-        assert row.compared == 1 + len(list(model.parameters())) + 2, "an output, the gradients of weights and inputs"
+        assert row.compared > len(list(tiny_wan().model.parameters()))
         assert (row.different, row.largest_difference) == (0, 0.0)
-
-
-def test_each_way_runs_under_its_own_checkpointing(measured: Measurements) -> None:
-    """In every round: its clock knows which one is on."""
-    rows = rows_of(measured)
-    assert {name: row.seconds for name, row in rows.items()} == {
-        "none": (4.0,) * 3,
-        "full": (10.0,) * 3,
-        "attn_only": (6.0,) * 3,
-        "long_attn_only": (8.0,) * 3,
-        "budget": (7.0,) * 3,
-        "torch SAC, by name": (10.0,) * 3,
-    }
-    assert [rows[name].relative for name in NAMES] == [0.4, 1.0, 0.6, 0.8, 0.7, 1.0]
 
 
 def test_the_table_and_the_json(measured: Measurements) -> None:
     table = str(measured)
-    lines = {
-        cells[0]: cells[1:] for line in table.splitlines() if (cells := [c.strip() for c in line.split("│")[1:-1]])
-    }
-    assert list(lines) == NAMES
-    assert lines["attn_only"][:2] == ["0.600", "6 (6 - 6)"]
-    assert lines["attn_only"][4:] == ["4", "bitwise"]
-    assert lines["attn_only"][2] == fastac.reporting.readable_bytes(rows_of(measured)["attn_only"].held_bytes)
+    cells = cells_of(table)
+    assert list(cells) == NAMES
+    assert cells["attn_only"][:2] == ["1.500", "3 (3 - 3)"]
+    assert cells["attn_only"][4:] == ["4", "bitwise"]
     assert "budget: 52.0 KiB" in table
     again = json.loads(json.dumps(measured.as_json()))
-    assert [row["attention"] for row in again["rows"]] == [row.attention for row in measured.rows]
-    assert again["rows"][1]["seconds"] == [10.0, 10.0, 10.0]
+    assert again["rows"][1]["seconds"] == [2.0, 2.0, 2.0]
+
+
+Way = Callable[[Switch], object]
 
 
 def of_ways(monkeypatch: pytest.MonkeyPatch, **ways: Way) -> Measurements:
-    monkeypatch.setattr(benching, "VARIANTS", {"none": VARIANTS["none"], **ways, "full": VARIANTS["full"]})
+    monkeypatch.setattr(measuring, "VARIANTS", ways)
     return bench(tiny_wan(), "tiny Wan", rounds=1, clock=itertools.count().__next__)
 
 
 def raising(error: Exception) -> Way:
-    def enable(model: Any, limit: int | None) -> None:
+    def enable(switch: Switch) -> None:
         raise error
 
     return enable
 
 
-@pytest.mark.parametrize(
-    ("error", "problem"),
-    [
-        (FastacError("attn_only: backend 'x' is decomposed\nmore"), "refused: attn_only: backend 'x' is decomposed"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB"), "out of memory"),
-        pytest.param(
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"),
-            "out of memory",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            RuntimeError("an op was changed in place"), "failed: an op was changed in place", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_what_does_not_run_becomes_a_row(error: Exception, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = of_ways(monkeypatch, attn_only=raising(error))
-    assert [row.problem for row in found.rows] == ["", problem, ""]
-    assert [row.attention for row in found.rows] == [4, 0, 8]
-    assert found.rows[2].relative == 1.0
-    assert f"│ {problem.partition(': ')[0]} " in str(found)
-    assert (f"attn_only: {problem}" in str(found)) == (": " in problem), "the rest of it is told below the table"
+NONE, FULL = VARIANTS["none"], VARIANTS["full"]
+
+
+def test_what_does_not_run_becomes_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {
+        "refused": FastacError("backend 'x' is decomposed\nmore"),
+        "large": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB"),
+        "large on a CPU": RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        "broken": RuntimeError("an op was changed in place"),
+    }
+    found = of_ways(monkeypatch, none=NONE, **{name: raising(error) for name, error in ways.items()}, full=FULL)
+    problems = [row.problem for row in found.rows]
+    refused, failed = "refused: backend 'x' is decomposed", "failed: an op was changed in place"
+    assert problems == ["", refused, "out of memory", "out of memory", failed, ""]
+    assert found.rows[-1].relative == 1.0
+    assert f"refused: {refused}" in str(found), "the rest of it stands below the table"
+    with pytest.raises(TypeError):  # a mistake of fastac's own is no row
+        of_ways(monkeypatch, none=raising(TypeError("a mistake")))
 
 
 def test_what_runs_out_of_memory_later_becomes_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a round, when its bytes were measured already."""
-    real, first = benching.Switch.to, itertools.count()
+    calls = itertools.count()
 
-    def to(self: benching.Switch, name: str) -> None:
-        real(self, name)
-        if name == "none" and next(first) == 1:
+    def late(switch: Switch) -> None:
+        if next(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(benching.Switch, "to", to)
-    monkeypatch.setattr(benching, "VARIANTS", {name: VARIANTS[name] for name in ("none", "full")})
-    found = bench(tiny_wan(), "tiny Wan", rounds=3, clock=itertools.count().__next__)
-    assert [(row.problem, len(row.seconds)) for row in found.rows] == [("out of memory", 0), ("", 3)]
+    found = of_ways(monkeypatch, none=late, full=FULL)
+    assert [(row.problem, len(row.seconds)) for row in found.rows] == [("out of memory", 0), ("", 1)]
 
 
-def test_a_mistake_of_fastacs_own_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError):
-        of_ways(monkeypatch, attn_only=raising(TypeError("a mistake")))
-
-
-def test_without_a_reference_the_first_that_runs_is_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benching, "VARIANTS", {"none": raising(torch.OutOfMemoryError("")), "full": VARIANTS["full"]})
-    found = bench(tiny_wan(), "tiny Wan", rounds=1)
+def test_the_first_that_runs_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = of_ways(monkeypatch, none=raising(torch.OutOfMemoryError("")), full=FULL)
     assert found.reference == "full"
-    assert "outputs and gradients as full" in str(found)
-
-
-def test_nothing_that_runs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benching, "VARIANTS", {"none": raising(RuntimeError("no backward here"))})
     with pytest.raises(FastacError, match="no step could be run here: failed: no backward here"):
-        bench(tiny_wan(), "tiny Wan")
+        of_ways(monkeypatch, none=raising(RuntimeError("no backward here")))
 
 
-def test_another_gradient_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(model: Any, limit: int | None) -> None:
+def test_another_gradient_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(switch: Switch) -> None:
+        model = switch.workload.model
         model.enable_gradient_checkpointing(lambda block, *args: block(*(arg * 2 for arg in args[:1]), *args[1:]))
 
-    found = of_ways(monkeypatch, wrong=wrong)
+    found = of_ways(monkeypatch, none=NONE, wrong=wrong)
     row = found.rows[1]
     assert 0 < row.different <= row.compared
     assert row.largest_difference > 0
     assert f"{row.different} of {row.compared} differ, by up to " in str(found)
-    assert (found.rows[2].different, found.noise) == (0, 0.0)
 
 
-def test_kernels_that_are_not_deterministic_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_not_deterministic_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     workload, steps = tiny_wan(), itertools.count()
     workload.model.proj_out.register_forward_hook(lambda module, args, output: output + next(steps))
-    monkeypatch.setattr(benching, "VARIANTS", {"none": VARIANTS["none"]})
-    found = bench(workload, "tiny Wan", rounds=1)
-    assert found.noise >= 1
-    assert "two runs of none differ by up to" in str(found)
+    monkeypatch.setattr(measuring, "VARIANTS", {"none": NONE})
+    assert bench(workload, "tiny Wan", rounds=1).noise >= 1
 
 
-def test_a_budget_of_ones_own() -> None:
-    switch = benching.Switch(tiny_wan(), 20_000)
-    switch.first("attn_only")
-    switch.first("budget")
-    assert switch.limit == 20_000
-    assert not benching._waits(switch.workload.model), "a step of it is what it will be in every round"
-    assert 0 < sum(row.saved_bytes + row.linear_bytes for row in fastac.report(switch.workload.model).rows) <= 20_000
-
-
-def test_a_budget_that_is_not_known_is_refused() -> None:
-    switch = benching.Switch(tiny_wan())
-    with pytest.raises(FastacError, match="--budget"):
-        switch.first("budget")
-
-
-def test_a_budget_that_is_never_shared_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "decided", lambda policy: None)
-    switch = benching.Switch(tiny_wan(), 20_000)
-    with pytest.raises(FastacError, match="was not shared out in 2 steps"):
-        switch.first("budget")
-
-
-def test_the_model_is_left_plain() -> None:
+def test_a_budget_of_ones_own_on_a_model_that_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = tiny_wan()
-    fastac.enable(workload.model, Policy("attn_only", 7))
-    found = bench(workload, "tiny Wan", rounds=1)
-    assert [row.problem for row in found.rows] == [""] * len(NAMES), "whatever the model came with"
+    fastac.enable(workload.model, "attn_only")
+    switch = Switch(workload, 20_000)
+    switch.to("planned")
+    workload.step()
+    assert 0 < sum(row.saved_bytes + row.linear_bytes for row in fastac.report(workload.model).rows) <= 20_000
+    switch.off()
     assert not workload.model.is_gradient_checkpointing
-    assert hook.setting_of(workload.model) is None
     assert all(parameter.grad is None for parameter in workload.model.parameters())
-
-
-def test_every_step_begins_with_the_same_random_state() -> None:
-    workload = Workload(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout()), {"input": torch.ones(2, 64)})
-    assert torch.equal(workload.forward(), workload.forward())
-
-
-def test_a_policy_by_name_knows_only_names() -> None:
-    """That is what people write; it misses flash-attn's."""
-    assert by_name(None, "aten._scaled_dot_product_flash_attention.default") is CheckpointPolicy.MUST_SAVE
-    assert by_name(None, "flash_attn._flash_attn_forward.default") is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_ways_take_turns() -> None:
@@ -263,6 +199,8 @@ def test_ways_take_turns() -> None:
     rounds = [tuple(order[i : i + 3]) for i in range(0, 24, 3)]
     assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
     assert len(set(rounds)) > 2
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_times_are_compared_within_a_round() -> None:
@@ -281,59 +219,75 @@ def test_bytes_are_those_of_the_allocator() -> None:
     assert measuring.allocated_bytes(run, lambda result: torch.empty(2_000_000)) == (4000, 8_004_000)
 
 
-def test_collecting_goes_on_afterwards() -> None:
-    import gc
-
-    measuring.take_turns(["a"], 1, lambda name: None, lambda: None)
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
-
-
 def test_the_facts_of_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    facts = machine.facts()
+    facts = measuring.machine()
     assert {"processor", "cores", "load_average", "threads", "system", "python"} < facts.keys()
     assert (facts["torch"], "gpu" in facts) == (torch.__version__, torch.cuda.is_available())
+    assert measuring.version("no-such-distribution") is None
 
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] && echo 570.86.15\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     properties = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    gpu = machine.facts()["gpu"]
-    assert {name: gpu[name] for name in ("name", "memory_bytes", "capability", "driver", "cuda")} == {
-        "name": "NVIDIA H100",
-        "memory_bytes": 85 * 10**9,
-        "capability": "9.0",
-        "driver": "570.86.15",
-        "cuda": "13.0",
-    }
-    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert machine.gpu()["driver"] is None
+    found = measuring.gpu()
+    assert (found["name"], found["capability"], found["driver"]) == ("NVIDIA H100", "9.0", "570.86.15")
 
 
-def test_a_distribution_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = machine.importlib.metadata.version
+# The command
 
-    def version(name: str) -> str:
-        if name == "fastac":
-            raise machine.importlib.metadata.PackageNotFoundError(name)
-        return known(name)
 
-    monkeypatch.setattr(machine.importlib.metadata, "version", version)
-    facts = machine.facts()
-    assert (facts["fastac"], facts["torch"]) == (None, torch.__version__)
+def test_a_configuration_and_a_video(small: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written = tmp_path / "bench.json"
+    command = ["bench", *small, "--dtype", "fp32", "--rounds", "1", "--layers", "2", "--batch", "2"]
+    assert cli.main([*command, "--budget", "20KiB", "--json", str(written)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "", "what is being done is told to a terminal alone"
+    title = " ".join(captured.out.split())  # it is folded to the width of the table
+    assert "2 x 5 frames of 32 x 48, 8 text tokens, blocks x 2, fp32 on cpu" in title
+    cells = cells_of(captured.out)
+    assert [cells[name][4] for name in ("none", "full", "attn_only", "torch SAC, by name")] == ["4", "8", "4", "4"]
+    assert {row[5] for row in cells.values()} == {"bitwise"}
+    found = json.loads(written.read_text())
+    assert str(written) not in found["command"]
+    assert found["command"].startswith(f"fastac bench {small[0]} --frames 5")
+    assert {"processor", "cores", "torch", "fastac"} < found["machine"].keys()
+    assert (found["rounds"], found["budget"], found["reference"]) == (1, 20 * 2**10, "none")
+
+
+@pytest.mark.slow
+def test_it_goes_on_where_a_policy_is_refused(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *small, "--layers", "1", "--rounds", "1", "--backend", "_native_math"]) == 0
+    table = capsys.readouterr().out
+    cells = cells_of(table)
+    assert [cells[name][5] for name in ("none", "full", "attn_only")] == ["bitwise"] * 2 + ["refused"]
+    assert "is decomposed" in table
+
+
+def test_what_cannot_be_measured_is_one_message(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for options, message in (
+        (["--layers", "4"], "has blocks x 3"),
+        (["--frames", "6"], "frames 6 is not"),
+        (["--json", "nowhere/bench.json"], "no folder"),
+        (["--rounds", "0"], "--rounds 0"),
+        (["--budget", "much"], "'much'"),
+        (["--backend", "nonsense"], "--backend nonsense"),
+        (["--device", "nonsense"], "--device nonsense"),
+        (["--device", "meta"], "--device meta"),
+    ):
+        assert cli.main(["bench", *small, *options]) == 1, options
+        captured = capsys.readouterr()
+        assert captured.out == "", options
+        assert captured.err.startswith("fastac: "), captured.err
+        assert message in captured.err, captured.err
 
 
 @pytest.mark.parametrize(
     ("name", "fewer"),
     [
-        ("wan2.1-t2v-1.3b", {"num_layers": 7}),
         ("hunyuanvideo", {"num_layers": 7, "num_single_layers": 7}),
         ("WanVACETransformer3DModel", {"num_layers": 7, "vace_layers": [0, 5]}),
-        ("Kandinsky5Transformer3DModel", {"num_visual_blocks": 7}),
     ],
 )
 def test_fewer_layers(name: str, fewer: dict[str, Any]) -> None:
