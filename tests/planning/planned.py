@@ -1,4 +1,4 @@
-"""What the tests of plans share: the step that a plan is about, what it allocates, and models with many blocks."""
+"""What the tests of plans share: the step that a plan is about, what it allocates, and models of no library."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import copy
 import dataclasses
 import functools
 import gc
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,51 +14,25 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastac
-from fastac import subjects
-from fastac.forecast import Forecast
-from fastac.models import MODELS
+from fastac.cli.measuring import allocated_bytes
+from fastac.models import MODELS, tiny_model
 from fastac.models.configurations import add_lora
-from fastac.models.reading import ModelRow, tiny_model
+from fastac.planning.forecast import Forecast
+from fastac.planning.subject import subject
 from fastac.policy import Policy
-from fastac.subjects import subject
+from tests import support
 from tests.live_bytes import LiveBytes
 from tests.support import AttentionBlock
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-from common import allocated_bytes
-from held_bytes import build_wan as build_wan
-from held_bytes import wan_inputs as wan_inputs
-from plan_accuracy import replayed_flops
-
-FAMILIES = (
-    "WanTransformer3DModel",
-    "HunyuanVideoTransformer3DModel",
-    "LTXVideoTransformer3DModel",
-    "CogVideoXTransformer3DModel",
-    "MochiTransformer3DModel",
-)
-"""The classes that people train most."""
-
 WAN, LTX, COGVIDEOX = "WanTransformer3DModel", "LTXVideoTransformer3DModel", "CogVideoXTransformer3DModel"
 HUNYUAN_VIDEO = "HunyuanVideoTransformer3DModel"
-"""The classes that quick tests are about; the others take longer, and are slow ones."""
-
-CAN_NOT_BE_SIMULATED = {
-    "WanAnimate2Transformer3DModel": "aten._local_scalar_dense",  # asks for values of features
-    "AnyFlowFARTransformer3DModel": "FlexAttention does not support backward on CPU",
-    "Kandinsky6SRTransformer3DModel": "FlexAttention does not support backward on CPU",
-}
-"""Class -> what the error says."""
-
-CAN_BE_SIMULATED = tuple(name for name in MODELS if name not in CAN_NOT_BE_SIMULATED)
 
 
 def tiny(
     name: str, dtype: torch.dtype = torch.float32, lora: int = 0, **config: Any
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A tiny model of the catalogue and its inputs. lora: rank of weights that are trained alone. config: changes."""
-    row: ModelRow = MODELS[name]
+    row = MODELS[name]
     model, inputs = tiny_model(dataclasses.replace(row, config={**row.config, **config}), dtype)
     if lora:
         add_lora(model, lora)
@@ -68,46 +40,15 @@ def tiny(
 
 
 @functools.cache
-def forecast_of(name: str, dtype: torch.dtype = torch.float32, lora: int = 0) -> Forecast:
+def forecast_of(name: str) -> Forecast:
     """The forecast of a tiny model."""
-    return Forecast(subject(*tiny(name, dtype, lora)))
+    return Forecast(subject(*tiny(name)))
 
 
-def whole(forecasted: Forecast) -> Forecast:
-    """The same model and inputs, every block simulated."""
-    before, subjects.ends_of = subjects.ends_of, tuple
-    try:
-        found = Forecast(dataclasses.replace(forecasted.subject), forecasted.states, forecasted.gpus, forecasted.split)
-        assert all(one.is_whole for one in found.subject.lists)
-        assert found.plain, found.full
-        return found
-    finally:
-        subjects.ends_of = before
-
-
-def policies_of(found: Forecast) -> dict[str, Policy | None]:
-    """Policies that save different things on a tiny model; None is no checkpointing."""
-    keys = sorted({one.keys for candidates in found.candidates.values() for one in candidates if one.keys})
-    policies: dict[str, Policy | None] = {"none": None, "full": Policy("full"), "attn_only": Policy()}
-    if len(keys) > 1:
-        policies["longest"] = Policy("attn_only", min_kv=keys[-1])
-    return policies | {"linear": Policy(linear=("*",)), "linear_only": Policy("linear_only", linear=("*",))}
-
-
-def places(found: Forecast, policy: Policy) -> list[Any]:
-    """What a policy saves everywhere."""
-    return found.of_policies(dict.fromkeys(found.outputs(), policy))
-
-
-def plan_of(found: Forecast, policy: Policy | None) -> Any:
-    """The plan of one policy everywhere; None is no checkpointing."""
-    return found.without_checkpointing() if policy is None else found.plan(str(policy), places(found, policy))
-
-
-def under(model: torch.nn.Module, policy: Policy | Mapping[str, Policy] | None, **options: Any) -> Any:
-    """A copy of a model under a policy."""
+def under(model: torch.nn.Module, policy: str | Policy | Mapping[str, Policy], **options: Any) -> Any:
+    """A copy of a model under a policy, or under none."""
     mine = copy.deepcopy(model)
-    if policy is not None:
+    if policy != "none":
         fastac.enable(mine, policy, **options)
     return mine
 
@@ -151,12 +92,12 @@ def allocated(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[int, i
     return held, allocated_bytes(lambda: step(model, inputs)).peak
 
 
-def counted_flops(model: torch.nn.Module, inputs: Mapping[str, Any]) -> int:
-    """FLOPs of a step as torch counts calls, without those that are replayed."""
-    with FlopCounterMode(display=False) as counter, replayed_flops() as replayed:
+def counted_flops(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, int]:
+    """FLOPs of a step as torch counts calls, by op."""
+    with FlopCounterMode(display=False) as counter:
         step(model, inputs)
     clear(model, inputs)
-    return int(counter.get_total_flops() - sum(replayed))
+    return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
 
 
 class Stack(torch.nn.Module):
@@ -170,6 +111,15 @@ class Stack(torch.nn.Module):
         for block in self.layers:
             video = block(video, text)
         return video
+
+
+def stack_inputs() -> dict[str, Any]:
+    """Inputs of a Stack, which need no gradients."""
+    return {name: tensor.detach() for name, tensor in support.stack_inputs().items()}
+
+
+def plain_blocks(count: int) -> list[torch.nn.Module]:
+    return [AttentionBlock() for _ in range(count)]
 
 
 def wide_block() -> AttentionBlock:

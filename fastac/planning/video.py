@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from fastac.errors import FastacError
-from fastac.events import Split
 from fastac.models.configurations import Configuration, add_lora, build
 from fastac.models.videos import Video
-from fastac.planning import Planner, put_together
-from fastac.plans import Plan
-from fastac.sizes import parse_bytes
-from fastac.subjects import BREAKS, Subject, subject
+from fastac.planning.forecast import Forecast
+from fastac.planning.plans import WITHIN, Plan, make_plan
+from fastac.planning.simulation import Split
+from fastac.planning.subject import BREAKS, Subject, subject
 
 logger = logging.getLogger("fastac")
 
@@ -29,7 +28,7 @@ FARTHEST = 8
 class Training:
     """How a model is trained. lora: the rank of LoRA weights on attention, which are trained alone; 0 for all weights.
 
-    optimizer: a name in planning.OPTIMIZERS. gpus: among how many FSDP2 shards weights, gradients and the optimizer's.
+    optimizer: a name in forecast.OPTIMIZERS. gpus: among how many FSDP2 shards weights, gradients and the optimizer's.
     context_parallel: among how many of them the tokens of a video are split, by Ulysses.
     Raises FastacError for a number of GPUs that the context parallel degree does not divide.
     """
@@ -52,20 +51,18 @@ def plan_video(
     video: Video,
     training: Training = Training(),
     *,
-    budget: str | int | None = None,
-    memory: str | int | None = None,
+    budget: int | None = None,
+    memory: int | None = None,
     tell: Tell = lambda text: None,
 ) -> Plan:
     """Plan a step of a published model on a video.
 
-    budget: bytes of saved outputs. memory: of the device, for the longest video with which a step fits, and without a
-    budget for the largest that fits. tell: is given what is being done.
+    budget: bytes of saved outputs. memory: bytes of the device, for the longest video with which a step fits, and
+    without a budget for the largest that fits. tell: is given what is being done.
     Raises FastacError for a video that does not fit the model.
     """
-    bytes_of_memory = None if memory is None else parse_bytes(memory)
-    limit = None if budget is None else parse_bytes(budget)
     search = _Search(configuration, video, training, tell)
-    planner = search.planner(video.frames)
+    forecast = search.forecast(video.frames)
     sizes = (
         f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
     )
@@ -73,13 +70,13 @@ def plan_video(
     on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
-    found = put_together(planner, configuration.name, described, limit, bytes_of_memory)
-    if bytes_of_memory is None:
+    found = make_plan(forecast, configuration.name, described, budget, memory)
+    if memory is None:
         return found
     largest = {
-        one.policy: search.longest(one.policy, bytes_of_memory, limit)
+        one.policy: search.longest(one.policy, memory, budget)
         for one in found.policies
-        if not one.policy.startswith("budget") or limit is not None
+        if not one.policy.startswith(WITHIN) or budget is not None
     }
     return dataclasses.replace(found, largest=largest)
 
@@ -103,12 +100,12 @@ class _Search:
         self.configuration, self.video, self.training, self.tell = configuration, video, training, tell
         tell(f"building {configuration.name} without weights")
         self.model = without_weights(configuration, video.dtype, training.lora)
-        self._planners: dict[int, Planner] = {}
+        self.forecasts: dict[int, Forecast] = {}
         self._subject: Subject | None = None
 
-    def planner(self, frames: int) -> Planner:
+    def forecast(self, frames: int) -> Forecast:
         """For a video of so many frames. Raises FastacError where the model takes no such video."""
-        if frames not in self._planners:
+        if frames not in self.forecasts:
             part = self._part(frames)
             split = Split(self.training.context_parallel, part.tokens(self.configuration.patch))
             if split.ranks > 1 and split.tokens <= part.text_tokens:
@@ -120,9 +117,8 @@ class _Search:
             inputs = self.configuration.inputs(part)
             self.tell(f"simulating {self.configuration.name} on {frames} frames")
             self._subject = self._subject.given(inputs) if self._subject else subject(self.model, inputs)
-            training = self.training
-            self._planners[frames] = Planner(self._subject, training.optimizer, training.gpus, split)
-        return self._planners[frames]
+            self.forecasts[frames] = Forecast(self._subject, self.training.optimizer, self.training.gpus, split)
+        return self.forecasts[frames]
 
     def _part(self, frames: int) -> Video:
         """What one rank has of a video of so many frames."""
@@ -131,12 +127,15 @@ class _Search:
         ranks = self.training.context_parallel
         return self.configuration.part(video, ranks) if ranks > 1 else video
 
-    def peak(self, frames: int, policy: str, limit: int | None) -> int:
-        """The peak of a policy on so many frames."""
-        planner = self.planner(frames)
-        if policy.startswith("budget") and limit is not None:
-            return planner.budget(limit)[0].peak_bytes
-        return planner.policy(policy).peak_bytes
+    def _peak(self, frames: int, policy: str, limit: int | None) -> int | None:
+        """The peak of a policy on so many frames; None where the model refuses them."""
+        try:
+            forecast = self.forecast(frames)
+            chosen = policy if limit is None or not policy.startswith(WITHIN) else forecast.within(limit)
+            return forecast.plan(chosen).peak_bytes
+        except (FastacError, *BREAKS) as error:
+            logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
+            return None
 
     def _step(self) -> int:
         """By how many frames a video that the model takes may be longer."""
@@ -150,44 +149,52 @@ class _Search:
         raise FastacError(f"plan: found no video longer than {self.video.frames} frames for {self.configuration.name}")
 
     def longest(self, policy: str, memory: int, limit: int | None) -> int:
-        """The most frames with which a step fits a memory, and which the model takes; 0 for none.
-
-        Bytes are nearly proportional to frames: each guess is on the line through the last two.
-        """
+        """The most frames with which a step fits a memory, and which the model takes; 0 for none."""
         self.tell(f"longest video under {policy}")
         step = self._step()
         first = self.video.frames % step or step
-        known: dict[int, int] = {}  # number of steps -> peak
-        too_few = -1  # so many steps the model refuses: for want of tokens, say
-        too_many: int | None = None  # of positions
-        fitted: list[bool] = []  # the guesses so far
-        for frames, planner in self._planners.items():
-            if planner.forecast.was_simulated(checkpoints=policy != "none"):
-                known[(frames - first) // step] = self.peak(frames, policy, limit)
-        while True:
-            fits = max((steps for steps, peak in known.items() if peak <= memory), default=-1)
-            at_least = max(fits, too_few)
-            fails = min((steps for steps, peak in known.items() if peak > memory), default=too_many)
-            if fails is not None and too_many is not None:
-                fails = min(fails, too_many)
-            if fails is not None and fails - at_least <= 1:
-                return 0 if fits < 0 else first + fits * step
-            guess = min(_next_guess(known, memory, at_least, fails), FARTHEST * (max(known) + 1))
-            if too_many is not None:
-                guess = min(guess, (at_least + too_many) // 2)
-            if fails is not None and len(fitted) > 1 and fitted[-1] == fitted[-2]:
-                guess = (at_least + fails) // 2  # no line: the peak moved to another moment
-            if fails is not None and at_least == too_few >= 0:
-                guess = max(guess, (too_few + fails) // 2)
-            try:
-                known[guess] = self.peak(first + guess * step, policy, limit)
-            except (FastacError, *BREAKS) as error:
-                logger.debug("%s refuses %d steps of frames: %s", self.configuration.name, guess, error)
-                if guess < min(known):
-                    too_few = guess
-                else:
-                    too_many = guess
-            fitted.append(known.get(guess, memory + 1) <= memory)
+        known = {
+            (frames - first) // step: peak
+            for frames, forecast in self.forecasts.copy().items()
+            if forecast.was_simulated(checkpoints=policy != "none")
+            and (peak := self._peak(frames, policy, limit)) is not None
+        }
+        steps = most_steps(lambda steps: self._peak(first + steps * step, policy, limit), memory, known)
+        return 0 if steps < 0 else first + steps * step
+
+
+def most_steps(peak: Callable[[int], int | None], memory: int, known: dict[int, int]) -> int:
+    """The most steps whose peak fits a memory; -1 for none.
+
+    Bytes are nearly proportional to steps: each guess is on the line through the last two. peak: of so many steps, None
+    where they are refused, few of them or many. known: peaks that are known already, of one number of steps at least.
+    """
+    too_few = -1  # so many steps are refused: for want of tokens, say
+    too_many: int | None = None  # of positions
+    fitted: list[bool] = []  # the guesses so far
+    while True:
+        fits = max((steps for steps, size in known.items() if size <= memory), default=-1)
+        at_least = max(fits, too_few)
+        fails = min((steps for steps, size in known.items() if size > memory), default=too_many)
+        if fails is not None and too_many is not None:
+            fails = min(fails, too_many)
+        if fails is not None and fails - at_least <= 1:
+            return fits
+        guess = min(_next_guess(known, memory, at_least, fails), FARTHEST * (max(known) + 1))
+        if too_many is not None:
+            guess = min(guess, (at_least + too_many) // 2)
+        if fails is not None and len(fitted) > 1 and fitted[-1] == fitted[-2]:
+            guess = (at_least + fails) // 2  # no line: the peak moved to another moment
+        if fails is not None and at_least == too_few >= 0:
+            guess = max(guess, (too_few + fails) // 2)
+        size = peak(guess)
+        if size is not None:
+            known[guess] = size
+        elif guess < min(known):
+            too_few = guess
+        else:
+            too_many = guess
+        fitted.append(size is not None and size <= memory)
 
 
 def _next_guess(known: Mapping[int, int], memory: int, fits: int, fails: int | None) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import torch_internals
-from fastac.known_values import LARGEST, KnownValues
+from fastac.planning.known_values import LARGEST, KnownValues
 from fastac.torch_internals import NEEDS_VALUES
 
 
@@ -83,15 +83,6 @@ def test_places_that_a_mask_leaves(known: KnownValues) -> None:
         assert [len(places) for places in mask[0].nonzero(as_tuple=True)] == [3]
 
 
-def test_places_that_nothing_is_known_of(known: KnownValues) -> None:
-    mask, features = fake(known, MASK.bool(), is_known=False), fake(known, torch.randn(2, 5, 7))
-    with known.mode, Following(known):
-        with pytest.raises(NEEDS_VALUES):
-            features[mask]
-        with pytest.raises(NEEDS_VALUES):
-            mask.nonzero()
-
-
 def test_what_is_changed_in_place_by_unknown_values_is_forgotten(known: KnownValues) -> None:
     mask, other = fake(known, MASK.clone()), fake(known, MASK, is_known=False)
     with known.mode, Following(known):
@@ -121,10 +112,3 @@ def test_what_is_given_stays_as_it_is(known: KnownValues) -> None:
         mask.add_(1)
         assert int(row.sum()) == 8
     assert torch.equal(value, MASK)
-
-
-def test_values_go_with_their_tensors(known: KnownValues) -> None:
-    mask = fake(known, MASK)
-    assert len(known._values) == 1
-    del mask
-    assert len(known._values) == 0

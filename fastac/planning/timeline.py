@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from fastac.events import BACKWARD, FORWARD, LOSS, Candidate, Event, Place, Segment, Simulation
+from fastac.planning.simulation import BACKWARD, FORWARD, LOSS, Candidate, Event, Place, Segment, Simulation
 
 ENDS = 2
 """How many blocks at each end of a list are simulated."""

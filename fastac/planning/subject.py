@@ -14,17 +14,16 @@ import torch
 
 from fastac import block_selection, flops, hook, models, torch_internals
 from fastac.errors import FastacError
-from fastac.events import Simulation, Split
-from fastac.known_values import KnownValues
 from fastac.models import BlockContainer
-from fastac.errors import class_name
-from fastac.simulation import simulate
-from fastac.timeline import ENDS, BlockList, Timeline, ends_of, middles_are_alike, repeated
+from fastac.planning.known_values import KnownValues
+from fastac.planning.simulation import Simulation, Split, simulate
+from fastac.planning.timeline import ENDS, BlockList, Timeline, ends_of, middles_are_alike, repeated
+from fastac.ranks import class_name
 
 logger = logging.getLogger("fastac")
 
 BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
-"""What a model raises that can not run with some of its blocks left out."""
+"""What a model raises that cannot run with some of its blocks left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +157,9 @@ def _step(
         for container, one in zip(subject.containers, lists, strict=True)
         for name in one.simulated
     }
-    put_on = functools.partial(_put_on, subject.model, blocks)
+    attach = functools.partial(_attach, subject.model, blocks)
     with subject.known.mode, _shortened(subject, lists):
-        return simulate(subject.model, subject.inputs, blocks, put_on, checkpoints, subject.known, split, backward)
+        return simulate(subject.model, subject.inputs, blocks, attach, checkpoints, subject.known, split, backward)
 
 
 @contextmanager
@@ -179,7 +178,7 @@ def _shortened(subject: Subject, lists: Sequence[BlockList]) -> Iterator[None]:
             module._modules = modules
 
 
-def _put_on(model: Any, blocks: Mapping[str, torch.nn.Module], function: Callable[..., Any]) -> None:
+def _attach(model: Any, blocks: Mapping[str, torch.nn.Module], function: Callable[..., Any]) -> None:
     """Make a model, which is nobody else's, call a function in the place of its blocks."""
     if models.has_switch(model) and hasattr(model, "enable_gradient_checkpointing"):
         model.enable_gradient_checkpointing(gradient_checkpointing_func=function)

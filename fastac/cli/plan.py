@@ -17,9 +17,13 @@ from rich.console import Console
 from fastac.errors import FastacError
 from fastac.models import configurations
 from fastac.models.videos import Video
-from fastac.planning import OPTIMIZERS
-from fastac.plotting import check_path, plot
-from fastac.video_planning import Training, plan_video
+from fastac.planning import Plan
+from fastac.planning.forecast import OPTIMIZERS
+from fastac.planning.plans import WITHIN
+from fastac.planning.video import Training, plan_video
+from fastac.sizes import parse_bytes, readable_bytes
+
+GIB = 2**30
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,19 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context-parallel", type=int, default=1, metavar="RANKS", help="of these, that split a video (%(default)s)"
     )
-    parser.add_argument("--budget", metavar="BYTES", help='of saved outputs, as for Policy.budget: "40GiB"')
+    parser.add_argument("--budget", metavar="BYTES", help='of saved outputs: what every block then saves: "40GiB"')
     parser.add_argument("--memory", metavar="BYTES", help="of a device: the longest video and largest budget for it")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the frontier as a picture: .png, .svg or .pdf")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a plan. Raises FastacError for what can not be planned."""
+    """Print a plan. Raises FastacError for what cannot be planned."""
     if options.lora < 0:
         raise FastacError(f"plan --lora {options.lora}: a rank of 1 or more was expected")
-    for name in ("budget", "memory"):
-        if (getattr(options, name) or "").isdigit():
-            raise FastacError(f"plan --{name} {getattr(options, name)}: of what? {getattr(options, name)}GiB, say")
+    budget, memory = (_bytes(name, getattr(options, name)) for name in ("budget", "memory"))
     if options.plot is not None:
         check_path(options.plot)
     configuration = configurations.load(options.model)
@@ -64,19 +66,25 @@ def run(options: argparse.Namespace) -> int:
             configuration,
             video_of(options, configuration.default),
             Training(options.lora, options.optimizer, options.gpus, options.context_parallel),
-            budget=options.budget,
-            memory=options.memory,
+            budget=budget,
+            memory=memory,
             tell=tell,
         )
     if options.json:
         print(json.dumps({"configuration": configuration.source, **found.as_json()}, indent=2))
     else:
         print(found)
-        if found.budget is not None:
-            print(f"fastac.enable(transformer, policy=fastac.Policy.budget({_written(found.budget)}))")
+        if found.budget is not None and options.context_parallel == 1:
+            print(f"fastac.enable(transformer, fastac.plan(transformer, inputs).within({_written(found.budget)}))")
     if options.plot is not None:
         plot(found, options.plot)
     return 0
+
+
+def _bytes(name: str, text: str | None) -> int | None:
+    if text is not None and text.isdigit():
+        raise FastacError(f"plan --{name} {text}: of what? {text}GiB, say")
+    return None if text is None else parse_bytes(text)
 
 
 def _written(size: int) -> str:
@@ -103,3 +111,51 @@ def telling() -> Iterator[Callable[[str], object]]:
         return
     with console.status("") as status:
         yield status.update
+
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def check_path(path: Path) -> None:
+    """Raise FastacError for a file that a plot cannot be written to."""
+    if path.suffix not in SUFFIXES:
+        raise FastacError(f"plan: a plot is a file that ends in {', '.join(SUFFIXES)}, not {path.name}")
+    if not path.parent.is_dir():
+        raise FastacError(f"plan: cannot write the plot {path}: there is no folder {path.parent}")
+
+
+def plot(plan: Plan, path: str | Path) -> None:
+    """Write the frontier of a plan, with the policies on it, as a picture. path: ends in .png, .svg or .pdf.
+
+    Raises FastacError where matplotlib is not installed, or cannot write such a file.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FastacError("plan: a plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(
+        [saved / GIB for saved, _ in plan.frontier],
+        [relative for _, relative in plan.frontier],
+        color="tab:blue",
+        linewidth=1.5,
+        label="plan.within(...)",
+        zorder=1,
+    )
+    for one in plan.policies:
+        if one.policy == "none":
+            label = f"no checkpointing (holds {readable_bytes(one.held_bytes)})"
+            axes.axhline(one.relative, color="gray", linestyle="--", linewidth=1, label=label)
+            continue
+        marker, size = ("*", 130) if one.policy.startswith(WITHIN) else ("o", 45)
+        axes.scatter(one.saved_bytes / GIB, one.relative, marker=marker, s=size, zorder=2, label=one.policy)
+    axes.set_xlabel("saved outputs, GiB")
+    axes.set_ylabel("FLOPs of a step, relative to full checkpointing")
+    axes.set_title(f"{plan.subject}\n{plan.inputs}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise FastacError(f"plan: cannot write the plot {path}: {error}") from error

@@ -2,8 +2,8 @@
 
 The model and its inputs are fake tensors, which have shapes and no memory. Each storage that an operation returns is an
 event, and its end is another. Of every block it is known which outputs could be saved, when they go in the forward, and
-when recompute makes them again: from one simulation of full checkpointing `fastac.timeline` reads what any policy
-holds.
+when recompute makes them again: from one simulation of full checkpointing `fastac.planning.timeline` reads what any
+policy holds.
 """
 
 from __future__ import annotations
@@ -20,27 +20,89 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import census, flops, torch_internals
+from fastac import census, dispatcher_internals, flops, torch_internals
 from fastac.errors import FastacError
-from fastac.events import (
-    BACKWARD,
-    EXCHANGED,
-    FORWARD,
-    LOSS,
-    RECOMPUTE,
-    START,
-    Candidate,
-    Event,
-    Place,
-    Segment,
-    Simulation,
-    Split,
-)
 from fastac.interception import LINEAR_OPS
-from fastac.known_values import KnownValues
+from fastac.planning.known_values import KnownValues
 from fastac.registry import classify
 from fastac.tape import WHOLE_PRODUCT, is_differentiable
 from fastac.torch_internals import tree_leaves
+
+START, FORWARD, LOSS, BACKWARD, RECOMPUTE = "start", "forward", "loss", "backward", "recompute"
+"""Kinds of segment: before the blocks, from a block's forward on, after the forward, from a block's backward on; and
+phases of FLOPs."""
+
+Place = tuple[str, int]
+"""A region, and which of its candidates. A region has the name of its block; from a second call on, with "#2", ..."""
+
+EXCHANGED = "exchanged"
+"""The candidate that stands behind an attention under context parallelism: what its collectives return."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One rank of Ulysses context parallelism: what is simulated is its part of the tokens.
+
+    Attention over the `tokens` of the video that the rank has, or more, is over those of all `ranks`, with its part of
+    the heads: as many bytes, more FLOPs. Query, key, value and output go through an all-to-all each.
+    """
+
+    ranks: int = 1
+    tokens: int = 0
+
+    def keys(self, keys: int) -> int:
+        """Over how many keys an attention is that is simulated over so many."""
+        return keys + (self.ranks - 1) * self.tokens if self.concerns(keys) else keys
+
+    def concerns(self, keys: int) -> bool:
+        """Whether an attention over so many keys is over the video, and not the text alone."""
+        return self.ranks > 1 and keys >= self.tokens
+
+
+@dataclasses.dataclass
+class Candidate:
+    """One output of a block that could be saved: of an attention call (keys > 0), or of a matrix product.
+
+    name: of the Linear module, or of the attention op; "" for a product outside Linear modules. bytes: what it holds
+    from the forward to recompute when it is saved. flops: of its recompute, 0 where that ends before it.
+    """
+
+    name: str
+    keys: int = 0
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclasses.dataclass
+class Event:
+    """Bytes that are allocated at one moment; freed, below 0.
+
+    change: what they are more where the candidate is saved. gradient: it is the gradient of a parameter.
+    """
+
+    bytes: int
+    candidate: Place | None = None
+    change: int = 0
+    gradient: bool = False
+
+
+@dataclasses.dataclass
+class Segment:
+    """What happens from one mark to the next. flops: by phase."""
+
+    kind: str
+    block: str = ""
+    events: list[Event] = dataclasses.field(default_factory=list)
+    flops: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Simulation:
+    """One simulated step. candidates: by block, in the order of their calls."""
+
+    segments: list[Segment]
+    candidates: dict[str, list[Candidate]]
+
 
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 """Matrix products that are candidates also outside Linear modules, for policies that know no modules."""
@@ -91,6 +153,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         outputs = self.known.run(func, args, kwargs)
+        if self.forwards and getattr(getattr(func, "_schema", None), "is_mutable", False):
+            self._leave_out_written(func, args, kwargs)
         recomputes = not self.forwards and torch_internals.in_recompute()
         count, keys = flops.of_call(func, args, kwargs, outputs), flops.keys_of_call(func, args, kwargs)
         if count:
@@ -124,6 +188,20 @@ class Meter(TorchDispatchMode):
             self._repeated[self.region] = number + 1
             mine[number].flops = count
         return self.region, number
+
+    def _leave_out_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A product that is changed in place cannot be replayed: no policy may name its Linear module."""
+        arguments = dispatcher_internals.arguments_of(func)
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+        for argument in arguments:
+            tensor = given.get(argument.name) if argument.written else None
+            if not isinstance(tensor, torch.Tensor) or not torch_internals.has_storage(tensor):
+                continue
+            storage = self._alive.get(tensor.untyped_storage()._cdata)
+            if storage is not None and storage.candidate is not None and not storage.copied:
+                region, place = storage.candidate
+                if not self.candidates[region][place].keys:
+                    self.candidates[region][place].name = ""
 
     def _see(self, storage: torch.UntypedStorage, place: Place | None, copied: bool) -> None:
         address = storage._cdata
@@ -199,7 +277,7 @@ def simulate(
     model: torch.nn.Module,
     inputs: Mapping[str, Any],
     blocks: Mapping[str, torch.nn.Module],
-    put_on: Callable[[Callable[..., Any]], None],
+    attach: Callable[[Callable[..., Any]], None],
     checkpoints: bool,
     known: KnownValues,
     split: Split,
@@ -207,7 +285,7 @@ def simulate(
 ) -> Simulation:
     """One forward and backward of the mean square of a model's outputs, or the forward; all tensors are fake.
 
-    blocks: by name. put_on: makes the model call a function in the place of each block, with the block and its inputs.
+    blocks: by name. attach: makes the model call a function in the place of each block, with the block and its inputs.
     checkpoints: under full checkpointing, without any otherwise. known: values of inputs. split: whose rank this is.
     """
     names = {block: name for name, block in blocks.items()}
@@ -231,7 +309,7 @@ def simulate(
         meter.leave_out(region)  # frozen, and so is all before it: what it would keep is freed at once
         return outputs
 
-    put_on(call)
+    attach(call)
     for parameter in model.parameters():
         parameter.grad = None
     with _named_linear(meter, blocks), meter:

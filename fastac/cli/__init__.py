@@ -1,0 +1,45 @@
+"""fastac backends | plan | bench: what can be saved here, what policies hold and recompute, what they take.
+
+Nothing of torch or diffusers is imported here: a command's module is, when that command is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from fastac.errors import FastacError
+
+COMMANDS = {
+    "backends": "every attention library and backend: what fastac does for it here",
+    "plan": "bytes and FLOPs of every policy on a video, without weights or GPU",
+    "bench": "time and bytes of every policy, measured on this machine",
+}
+"""Command -> what it does. Its module, of the same name, has add_arguments(parser) and run(options)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; 0 when it did what was asked, 1 when it could not, 2 for a wrong call."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="fastac", description="Selective activation checkpointing for attention.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, purpose in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=purpose)
+        if name in arguments[:1]:
+            module = importlib.import_module(f"fastac.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    options = parser.parse_args(arguments)
+    try:
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads has read enough: `fastac plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes out the rest at its end
+        return 1
+    except FastacError as error:
+        print(f"fastac: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,145 @@
+"""fastac backends: every attention library and backend, and what fastac does for it on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fastac import interception, opaque, plugins, preflight, registry
+from fastac.backends import LIBRARIES
+from fastac.backends.diffusers import BACKENDS, DiffusersBackend
+from fastac.cli.measuring import version
+from fastac.rows import AttentionOp, OpaqueFunction, Verdict
+
+WIDTH = 100
+"""Of what is printed where there is no terminal."""
+
+CAN_BE_SAVED = "can be saved"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `fastac backends` takes."""
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the tables, or the JSON."""
+    with contextlib.redirect_stdout(sys.stderr):  # plugins are imported, and may have something to say
+        found = _found()
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    console = Console(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+    for table in _tables(found):
+        console.print(table)
+    return 0
+
+
+def _tables(found: dict[str, Any]) -> list[Table]:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    libraries = _table(versions, "library", "installed", "ops", "verdict", "how it is saved, what to do")
+    ops = _table("attention ops in this process, saved when they are called", "op", "of")
+    owners: dict[str, list[str]] = {}
+    for library in [*found["libraries"], *found["plugins"]]:
+        how = "; ".join(filter(None, (library["how"], library["advice"])))
+        count = str(len(library["ops"]) or "none")
+        libraries.add_row(library["name"], library["installed"] or "no", count, _words(library["verdict"]), how)
+        for op in library["ops"]:
+            owners.setdefault(op, []).append(library["name"])
+    for op, names in sorted(owners.items()):
+        ops.add_row(op, ", ".join(names))
+    diffusers = _table("attention backends of diffusers", "backend", "on this machine", "verdict", "what, or why not")
+    for backend in sorted(found["diffusers_backends"], key=lambda one: (not one["can_be_saved"], one["name"])):
+        here = CAN_BE_SAVED if backend["can_be_saved"] else "refused"
+        why = "; ".join(filter(None, (backend["what"], backend["missing"])))
+        diffusers.add_row(backend["name"], here, _words(backend["verdict"]), why)
+    broken = _table("plugins that were left out", "plugin", "why")
+    for plugin, problem in found["broken_plugins"].items():
+        broken.add_row(plugin, problem)
+    return [table for table in (libraries, ops, diffusers, broken) if table.row_count]
+
+
+def _table(title: str, *headings: str) -> Table:
+    """Its first and last columns are folded where the width asks for it, names and verdicts in between are not."""
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        prose = heading in ("library", headings[-1])
+        table.add_column(heading, overflow="fold", no_wrap=not prose)
+    return table
+
+
+def _words(verdict: str) -> str:
+    return verdict.replace("_", " ")
+
+
+def _found() -> dict[str, Any]:
+    """What `fastac backends` tells, as JSON has it. No library is imported for it, but plugins are."""
+    interception.install()
+    ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp)]
+    return {
+        "versions": {name: version(name) for name in ("fastac", "torch", "diffusers")},
+        "libraries": [
+            {
+                "name": library.name,
+                "backend": library.backend,
+                "distribution": library.distribution or "torch",
+                "installed": version(library.distribution or "torch"),
+                "ops": sorted(op.qualified_name for op in ops if getattr(op.row, "backend", "") == library.backend),
+                "verdict": library.verdict.value,
+                "how": library.how,
+                "advice": library.advice,
+            }
+            for library in LIBRARIES
+        ],
+        "plugins": [_plugin(plugin, ops) for plugin in plugins.installed() if not plugin.problem],
+        "broken_plugins": plugins.broken(),
+        "diffusers_backends": [
+            {
+                "name": name,
+                "verdict": backend.verdict.value,
+                "what": backend.reason,
+                "missing": (missing := _missing(backend)),
+                "can_be_saved": bool(backend.family) and missing is None,
+            }
+            for name, backend in BACKENDS.items()
+        ],
+    }
+
+
+def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.ResolvedOp]) -> dict[str, Any]:
+    made_visible = {function.backend for function in plugin.functions}
+    mine = [
+        op.qualified_name
+        for op in ops
+        if op.row in plugin.rows or (opaque.is_opaque(op) and getattr(op.row, "backend", "") in made_visible)
+    ]
+    trains = any(getattr(row, "trains", True) for row in plugin.rows)
+    verdict = Verdict.SAVABLE if trains else Verdict.OPAQUE if plugin.functions else Verdict.NOT_TRAINABLE
+    functions = ", ".join(function.name for function in plugin.functions)
+    how = ["its ops"] * trains + [f"made visible when it is loaded: {functions}"] * bool(functions)
+    backends = {
+        row.backend for row in (*plugin.rows, *plugin.functions) if isinstance(row, (AttentionOp, OpaqueFunction))
+    }
+    return {
+        "name": str(plugin),
+        "entry_point": plugin.value,
+        "distribution": plugin.distribution,
+        "installed": plugin.version,
+        "backends": sorted(backends),
+        "ops": sorted(mine),
+        "verdict": verdict.value,
+        "how": "; ".join(how),
+        "advice": "",
+    }
+
+
+def _missing(backend: DiffusersBackend) -> str | None:
+    return preflight.unavailable(backend.family, backend.op) if backend.family else None

@@ -1,0 +1,266 @@
+"""What any policy holds and recomputes on one model and one size of inputs, from two simulations of a step."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastac.errors import FastacError
+from fastac.planning import knapsack
+from fastac.planning.knapsack import Choice, Output
+from fastac.planning.simulation import EXCHANGED, Candidate, Place, Split
+from fastac.planning.subject import Subject, simulated
+from fastac.planning.timeline import Timeline
+from fastac.policy import NAMED, Policy
+
+OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
+    "adamw": lambda size: 2 * size,
+    "adamw8bit": lambda size: 2 * (1 + 4 / 256),
+    "sgd": lambda size: 0,
+}
+"""Optimizer -> bytes of state for a trained number of so many bytes. 8 bits: with an fp32 scale for 256 of them, as
+bitsandbytes has it."""
+
+EVERY_SECOND = "ops"
+"""torchtitan's selective checkpointing by op: attention, and every second matrix product."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """What one policy does in one step. Bytes on one device.
+
+    saved_bytes: outputs that are saved. held_bytes: all that is alive between forward and backward, these among it.
+    peak_bytes: the most that is allocated at one time: weights, gradients, states of the optimizer, activations.
+    flops: of forward, recompute and backward. relative: to those of full checkpointing.
+    """
+
+    policy: str
+    saved_bytes: int
+    held_bytes: int
+    peak_bytes: int
+    recomputed_flops: int
+    flops: int
+    relative: float
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one device besides what a step allocates: weights, the optimizer's, weights that are gathered."""
+
+    weights: int
+    optimizer: int
+    gathered: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.optimizer + self.gathered
+
+
+def states_of(
+    model: torch.nn.Module, optimizer: str = "adamw", gpus: int = 1, blocks: Iterable[torch.nn.Module] = ()
+) -> States:
+    """What a model and its optimizer hold on each of several GPUs, which FSDP2 gives equal parts of the parameters.
+
+    Of the blocks two are gathered at a time, the one that runs and the next, and the gradients of one are whole.
+    Raises FastacError for an optimizer that is not known.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise FastacError(f"plan(optimizer={optimizer!r}): there are {', '.join(OPTIMIZERS)}")
+    if gpus < 1:
+        raise FastacError(f"plan(gpus={gpus}): 1 or more was expected")
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    buffers = sum(value.nbytes for value in model.buffers())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kept = sum(parameter.numel() * OPTIMIZERS[optimizer](parameter.itemsize) for parameter in trained)
+    gathered = 0
+    if gpus > 1:
+        sizes = [
+            2 * sum(one.nbytes for one in block.parameters())
+            + sum(one.nbytes for one in block.parameters() if one.requires_grad)
+            for block in blocks
+        ]
+        gathered = max(sizes, default=0)
+    return States(parameters // gpus + buffers, int(kept / gpus), gathered)
+
+
+def block_of(region: str) -> str:
+    """The name of the block that a region is a call of."""
+    return region.partition("#")[0]
+
+
+class Forecast:
+    """A model's step, simulated without and with full checkpointing: what is common to all policies.
+
+    optimizer: a name in OPTIMIZERS. gpus: among how many FSDP2 shards weights, gradients and the optimizer's states.
+    split: the part of the tokens that one rank of context parallelism has.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        optimizer: str = "adamw",
+        gpus: int = 1,
+        split: Split = Split(),  # noqa: B008 it is frozen
+    ) -> None:
+        self.subject, self.gpus, self.split = subject, gpus, split
+        blocks = [block for container in subject.containers for block in container.blocks.values()]
+        self.states = states_of(subject.model, optimizer, gpus, blocks)
+        self.gradients = sum(one.nbytes for one in subject.model.parameters() if one.requires_grad) // gpus
+
+    def was_simulated(self, checkpoints: bool) -> bool:
+        """Whether a step without checkpointing, or under full checkpointing, was simulated already."""
+        return ("full" if checkpoints else "plain") in vars(self)
+
+    @functools.cached_property
+    def plain(self) -> Timeline:
+        """A step without checkpointing."""
+        return simulated(self.subject, False, self.split)
+
+    @functools.cached_property
+    def full(self) -> Timeline:
+        """A step under full checkpointing."""
+        return simulated(self.subject, True, self.split)
+
+    @property
+    def candidates(self) -> Mapping[str, Sequence[Candidate]]:
+        """What each region could save, by its name."""
+        return self.full.candidates
+
+    def outputs(self) -> dict[str, list[Output]]:
+        """What a policy of each block could save, by the block's name."""
+        found: dict[str, list[Output]] = {}
+        for region, candidates in self.candidates.items():
+            found.setdefault(block_of(region), []).extend(
+                Output(one.name, one.bytes, one.flops, one.keys)
+                for one in candidates
+                if one.name not in ("", EXCHANGED)
+            )
+        return found
+
+    def saved(self, policy: str | Policy | Mapping[str, Policy]) -> list[Place]:
+        """What is saved under a policy of all blocks, by its value or name, or under one of each block."""
+        if policy == EVERY_SECOND:
+            return self._every_second_product()
+        if isinstance(policy, str):
+            policy = NAMED[policy]
+        policies = dict.fromkeys(self.outputs(), policy) if isinstance(policy, Policy) else policy
+
+        def is_saved(mine: Policy, one: Candidate) -> bool:
+            if one.keys:
+                return mine.saves(one.keys)
+            if one.name == EXCHANGED:
+                return mine.saves_collectives
+            return any(fnmatch.fnmatchcase(one.name, pattern) for pattern in mine.linear) and one.name != ""
+
+        return [
+            (region, place)
+            for region, found in self.candidates.items()
+            for place, one in enumerate(found)
+            if is_saved(policies[block_of(region)], one)
+        ]
+
+    def plan(self, policy: str | Policy | Mapping[str, Policy], name: str = "") -> PolicyPlan:
+        """The plan of a policy. policy: as in `saved`, or "none". name: what it is called; default: the policy."""
+        if policy == "none":
+            total = sum(self.plain.flops.values())
+            peak = self.states.total + self.plain.peak(gradient_shards=self.gpus)
+            return PolicyPlan("none", 0, self.plain.held(), peak, 0, total, total / sum(self.full.flops.values()))
+        saved = self.saved(policy)
+        full = sum(self.full.flops.values())
+        recomputed = self.full.recomputed(saved)
+        total = full - self.full.recomputed() + recomputed
+        return PolicyPlan(
+            policy=name or str(policy),
+            saved_bytes=self._bytes(saved),
+            held_bytes=self.full.held(saved),
+            peak_bytes=self.states.total + self.full.peak(saved, self.gpus),
+            recomputed_flops=recomputed,
+            flops=total,
+            relative=total / full,
+        )
+
+    def within(self, limit: int) -> dict[str, Policy]:
+        """What every block saves so that most recompute is avoided with `limit` bytes of saved outputs.
+
+        Collectives of context parallelism count first; where they alone are more they are issued again.
+        """
+        outputs = self.outputs()
+        exchanging = {
+            block_of(region) for region, found in self.candidates.items() for one in found if one.name == EXCHANGED
+        }
+        exchanged = sum(one.bytes for found in self.candidates.values() for one in found if one.name == EXCHANGED)
+        collectives = "save" if exchanged <= limit else "recompute"
+        choices = knapsack.choose(outputs, limit - exchanged if collectives == "save" else limit)
+        chosen = {
+            block: policy_of(choice, outputs[block], collectives, block in exchanging)
+            for block, choice in choices.items()
+        }
+        # Lists of sums that are too long are thinned: then a policy by name may be better by a hair.
+        ways = [chosen, *(dict.fromkeys(outputs, NAMED[name]) for name in ("attn_only", "long_attn_only"))]
+        fitting = [way for way in ways if self._bytes(self.saved(way)) <= limit]
+        return min(fitting, key=lambda way: self.full.recomputed(self.saved(way)))
+
+    def largest_budget(self, memory: int) -> int | None:
+        """The most bytes of saved outputs with which a step fits a memory; None where full checkpointing does not.
+
+        To within a thousandth of all that could be saved, in whole MiB where these fit, as one writes it.
+        """
+
+        def fits(limit: int) -> bool:
+            return self.plan(self.within(limit)).peak_bytes <= memory
+
+        everything = sum(one.bytes for found in self.candidates.values() for one in found)
+        low, high = 0, everything
+        if self.plan("full").peak_bytes > memory:
+            return None
+        if fits(high):
+            return -(-high // MIB) * MIB  # more than all is all
+        while high - low > everything / 1000:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        step = max(MIB, everything // 1000 // MIB * MIB)
+        for limit in range(low // MIB * MIB, 0, -step):
+            if fits(limit):  # fewer bytes may be saved by other blocks, at a worse moment
+                return limit
+        return low
+
+    def frontier(self, points: int = 257) -> list[tuple[int, float]]:
+        """Bytes that are saved and FLOPs relative to full checkpointing, for growing budgets."""
+        full = sum(self.full.flops.values())
+        return [(saved, (full - avoided) / full) for saved, avoided in knapsack.frontier(self.outputs(), points)]
+
+    def _bytes(self, saved: Collection[Place]) -> int:
+        return sum(self.candidates[region][place].bytes for region, place in saved)
+
+    def _every_second_product(self) -> list[Place]:
+        saved = []
+        for region, found in self.candidates.items():
+            products = 0
+            for place, one in enumerate(found):
+                if one.name == EXCHANGED:
+                    continue
+                products += not one.keys
+                if one.keys or products % 2:
+                    saved.append((region, place))
+        return saved
+
+
+def policy_of(choice: Choice, outputs: Sequence[Output], collectives: str, communicates: bool) -> Policy:
+    """The policy that saves what was chosen among the outputs of a block. communicates: its attention does."""
+    options: dict[str, Any] = {"collectives": collectives, "linear": choice.linear}
+    left_out = [one.keys for one in outputs if one.keys and (choice.min_kv is None or one.keys < choice.min_kv)]
+    if choice.min_kv is not None:
+        return Policy("attn_only", max(left_out) + 1 if left_out else 0, **options)
+    if choice.linear:
+        return Policy("linear_only", **options)
+    if communicates and collectives == "save":  # these alone
+        return Policy("attn_only", max(left_out, default=0) + 1, collectives)
+    return Policy("full")

@@ -1,0 +1,229 @@
+"""What a plan says: what each policy holds and recomputes in one step, as values and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from fastac.errors import FastacError
+from fastac.planning.forecast import EVERY_SECOND, Forecast, PolicyPlan, States
+from fastac.planning.subject import BREAKS, subject
+from fastac.policy import Policy
+from fastac.ranks import class_name
+from fastac.reporting import render
+from fastac.sizes import parse_bytes, readable_bytes
+
+logger = logging.getLogger("fastac")
+
+NOT_MODELLED = (
+    "counted are the tensors that operators return; not what the allocator rounds up or cannot use, workspaces inside "
+    "kernels (attention backward, matrix products), temporaries of the optimizer, the CUDA context, other models",
+    "fused norms or rotary kernels hold less than the operators that are simulated",
+)
+
+FIXED = ("none", "full", "long_attn_only", "attn_only", EVERY_SECOND)
+"""The policies that every plan compares."""
+
+WITHIN = "within "
+"""How the name of a plan for a budget begins."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The plans of several policies, for one model and one size of inputs; and of any number of bytes, by `within`.
+
+    states: of the model. gradients: bytes of its gradients, which the peak of every policy has in it. frontier: bytes
+    that are saved and FLOPs relative to full checkpointing, for growing budgets. Of `fastac plan`: budget, bytes of
+    saved outputs that were asked for, or the most with which a step fits `memory`; blocks, what each block saves then;
+    largest, policy -> frames of the longest video whose step fits `memory`, 0 for none.
+    """
+
+    forecast: Forecast = dataclasses.field(repr=False, compare=False)
+    subject: str
+    inputs: str
+    states: States
+    gradients: int
+    policies: tuple[PolicyPlan, ...]
+    frontier: tuple[tuple[int, float], ...]
+    blocks: Mapping[str, Policy] = dataclasses.field(default_factory=dict)
+    largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    memory: int | None = None
+    budget: int | None = None
+    notes: tuple[str, ...] = NOT_MODELLED
+
+    def within(self, saved: str | int) -> dict[str, Policy]:
+        """The policies of all blocks that avoid the most recompute with so many bytes of saved outputs.
+
+        Attention is saved from some number of keys on, and outputs of Linear modules by name. It never recomputes more
+        than "attn_only" or "long_attn_only" where these hold no more.
+
+        Args:
+            saved: bytes that the saved outputs of all blocks hold together after one forward, above what full
+                checkpointing holds: "24GiB", "500MB" or a number.
+
+        Returns:
+            Block name -> Policy, as `fastac.enable` takes it for a model with blocks of these names.
+
+        Raises:
+            FastacError: `saved` is no number of bytes.
+
+        Example:
+            >>> plan = fastac.plan(transformer, inputs)
+            >>> fastac.enable(transformer, plan.within("24GiB"))
+        """
+        limit = parse_bytes(saved)
+        chosen = self.forecast.within(limit)
+        if all(policy.saves_nothing for policy in chosen.values()):
+            logger.warning("plan.within(%s): no output of a block is small enough", readable_bytes(limit))
+        return chosen
+
+    def largest_budget(self, memory: str | int) -> int | None:
+        """The most bytes of saved outputs with which a step fits a memory, by its peak, for `within`.
+
+        Args:
+            memory: bytes of a device, less a tenth for what is not counted: "72GiB" of 80.
+
+        Returns:
+            Bytes, to within a thousandth of all that could be saved; None where no policy fits.
+
+        Raises:
+            FastacError: `memory` is no number of bytes.
+        """
+        return self.forecast.largest_budget(parse_bytes(memory))
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan in what JSON has."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del found["forecast"]
+        found["states"] = dataclasses.asdict(self.states)
+        found["policies"] = [dataclasses.asdict(one) for one in self.policies]
+        found["blocks"] = {name: dataclasses.asdict(policy) for name, policy in self.blocks.items()}
+        return found
+
+    def __str__(self) -> str:
+        table = Table(
+            title=f"{self.subject}: {self.inputs}",
+            title_justify="left",
+            caption="\n".join(self._captions()),
+            caption_justify="left",
+        )
+        headings = ["policy", "saved", "held", "peak", "TFLOPs run again", "FLOPs of full"]
+        headings += [f"longest video in {readable_bytes(self.memory or 0)}"] * bool(self.largest)
+        for heading in headings:
+            table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+        for one in self.policies:
+            table.add_row(
+                f"{one.policy} (torchtitan)" if one.policy == EVERY_SECOND else one.policy,
+                *map(readable_bytes, (one.saved_bytes, one.held_bytes, one.peak_bytes)),
+                f"{one.recomputed_flops / 1e12:,.4g}",
+                f"{one.relative:.3f}",
+                *[_frames(self.largest.get(one.policy))] * bool(self.largest),
+            )
+        return render(table)
+
+    def _captions(self) -> list[str]:
+        states = self.states
+        parts = [f"weights {readable_bytes(states.weights)}", f"gradients {readable_bytes(self.gradients)}"]
+        parts += [f"optimizer {readable_bytes(states.optimizer)}"]
+        parts += [f"gathered {readable_bytes(states.gathered)}"] * bool(states.gathered)
+        lines = [f"peak: with {', '.join(parts)}"]
+        if self.blocks:
+            lines.append(f"{self.policies[-1].policy}: {summary(self.blocks.values())}")
+        if self.memory is not None:
+            lines.append(
+                f"memory: {readable_bytes(self.memory)}, nothing of it kept back for what is not counted: ask for a "
+                f"tenth less than the device has"
+            )
+            if next(one for one in self.policies if one.policy == "full").peak_bytes > self.memory:
+                lines.append("no policy fits: fewer frames, LoRA, more GPUs or context parallelism would hold less")
+        return lines + list(self.notes)
+
+
+def _frames(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count} frame{'s' * (count > 1)}" if count else "does not fit"
+
+
+def summary(policies: Collection[Policy]) -> str:
+    """What so many blocks save, by what is saved: "attention over at least 513 keys in 30 of 30 blocks, ..."."""
+    counts: Counter[str] = Counter()
+    for policy in policies:
+        if policy.name == "attn_only":
+            counts[f"attention over at least {policy.min_kv} keys" if policy.min_kv else "attention"] += 1
+        counts.update(policy.linear)
+    parts = [f"{what} in {count}" for what, count in counts.most_common()]
+    if parts:
+        parts[0] += f" of {len(policies)} blocks"
+    return ", ".join(parts) or "nothing"
+
+
+def plan(
+    model: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    blocks: Any = None,
+    optimizer: str = "adamw",
+    gpus: int = 1,
+) -> Plan:
+    """Plan a step of a model: what each policy holds, its peak, and the FLOPs that it recomputes.
+
+    Args:
+        model: it is copied without its data, and may be on the device "meta".
+        inputs: keyword arguments of one call.
+        blocks: as in `enable`.
+        optimizer: "adamw", "adamw8bit" or "sgd".
+        gpus: among how many FSDP2 shards weights, gradients and the optimizer's states.
+
+    Returns:
+        A Plan, which prints as a table; `within` gives what to save for a number of bytes.
+
+    Raises:
+        FastacError: the model has no blocks that are known, does not run on these inputs without data, or is not
+            trained; `inputs` are no mapping; the optimizer is not known.
+
+    Example:
+        >>> plan = fastac.plan(transformer, inputs)
+        >>> fastac.enable(transformer, plan.within("24GiB"))
+    """
+    if not isinstance(inputs, Mapping):
+        raise FastacError(
+            f"plan(inputs=...): a mapping of argument names to values was expected, as in "
+            f'{{"hidden_states": ..., "timestep": ...}}, got {type(inputs).__name__}'
+        )
+    shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, torch.Tensor)]
+    return make_plan(Forecast(subject(model, inputs, blocks), optimizer, gpus), class_name(model), ", ".join(shapes))
+
+
+def make_plan(forecast: Forecast, name: str, inputs: str, budget: int | None = None, memory: int | None = None) -> Plan:
+    """The plan of a forecast, with that of a budget, or of the largest budget for a memory, both in bytes."""
+    try:
+        policies = [forecast.plan(one) for one in FIXED]
+    except FastacError:
+        raise
+    except BREAKS as error:  # the model's own, or of what is not known of tensors without data
+        raise FastacError(f"plan: {name} does not run on {inputs}: {type(error).__name__}: {error}") from error
+    blocks: dict[str, Policy] = {}
+    if budget is None and memory is not None:
+        budget = forecast.largest_budget(memory)
+    if budget is not None:
+        blocks = forecast.within(budget)
+        policies.append(forecast.plan(blocks, WITHIN + readable_bytes(budget)))
+    return Plan(
+        forecast=forecast,
+        subject=name,
+        inputs=inputs,
+        states=forecast.states,
+        gradients=forecast.gradients,
+        policies=tuple(policies),
+        frontier=tuple(forecast.frontier()),
+        blocks=blocks,
+        memory=memory,
+        budget=budget,
+    )

@@ -1,0 +1,101 @@
+"""fastac backends, and what all commands have in common."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
+
+from fastac import cli
+from fastac.backends import LIBRARIES
+from fastac.cli.backends import WIDTH
+from fastac.errors import FastacError
+from tests.cli.tables import cells_of
+
+
+def test_every_library_and_backend_and_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["backends"]) == 0
+    table = capsys.readouterr().out
+    assert max(map(len, table.splitlines())) <= WIDTH
+    cells = cells_of(table)
+    assert {backend.value for backend in AttentionBackendName} <= set(cells)
+    assert cells["native"][0] == "can be saved"
+    assert cells["_native_math"][1] == "decomposed"
+    assert cells["sage"][0] == "refused"
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in cells
+    text = " ".join(" ".join(line.split("│")[1].split()) for line in table.splitlines() if "│" in line)
+    for library in LIBRARIES:
+        assert library.name in text, "names are whole, on as many lines as they need"
+
+
+def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["backends", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"] == torch.__version__
+    libraries = {library["name"]: library for library in found["libraries"]}
+    assert list(libraries) == [library.name for library in LIBRARIES]
+    sdpa = libraries["scaled_dot_product_attention"]
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in sdpa["ops"]
+    backends = {backend["name"]: backend for backend in found["diffusers_backends"]}
+    assert (backends["native"]["can_be_saved"], backends["native"]["missing"]) == (True, None)
+    assert (backends["sage"]["can_be_saved"], backends["sage"]["verdict"]) == (False, "not_trainable")
+
+
+def test_the_installed_command_imports_no_library(tmp_path: Path) -> None:
+    """One that is installed and cannot be imported here, as CUDA libraries cannot everywhere, has its version."""
+    (tmp_path / "xformers-0.1.dist-info").mkdir()
+    (tmp_path / "xformers-0.1.dist-info" / "METADATA").write_text("Name: xformers\nVersion: 0.1\n")
+    (tmp_path / "flash_attn").mkdir()
+    for module in ("flash_attn/__init__.py", "vsa.py", "fastvideo.py", "fastvideo_kernel.py"):
+        (tmp_path / module).write_text("import sys; sys.exit('imported')")
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    ran = subprocess.run(
+        [str(Path(sys.executable).with_name("fastac")), "backends", "--json"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    installed = {library["name"]: library["installed"] for library in json.loads(ran.stdout)["libraries"]}
+    assert installed["xFormers"] == "0.1"
+
+
+def test_help_imports_no_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.importlib, "import_module", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(command in printed for command in ("backends", "plan", "bench"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["check"], ["plan"], ["plan", "wan2.1-t2v-1.3b", "--frames", "nine"]])
+def test_a_wrong_call(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: fastac" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [(FastacError("no such thing"), "fastac: no such thing\n"), (BrokenPipeError(), "")]
+)
+def test_what_ends_a_command(
+    error: Exception, message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, and no traceback; nothing where who reads has read enough."""
+
+    def fails(options: object) -> int:
+        raise error
+
+    monkeypatch.setattr("fastac.cli.backends.run", fails)
+    monkeypatch.setattr("fastac.cli.os.dup2", lambda *descriptors: None)
+    assert cli.main(["backends"]) == 1
+    assert capfd.readouterr().err == message

@@ -1,0 +1,297 @@
+"""fastac bench: what is counted and compared is exact, and what is timed has a clock of its own here."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fastac
+from fastac import cli
+from fastac.cli import measuring
+from fastac.cli.measuring import VARIANTS, Measurements, Switch, Workload, bench
+from fastac.errors import FastacError
+from fastac.models import configurations
+from tests import support
+from tests.cli.tables import cells_of
+
+NAMES = ["none", "full", "attn_only", "long_attn_only", "planned", "torch SAC, by name"]
+
+
+def tiny_wan() -> Workload:
+    return Workload(*support.build("WanTransformer3DModel"))
+
+
+class TimedByItsWay(Workload):
+    """A workload whose steps take as long, by a clock of its own, as the way that is switched on should."""
+
+    now = 0.0
+    name = ""
+
+    def step(self) -> None:
+        super().step()
+        self.now += 1.0 + NAMES.index(self.name)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measurements:
+    workload = TimedByItsWay(*support.build("WanTransformer3DModel"))
+    with pytest.MonkeyPatch.context() as patch:
+        to = Switch.to
+
+        def noted(switch: Switch, name: str) -> None:
+            workload.name = name
+            to(switch, name)
+
+        patch.setattr(Switch, "to", noted)
+        return bench(workload, "tiny Wan", rounds=3, clock=lambda: workload.now)
+
+
+def rows_of(found: Measurements) -> dict[str, Any]:
+    return {row.variant: row for row in found.rows}
+
+
+def test_every_way_is_measured(measured: Measurements) -> None:
+    """Attention kernels are counted: two blocks with two calls each. In every round a way runs under its own policy."""
+    rows = rows_of(measured)
+    assert list(rows) == NAMES
+    assert not any(row.problem for row in measured.rows)
+    attention = {name: row.attention for name, row in rows.items()}
+    assert 4 <= attention.pop("planned") <= 8
+    assert attention == {"none": 4, "full": 8, "attn_only": 4, "long_attn_only": 8, "torch SAC, by name": 4}
+    assert {row.seconds for row in measured.rows} == {(1.0 + place,) * 3 for place in range(6)}
+    assert [rows[name].relative for name in NAMES] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+
+
+def test_held_bytes(measured: Measurements) -> None:
+    rows = rows_of(measured)
+    none, full, saved = rows["none"], rows["full"], rows["attn_only"]
+    assert none.held_bytes > saved.held_bytes > full.held_bytes == rows["long_attn_only"].held_bytes
+    assert saved.held_bytes - full.held_bytes == measured.budget == 52 * 2**10, "what fastac.report says is saved"
+    assert 0 < rows["planned"].held_bytes - full.held_bytes <= measured.budget
+    assert none.peak_bytes > saved.peak_bytes > full.peak_bytes > saved.held_bytes
+
+
+def test_outputs_and_gradients_are_compared(measured: Measurements) -> None:
+    assert (measured.reference, measured.noise) == ("none", 0.0)
+    for row in measured.rows:
+        assert row.compared > len(list(tiny_wan().model.parameters()))
+        assert (row.different, row.largest_difference) == (0, 0.0)
+
+
+def test_the_table_and_the_json(measured: Measurements) -> None:
+    table = str(measured)
+    cells = cells_of(table)
+    assert list(cells) == NAMES
+    assert cells["attn_only"][:2] == ["1.500", "3 (3 - 3)"]
+    assert cells["attn_only"][4:] == ["4", "bitwise"]
+    assert "budget: 52.0 KiB" in table
+    again = json.loads(json.dumps(measured.as_json()))
+    assert again["rows"][1]["seconds"] == [2.0, 2.0, 2.0]
+
+
+Way = Callable[[Switch], object]
+
+
+def of_ways(monkeypatch: pytest.MonkeyPatch, **ways: Way) -> Measurements:
+    monkeypatch.setattr(measuring, "VARIANTS", ways)
+    return bench(tiny_wan(), "tiny Wan", rounds=1, clock=itertools.count().__next__)
+
+
+def raising(error: Exception) -> Way:
+    def enable(switch: Switch) -> None:
+        raise error
+
+    return enable
+
+
+NONE, FULL = VARIANTS["none"], VARIANTS["full"]
+
+
+def test_what_does_not_run_becomes_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {
+        "refused": FastacError("backend 'x' is decomposed\nmore"),
+        "large": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB"),
+        "large on a CPU": RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        "broken": RuntimeError("an op was changed in place"),
+    }
+    found = of_ways(monkeypatch, none=NONE, **{name: raising(error) for name, error in ways.items()}, full=FULL)
+    problems = [row.problem for row in found.rows]
+    refused, failed = "refused: backend 'x' is decomposed", "failed: an op was changed in place"
+    assert problems == ["", refused, "out of memory", "out of memory", failed, ""]
+    assert found.rows[-1].relative == 1.0
+    assert f"refused: {refused}" in str(found), "the rest of it stands below the table"
+    with pytest.raises(TypeError):  # a mistake of fastac's own is no row
+        of_ways(monkeypatch, none=raising(TypeError("a mistake")))
+
+
+def test_what_runs_out_of_memory_later_becomes_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a round, when its bytes were measured already."""
+    calls = itertools.count()
+
+    def late(switch: Switch) -> None:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    found = of_ways(monkeypatch, none=late, full=FULL)
+    assert [(row.problem, len(row.seconds)) for row in found.rows] == [("out of memory", 0), ("", 1)]
+
+
+def test_the_first_that_runs_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = of_ways(monkeypatch, none=raising(torch.OutOfMemoryError("")), full=FULL)
+    assert found.reference == "full"
+    with pytest.raises(FastacError, match="no step could be run here: failed: no backward here"):
+        of_ways(monkeypatch, none=raising(RuntimeError("no backward here")))
+
+
+def test_another_gradient_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(switch: Switch) -> None:
+        model = switch.workload.model
+        model.enable_gradient_checkpointing(lambda block, *args: block(*(arg * 2 for arg in args[:1]), *args[1:]))
+
+    found = of_ways(monkeypatch, none=NONE, wrong=wrong)
+    row = found.rows[1]
+    assert 0 < row.different <= row.compared
+    assert row.largest_difference > 0
+    assert f"{row.different} of {row.compared} differ, by up to " in str(found)
+
+
+def test_kernels_that_are_not_deterministic_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, steps = tiny_wan(), itertools.count()
+    workload.model.proj_out.register_forward_hook(lambda module, args, output: output + next(steps))
+    monkeypatch.setattr(measuring, "VARIANTS", {"none": NONE})
+    assert bench(workload, "tiny Wan", rounds=1).noise >= 1
+
+
+def test_a_budget_of_ones_own_on_a_model_that_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = tiny_wan()
+    fastac.enable(workload.model, "attn_only")
+    switch = Switch(workload, 20_000)
+    switch.to("planned")
+    workload.step()
+    assert 0 < sum(row.saved_bytes + row.linear_bytes for row in fastac.report(workload.model).rows) <= 20_000
+    switch.off()
+    assert not workload.model.is_gradient_checkpointing
+    assert all(parameter.grad is None for parameter in workload.model.parameters())
+
+
+def test_ways_take_turns() -> None:
+    """In every round each way once, in several orders; the time of a switch is nobody's."""
+    now, order = [0.0], []
+    costs = {"a": 1.0, "b": 2.0, "c": 4.0}
+
+    def switch(name: str) -> None:
+        now[0] += 100
+        order.append(name)
+
+    def step() -> None:
+        now[0] += costs[order[-1]]
+
+    found = measuring.take_turns(list(costs), 8, switch, step, clock=lambda: now[0])
+    assert found == ({name: [cost] * 8 for name, cost in costs.items()}, {})
+    rounds = [tuple(order[i : i + 3]) for i in range(0, 24, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) > 2
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_times_are_compared_within_a_round() -> None:
+    """Another median than that of the medians: which is 0.75."""
+    seconds = {"full": [1.0, 10.0, 4.0], "attn_only": [2.0, 3.0, 4.0]}
+    assert measuring.relative(seconds, "full") == {"full": 1.0, "attn_only": 1.0}
+    assert measuring.relative({"attn_only": [1.0]}, "full") == {}
+
+
+def test_bytes_are_those_of_the_allocator() -> None:
+    def run() -> torch.Tensor:
+        torch.empty(1_000_000)
+        return torch.empty(1000)
+
+    assert measuring.allocated_bytes(run) == (4000, 4_000_000)
+    assert measuring.allocated_bytes(run, lambda result: torch.empty(2_000_000)) == (4000, 8_004_000)
+
+
+def test_the_facts_of_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    facts = measuring.machine()
+    assert {"processor", "cores", "load_average", "threads", "system", "python"} < facts.keys()
+    assert (facts["torch"], "gpu" in facts) == (torch.__version__, torch.cuda.is_available())
+    assert measuring.version("no-such-distribution") is None
+
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] && echo 570.86.15\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    properties = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = measuring.gpu()
+    assert (found["name"], found["capability"], found["driver"]) == ("NVIDIA H100", "9.0", "570.86.15")
+
+
+# The command
+
+
+def test_a_configuration_and_a_video(small: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written = tmp_path / "bench.json"
+    command = ["bench", *small, "--dtype", "fp32", "--rounds", "1", "--layers", "2", "--batch", "2"]
+    assert cli.main([*command, "--budget", "20KiB", "--json", str(written)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "", "what is being done is told to a terminal alone"
+    title = " ".join(captured.out.split())  # it is folded to the width of the table
+    assert "2 x 5 frames of 32 x 48, 8 text tokens, blocks x 2, fp32 on cpu" in title
+    cells = cells_of(captured.out)
+    assert [cells[name][4] for name in ("none", "full", "attn_only", "torch SAC, by name")] == ["4", "8", "4", "4"]
+    assert {row[5] for row in cells.values()} == {"bitwise"}
+    found = json.loads(written.read_text())
+    assert str(written) not in found["command"]
+    assert found["command"].startswith(f"fastac bench {small[0]} --frames 5")
+    assert {"processor", "cores", "torch", "fastac"} < found["machine"].keys()
+    assert (found["rounds"], found["budget"], found["reference"]) == (1, 20 * 2**10, "none")
+
+
+@pytest.mark.slow
+def test_it_goes_on_where_a_policy_is_refused(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", *small, "--layers", "1", "--rounds", "1", "--backend", "_native_math"]) == 0
+    table = capsys.readouterr().out
+    cells = cells_of(table)
+    assert [cells[name][5] for name in ("none", "full", "attn_only")] == ["bitwise"] * 2 + ["refused"]
+    assert "is decomposed" in table
+
+
+def test_what_cannot_be_measured_is_one_message(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for options, message in (
+        (["--layers", "4"], "has blocks x 3"),
+        (["--frames", "6"], "frames 6 is not"),
+        (["--json", "nowhere/bench.json"], "no folder"),
+        (["--rounds", "0"], "--rounds 0"),
+        (["--budget", "much"], "'much'"),
+        (["--backend", "nonsense"], "--backend nonsense"),
+        (["--device", "nonsense"], "--device nonsense"),
+        (["--device", "meta"], "--device meta"),
+    ):
+        assert cli.main(["bench", *small, *options]) == 1, options
+        captured = capsys.readouterr()
+        assert captured.out == "", options
+        assert captured.err.startswith("fastac: "), captured.err
+        assert message in captured.err, captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "fewer"),
+    [
+        ("hunyuanvideo", {"num_layers": 7, "num_single_layers": 7}),
+        ("WanVACETransformer3DModel", {"num_layers": 7, "vace_layers": [0, 5]}),
+    ],
+)
+def test_fewer_layers(name: str, fewer: dict[str, Any]) -> None:
+    """Of every list of blocks that has more; and of nothing else, such as text refiners."""
+    found = configurations.load(name)
+    config = configurations.with_layers(found.config, 7)
+    assert {key: value for key, value in config.items() if value != found.config[key]} == fewer

@@ -1,0 +1,127 @@
+"""fastac plan: its table, its JSON, its picture, and one clear line for what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastac
+from fastac import cli
+from fastac.models import configurations
+from fastac.planning.video import Training
+from fastac.policy import Policy
+from tests.cli.tables import cells_of
+
+
+@pytest.mark.slow
+def test_the_command_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wan 1.3B on 77 frames of 720p, in less than a minute."""
+    picture = tmp_path / "p.png"
+    video = ["--frames", "77", "--height", "720", "--width", "1280"]
+    begin = time.process_time()
+    assert cli.main(["plan", "wan2.1-t2v-1.3b", *video, "--budget", "40GiB", "--plot", str(picture)]) == 0
+    assert time.process_time() - begin < 60
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    cells = cells_of(captured.out)
+    assert list(cells) == ["none", "full", "long_attn_only", "attn_only", "ops (torchtitan)", "within 40.0 GiB"]
+    assert cells["full"] == ["0 B", "7.3 GiB", "25.1 GiB", "1,143", "1.000"]
+    assert cells["long_attn_only"][:2] == ["6.3 GiB", "13.6 GiB"]
+    assert cells["within 40.0 GiB"][0] == "40.0 GiB"
+    relative = {policy: float(row[-1]) for policy, row in cells.items()}
+    assert sorted(relative, key=relative.__getitem__)[:2] == ["none", "within 40.0 GiB"]
+    assert 'plan(transformer, inputs).within("40GiB")' in captured.out.splitlines()[-1]
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_plan_as_json(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All that a plan has, and where the configuration is from; nothing else is printed. With a picture."""
+    picture = tmp_path / "frontier.svg"
+    assert cli.main(["plan", *small, "--budget", "20KiB", "--json", "--plot", str(picture)]) == 0
+    captured = capsys.readouterr()
+    found: dict[str, Any] = json.loads(captured.out)
+    assert captured.err == ""
+    assert found["configuration"] == found["subject"] == small[0]
+    assert found["inputs"] == "1 x 5 frames of 32 x 48, 8 tokens of text, bfloat16, all weights, adamw"
+    assert [one["policy"] for one in found["policies"]][-2:] == ["ops", "within 20.0 KiB"]
+    assert (found["budget"], found["memory"], found["largest"]) == (20 * 2**10, None, {})
+    assert found["frontier"][0] == [0, 1.0]
+    blocks = {name: Policy(**one) for name, one in found["blocks"].items()}
+    assert list(blocks) == ["blocks.0", "blocks.1", "blocks.2"]
+    model: Any = configurations.build(configurations.load(small[0]))
+    fastac.enable(model, blocks)
+    assert picture.read_bytes().startswith(b"<?xml")
+
+
+def test_a_plan_as_a_table(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """With the line of code that does it: the largest budget that fits, where none is named."""
+    assert cli.main(["plan", *small, "--memory", "256KiB", "--optimizer", "sgd", "--dtype", "fp32"]) == 0
+    table = capsys.readouterr().out
+    cells = cells_of(table)
+    title = " ".join(table.split())
+    assert "float32, all weights, sgd" in title
+    assert "longest video in 256.0 KiB" in title
+    assert [cells[name][-1].split()[-1] for name in ("none", "full")] == ["frames", "frames"]
+    assert table.splitlines()[-1].startswith("fastac.enable(transformer, fastac.plan(transformer, inputs).within(")
+
+
+def test_a_plot_needs_matplotlib(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["plan", *small, "--plot", str(tmp_path / "p.png")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_what_cannot_be_planned_is_one_message(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is simulated, which may take minutes."""
+    monkeypatch.setattr("fastac.planning.subject.simulate", None)
+    for arguments, message in (
+        (["wan-of-tomorrow"], "'wan-of-tomorrow'"),
+        (["AllegroTransformer3DModel", "--lora", "4"], "LoRA of AllegroTransformer3DModel"),
+        ([*small, "--frames", "10"], "frames 10 is not a multiple of 4"),
+        ([*small, "--batch", "0"], "batch is 0"),
+        ([*small, "--budget", "much"], "'much'"),
+        ([*small, "--budget", "40"], "40GiB, say"),
+        ([*small, "--memory", "80G"], "'80G'"),
+        ([*small, "--lora", "-1"], "--lora -1"),
+        ([*small, "--gpus", "3", "--context-parallel", "2"], "does not divide 3 GPUs"),
+        ([*small, "--plot", str(tmp_path / "nowhere" / "p.png")], "no folder"),
+        ([*small, "--plot", str(tmp_path / "p.txt")], "not p.txt"),
+    ):
+        assert cli.main(["plan", *arguments]) == 1, arguments
+        captured = capsys.readouterr()
+        assert captured.out == "", arguments
+        assert captured.err.startswith("fastac: "), captured.err
+        assert captured.err.count("\n") == 1, captured.err
+        assert message in captured.err, captured.err
+
+
+def test_a_terminal_is_told_what_is_done(
+    small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    assert cli.main(["plan", *small]) == 0
+    captured = capsys.readouterr()
+    assert "simulating" in captured.err
+    assert "simulating" not in captured.out
+
+
+def test_training_is_what_the_options_say(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Training] = []
+
+    def noted(configuration: object, video: object, training: Training, **options: object) -> Any:
+        seen.append(training)
+        raise fastac.FastacError("enough")
+
+    monkeypatch.setattr("fastac.cli.plan.plan_video", noted)
+    options = ["--lora", "8", "--optimizer", "adamw8bit", "--gpus", "8", "--context-parallel", "4"]
+    assert cli.main(["plan", *small, *options]) == 1
+    assert seen == [Training(8, "adamw8bit", 8, 4)]

@@ -1,0 +1,226 @@
+"""What blocks save for a number of bytes: against all subsets, and on models of real size."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastac.errors import FastacError
+from fastac.planning import knapsack
+from fastac.planning.knapsack import Choice, Output, choose, frontier
+
+GIB = 2**30
+Blocks = dict[str, list[Output]]
+
+
+def linear(name: str, tokens: int, inner: int, outer: int) -> Output:
+    """The output of a Linear module in bf16."""
+    return Output(name, tokens * outer * 2, 2 * tokens * inner * outer)
+
+
+def attention(tokens: int, keys: int, width: int, heads: int) -> Output:
+    """The output of an attention call in bf16, with its logsumexp in fp32."""
+    return Output("sdpa", tokens * width * 2 + heads * tokens * 4, 4 * tokens * keys * width, keys)
+
+
+def wan(blocks: int = 40) -> Blocks:
+    """Wan 14B at 72,000 tokens."""
+    tokens, width = 72_000, 5120
+    block = [attention(tokens, tokens, width, 40), attention(tokens, 512, width, 40)]
+    block += [linear(f"attn1.{name}", tokens, width, width) for name in "qkvo"]
+    block += [linear(f"attn2.{name}", tokens, width, width) for name in "qo"]
+    block += [linear(f"attn2.{name}", 512, width, width) for name in "kv"]
+    block += [linear("ffn.0", tokens, width, 13_824), linear("ffn.2", tokens, 13_824, width)]
+    return {f"blocks.{index}": block for index in range(blocks)}
+
+
+def hunyuan_video() -> Blocks:
+    """HunyuanVideo: 20 blocks of two streams, and 40 where these are joined, with modulation: outputs of one token."""
+    width, inner = 3072, 12_288
+    streams = {"": 72_000, "context_": 256}
+    tokens = sum(streams.values())
+    double = [attention(tokens, tokens, width, 24)]
+    for stream, length in streams.items():
+        double += [linear(stream + name, length, width, width) for name in ("q", "k", "v", "o")]
+        double += [linear(stream + "ff.0", length, width, inner), linear(stream + "ff.2", length, inner, width)]
+        double += [linear(stream + "norm", 1, width, 6 * width)]
+    single = [attention(tokens, tokens, width, 24), linear("mlp", tokens, width, inner)]
+    single += [linear(name, tokens, width, width) for name in "qkv"]
+    single += [linear("out", tokens, width + inner, width), linear("norm", 1, width, 3 * width)]
+    return {f"double.{n}": double for n in range(20)} | {f"single.{n}": single for n in range(40)}
+
+
+def total(choices: dict[str, Choice]) -> tuple[int, int]:
+    """Bytes and flops of what all blocks save."""
+    return sum(choice.bytes for choice in choices.values()), sum(choice.flops for choice in choices.values())
+
+
+def possible(outputs: Sequence[Output]) -> set[tuple[int, int]]:
+    """Bytes and flops of everything that one block may save."""
+    names = sorted({out.name for out in outputs if not out.keys})
+    subsets = [set(taken) for count in range(len(names) + 1) for taken in itertools.combinations(names, count)]
+    sums = set()
+    for bound in [float("inf"), *(out.keys for out in outputs if out.keys)]:
+        for taken in subsets:
+            saved = [out for out in outputs if (out.keys >= bound if out.keys else out.name in taken)]
+            sums.add((sum(out.bytes for out in saved), sum(out.flops for out in saved)))
+    return sums
+
+
+def all_sums(blocks: Blocks) -> set[tuple[int, int]]:
+    """Bytes and flops of everything that a model may save."""
+    sums = {(0, 0)}
+    for outputs in blocks.values():
+        sums = {(a + b, f + g) for a, f in sums for b, g in possible(outputs)}
+    return sums
+
+
+def best(sums: set[tuple[int, int]], limit: int) -> tuple[int, int]:
+    """Of these bytes and flops those of most flops within a limit, with fewest bytes."""
+    return max((pair for pair in sums if pair[0] <= limit), key=lambda pair: (pair[1], -pair[0]))
+
+
+def outputs_of_blocks() -> Any:
+    """Up to three Linear modules, some called twice, and up to three attention calls. Many sizes are equal, some 0."""
+    size = st.integers(0, 6)
+    return st.lists(
+        st.builds(Output, st.sampled_from("abc"), size, size)
+        | st.builds(Output, st.just("sdpa"), size, size, st.sampled_from([7, 512, 1024])),
+        max_size=5,
+    )
+
+
+@st.composite
+def random_blocks(draw: Any) -> Blocks:
+    """Up to four blocks of up to two kinds."""
+    kinds = draw(st.lists(outputs_of_blocks(), min_size=1, max_size=2))
+    return {f"blocks.{n}": kind for n, kind in enumerate(draw(st.lists(st.sampled_from(kinds), max_size=4)))}
+
+
+def examples(number: int) -> Any:
+    """The settings of a property: so many examples, the same in every run."""
+    return settings(max_examples=number, derandomize=True, deadline=None, database=None)
+
+
+LIMITS = st.integers(0, 60)
+
+
+@examples(150)
+@given(random_blocks(), LIMITS)
+def test_no_other_choice_saves_more(blocks: Blocks, limit: int) -> None:
+    """Also for sizes of gigabytes, to the byte."""
+    assert total(choose(blocks, limit)) == best(all_sums(blocks), limit)
+    large = {
+        name: [dataclasses.replace(out, bytes=out.bytes * 10**9 + out.flops) for out in outputs]
+        for name, outputs in blocks.items()
+    }
+    limit = limit * 10**9 + limit // 2
+    assert total(choose(large, limit)) == best(all_sums(large), limit)
+
+
+@examples(150)
+@given(random_blocks(), LIMITS)
+def test_choices_are_what_they_say(blocks: Blocks, limit: int) -> None:
+    """And of two equal blocks the earlier saves a subset of what the later does."""
+    chosen = choose(blocks, limit)
+    assert list(chosen) == list(blocks)
+    for name, choice in chosen.items():
+        outputs = blocks[name]
+        keys = [out.keys for out in outputs if out.keys]
+        assert choice.min_kv is None or choice.min_kv in keys
+        bound = choice.min_kv or max(keys, default=0) + 1
+        saved = [out for out in outputs if (out.keys >= bound if out.keys else out.name in choice.linear)]
+        assert (choice.bytes, choice.flops) == (sum(out.bytes for out in saved), sum(out.flops for out in saved))
+    for earlier, later in itertools.combinations(blocks, 2):
+        if blocks[earlier] == blocks[later]:
+            first, last = chosen[earlier], chosen[later]
+            assert set(first.linear) <= set(last.linear)
+            assert first.min_kv is None or (last.min_kv is not None and last.min_kv <= first.min_kv)
+
+
+@examples(50)
+@given(random_blocks(), st.integers(2, 12))
+def test_the_frontier_is_what_choose_finds_for_its_limits(blocks: Blocks, points: int) -> None:
+    found = frontier(blocks, points)
+    everything = best(all_sums(blocks), 1000)[0]
+    limits = [everything * number // (points - 1) for number in range(points)]
+    assert found == list(dict.fromkeys(total(choose(blocks, limit)) for limit in limits))
+
+
+def test_attention_over_fewer_keys_is_not_saved_without_that_over_more() -> None:
+    block = [Output("sdpa", 10, 20, keys=1024), Output("sdpa", 1, 15, keys=512), Output("sdpa", 0, 1, keys=77)]
+    assert choose({"block": block}, 9)["block"] == Choice(None, (), 0, 0)
+    assert choose({"block": block}, 10)["block"] == Choice(1024, (), 10, 20)
+    assert choose({"block": block}, 11)["block"] == Choice(77, (), 11, 36)
+
+
+def test_calls_of_one_linear_module_stand_or_fall_together() -> None:
+    block = [Output("proj", 4, 8), Output("out", 5, 1), Output("proj", 4, 8)]
+    assert choose({"block": block}, 7)["block"] == Choice(None, ("out",), 5, 1)
+    assert choose({"block": block}, 8)["block"] == Choice(None, ("proj",), 8, 16)
+
+
+def test_what_costs_nothing_is_saved_and_what_gains_nothing_is_not() -> None:
+    block = [Output("sdpa", 3, 0, keys=9), Output("free", 0, 5), Output("useless", 0, 0), Output("worse", 3, 0)]
+    assert choose({"block": block}, 0)["block"] == choose({"block": block}, 9)["block"] == Choice(None, ("free",), 0, 5)
+
+
+def test_no_blocks_and_no_outputs() -> None:
+    assert choose({}, 9) == {}
+    assert choose({"block": []}, 9) == {"block": Choice(None, (), 0, 0)}
+    assert frontier({}) == frontier({"block": []}) == [(0, 0)]
+    with pytest.raises(FastacError, match="limit=-1"):
+        choose(wan(1), -1)
+
+
+def test_the_last_blocks_save_first() -> None:
+    block = [Output("sdpa", 10, 100, keys=512), Output("ffn.0", 10, 50), Output("ffn.2", 10, 50)]
+    chosen = choose({f"blocks.{n}": block for n in range(4)}, 75)
+    assert [choice.min_kv for choice in chosen.values()] == [512] * 4
+    assert [choice.linear for choice in chosen.values()] == [(), (), ("ffn.0",), ("ffn.0", "ffn.2")]
+
+
+def total_of(blocks: Blocks, taken: Any) -> tuple[int, int]:
+    """Bytes and flops of the outputs for which `taken` (of the block's index, and the output) is true."""
+    saved = [out for index, outputs in enumerate(blocks.values()) for out in outputs if taken(index, out)]
+    return sum(out.bytes for out in saved), sum(out.flops for out in saved)
+
+
+def test_a_big_model_saves_at_least_what_a_set_by_hand_does() -> None:
+    """Long attention is the best for its bytes."""
+    blocks = wan()
+    for taken in (
+        lambda index, out: out.keys,
+        lambda index, out: out.keys or out.name[-1] in "qv0",
+        lambda index, out: out.keys or index % 2,
+    ):
+        size, flops = total_of(blocks, taken)
+        chosen = total(choose(blocks, size))
+        assert chosen[0] <= size
+        assert chosen[1] >= flops
+    size, flops = total_of(blocks, lambda index, out: out.keys >= 1024)
+    assert total(choose(blocks, size)) == (size, flops)
+
+
+def test_a_big_model_has_few_different_choices_and_a_short_solution() -> None:
+    chosen = choose(wan(), 80 * GIB)
+    assert total(chosen)[0] > 79.9 * GIB
+    assert len(set(chosen.values())) <= 6
+    _, _, origins = knapsack._undominated(knapsack._steps(knapsack._pools(wan())), 80 * GIB)
+    assert sum(len(origin) for origin, _ in origins) < 100_000  # small outputs first: 268,000 and more
+
+
+def test_a_thinned_list_stays_within_the_limit_and_near_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modulation: all Linears of one width save as much per byte, so nearly every sum of sizes is undominated."""
+    blocks, limit = hunyuan_video(), 20 * GIB
+    _, exact = total(choose(blocks, limit))
+    monkeypatch.setattr(knapsack, "POINTS", 2000)
+    size, flops = total(choose(blocks, limit))
+    assert limit - GIB < size <= limit
+    assert 0.99 * exact < flops <= exact

@@ -1,0 +1,230 @@
+"""`fastac.plan`: states, what is within a number of bytes, what it is given, and that it leaves a model as it is."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import fastac
+from fastac.errors import FastacError
+from fastac.planning.forecast import MIB, Forecast, states_of
+from fastac.planning.subject import subject
+from fastac.policy import Policy
+from tests.planning import planned
+from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, Stack, plain_blocks, stack_inputs, tiny
+
+POLICIES = ["none", "full", "long_attn_only", "attn_only", "ops"]
+
+# States
+
+
+@pytest.mark.parametrize(("name", "cls"), [("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)])
+def test_states_are_those_of_the_optimizer(name: str, cls: Any) -> None:
+    """Of what is trained, after a step of it: but for the counts of steps, one number for each parameter."""
+    model, inputs = tiny(WAN, torch.bfloat16)
+    model.get_submodule("blocks.0").requires_grad_(False)
+    planned.step(model, inputs)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = cls(parameters)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    found = fastac.plan(model, inputs, optimizer=name)
+    assert found.states.optimizer == sum(value.nbytes for value in kept if value.ndim)
+    assert found.states.weights == sum(value.nbytes for value in (*model.parameters(), *model.buffers()))
+    assert found.states.gathered == 0
+    assert found.gradients == sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
+
+
+def test_states_in_eight_bits() -> None:
+    """Of bitsandbytes, which needs a GPU: two states, and a scale for 256 numbers of each."""
+    model = torch.nn.Linear(256, 256, bias=False)
+    assert states_of(model, "adamw8bit").optimizer == 2 * 256 * 256 + 2 * 4 * 256
+
+
+def test_two_blocks_are_gathered_and_one_gradient() -> None:
+    """The largest of the blocks counts."""
+    model = Stack(*plain_blocks(1), planned.wide_block())
+    size = sum(parameter.nbytes for parameter in planned.wide_block().parameters())
+    assert states_of(model, gpus=2, blocks=list(model.layers)).gathered == 3 * size
+    model.requires_grad_(False)
+    assert states_of(model, gpus=2, blocks=list(model.layers)).gathered == 2 * size
+
+
+# Within a number of bytes
+
+
+@pytest.mark.parametrize("name", [WAN, LTX, HUNYUAN_VIDEO])
+def test_what_is_within_holds_no_more(name: str) -> None:
+    """As it was planned, measured under `enable` with that mapping; gradients are those without checkpointing."""
+    model, inputs = tiny(name)
+    plan = fastac.plan(model, inputs)
+    saved = next(one.saved_bytes for one in plan.policies if one.policy == "attn_only")
+    least, _ = planned.allocated(planned.under(model, "full"), inputs)
+    for limit in (saved // 2, 2 * saved):
+        chosen = plan.within(limit)
+        assert any(not policy.saves_nothing for policy in chosen.values())
+        held, _ = planned.allocated(planned.under(model, chosen), inputs)
+        expected = plan.forecast.plan(chosen)
+        assert held - least == expected.saved_bytes <= limit
+    assert str(fastac.verify(model, **inputs, policy=chosen))
+    report = planned.under(model, chosen)
+    planned.step(report, inputs)
+    assert sum(row.saved_bytes + row.linear_bytes for row in fastac.report(report).rows) == expected.saved_bytes
+
+
+def test_within_takes_bytes_as_people_write_them(caplog: pytest.LogCaptureFixture) -> None:
+    plan = fastac.plan(*tiny(WAN))
+    assert plan.within("20KiB") == plan.within(20 * 1024)
+    with pytest.raises(FastacError, match="'much'"):
+        plan.within("much")
+    assert set(plan.within(1).values()) == {Policy("full")}
+    assert "no output of a block is small enough" in caplog.text
+
+
+def test_blocks_that_are_named() -> None:
+    """What is not named is not checkpointed, as with `enable`."""
+    model, inputs = Stack(*plain_blocks(3)), stack_inputs()
+    one, all_of_them = (fastac.plan(model, inputs, blocks=names) for names in (["layers.1"], "layers"))
+    assert one.policies[3].saved_bytes * 3 == all_of_them.policies[3].saved_bytes
+    assert one.policies[1].held_bytes > all_of_them.policies[1].held_bytes
+    assert list(one.within(10**6)) == ["layers.1"]
+    mine = planned.under(model, one.within(10**6), blocks=["layers.1"])
+    planned.step(mine, inputs)
+
+
+@functools.cache
+def large() -> Forecast:
+    """Of outputs of several MiB."""
+    torch.manual_seed(0)
+    inputs = {"video": torch.randn(1, 8192, 16), "text": torch.randn(1, 6, 16)}
+    return Forecast(subject(Stack(*plain_blocks(3)), inputs, "layers"))
+
+
+def test_the_largest_budget_fits() -> None:
+    """Also after it was rounded: fewer bytes may be saved by other blocks, at a worse moment."""
+    found = large()
+    everything = sum(one.bytes for candidates in found.candidates.values() for one in candidates)
+    full, most = found.plan("full").peak_bytes, found.plan(found.within(everything)).peak_bytes
+    assert full < most
+    for share in (1, 5, 9):
+        memory = full + (most - full) * share // 10
+        limit = found.largest_budget(memory)
+        assert limit is not None
+        assert found.plan(found.within(limit)).peak_bytes <= memory
+        assert limit % MIB == 0 or limit < MIB
+    assert found.largest_budget(full - 1) is None
+    assert found.largest_budget(most) == -(-everything // MIB) * MIB
+
+
+# What it is given
+
+
+def everything_of(model: torch.nn.Module) -> dict[str, Any]:
+    """What a plan might leave behind."""
+    modules = list(model.modules())
+    return {
+        "training": [module.training for module in modules],
+        "attributes": [sorted(vars(module)) for module in modules],
+        "children": [list(module._modules) for module in modules],
+        "hooks": [
+            len(hooks)
+            for module in modules
+            for name, hooks in vars(module).items()
+            if name.endswith("_hooks") and hooks is not None
+        ],
+        "checkpointing": [getattr(module, "gradient_checkpointing", None) for module in modules],
+        "functions": [getattr(module, "_gradient_checkpointing_func", None) for module in modules],
+        "identities": [id(value) for value in (*model.parameters(), *model.buffers())],
+        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+        "gradients": [None if one.grad is None else id(one.grad) for one in model.parameters()],
+    }
+
+
+def test_a_plan_leaves_a_model_as_it_is() -> None:
+    """Its parameters and gradients, its modes and hooks, its inputs, and the generator of random numbers."""
+    model, inputs = tiny(WAN)
+    planned.step(model, inputs)
+    model.enable_gradient_checkpointing()  # type: ignore[operator]
+    model.get_submodule("blocks.0").eval()
+    before, values = everything_of(model), copy.deepcopy([*model.parameters(), *model.buffers()])
+    given = copy.deepcopy(inputs)
+    state = torch.get_rng_state()
+    fastac.plan(model, inputs).within("10KiB")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert everything_of(model) == before
+    assert all(map(torch.equal, [*model.parameters(), *model.buffers()], values))
+    assert all(torch.equal(inputs[key], given[key]) for key in given if isinstance(given[key], torch.Tensor))
+
+
+def test_a_plan_leaves_inputs_that_the_model_changes() -> None:
+    class Changes(Stack):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return super().forward(video, text.add_(1))
+
+    inputs = stack_inputs()
+    before = inputs["text"].clone()
+    fastac.plan(Changes(*plain_blocks(2)), inputs, blocks="layers")
+    assert torch.equal(inputs["text"], before)
+
+
+def test_a_model_without_weights() -> None:
+    """On the device meta, inputs and all: the figures are the same."""
+    model, inputs = tiny(COGVIDEOX)
+    expected = fastac.plan(model, inputs)
+    shapes = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+    found = fastac.plan(model.to("meta"), shapes)
+    assert found == expected
+    assert found.within("10KiB") == expected.within("10KiB")
+
+
+def test_a_model_that_is_enabled() -> None:
+    """What is enabled on it is neither planned nor lost, before its first step and after others."""
+    model, inputs = tiny(WAN)
+    expected = fastac.plan(model, inputs)
+    fastac.enable(model, expected.within("20KiB"))
+    for _ in range(2):
+        assert fastac.plan(model, inputs) == expected
+        planned.step(model, inputs)
+    assert fastac.report(model).rows
+
+
+def test_what_a_plan_says() -> None:
+    found = fastac.plan(*tiny(WAN))
+    assert [one.policy for one in found.policies] == POLICIES
+    assert found.subject == WAN
+    assert found.inputs.startswith("hidden_states (1, 4, 2, 16, 16), timestep (1,)")
+    saved, relative = zip(*found.frontier, strict=True)
+    assert (saved[0], relative[0]) == (0, 1.0)
+    assert list(saved) == sorted(set(saved))
+    assert list(relative) == sorted(set(relative), reverse=True)
+    assert json.loads(json.dumps(found.as_json()))["policies"][1]["policy"] == "full"
+    assert "│ ops (torchtitan)" in str(found)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"optimizer": "lion"}, "'lion'"), ({"gpus": 0}, "gpus=0"), ({"blocks": "nowhere"}, "no such module")],
+    ids=str,
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(FastacError, match=message):
+        fastac.plan(Stack(*plain_blocks(1)), stack_inputs(), **{"blocks": "layers", **options})
+
+
+def test_models_that_cannot_be_planned() -> None:
+    """One error that names what it is."""
+    model = Stack(*plain_blocks(1)).requires_grad_(False)
+    with pytest.raises(FastacError, match="requires grad"):
+        fastac.plan(model, stack_inputs(), blocks="layers")
+    with pytest.raises(FastacError, match="mapping"):
+        fastac.plan(model, torch.ones(2), blocks="layers")  # type: ignore[arg-type]
+    with pytest.raises(FastacError, match=r"plan: WanAnimate2"):
+        fastac.plan(*tiny("WanAnimate2Transformer3DModel"))

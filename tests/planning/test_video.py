@@ -1,0 +1,190 @@
+"""Plans of configurations and videos: the longest that fits a memory, several GPUs, and context parallelism."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from fastac.errors import FastacError
+from fastac.models import MODELS, configurations
+from fastac.models.configurations import Configuration
+from fastac.models.videos import Video
+from fastac.planning import Plan
+from fastac.planning.forecast import Forecast
+from fastac.planning.simulation import Split
+from fastac.planning.subject import subject
+from fastac.planning.video import Training, most_steps, plan_video
+from fastac.policy import Policy
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Configuration:
+    """A Wan transformer of three small blocks, with positions for 24 frames of latents."""
+    config = {**MODELS["WanTransformer3DModel"].config, "num_layers": 3, "rope_max_seq_len": 24}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **config}))
+    return configurations.load(str(path))
+
+
+def video_of(configuration: Configuration, frames: int = 33, text_tokens: int = 8) -> Video:
+    return dataclasses.replace(configuration.default, frames=frames, height=32, width=64, text_tokens=text_tokens)
+
+
+def peaks_of(found: Plan) -> dict[str, int]:
+    return {one.policy: one.peak_bytes for one in found.policies}
+
+
+# The longest video
+
+
+def searched(peaks: Mapping[int, int], memory: int, known: list[int]) -> tuple[int, int]:
+    """What a search finds where only some numbers of steps are taken, and how many peaks it asks for."""
+    asked: list[int] = []
+
+    def peak(steps: int) -> int | None:
+        asked.append(steps)
+        assert len(asked) <= 40, "it does not end"
+        return peaks.get(steps)
+
+    return most_steps(peak, memory, {steps: peaks[steps] for steps in known}), len(asked)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_longest_video_is_the_one_of_brute_force(seed: int) -> None:
+    """Where few frames are refused, or many; from one video on or from several, that fit or do not."""
+    random = Random(seed)
+    slope, size = random.choice((1, 100, 10_000)), random.choice((3, 10, 60))
+    sizes = list(itertools.accumulate(random.randrange(1, 2 * slope + 1) for _ in range(size)))
+    at = random.choice((0, 0, 5, 20))
+    peaks = {at + step: 500 + peak for step, peak in enumerate(sizes)}
+    for memory in (0, 500 + sizes[0], *(500 + random.choice(sizes) - random.randrange(2) for _ in range(5)), 10**9):
+        known = random.sample(list(peaks), random.randrange(1, min(4, size)))
+        expected = max((steps for steps, peak in peaks.items() if peak <= memory), default=-1)
+        assert searched(peaks, memory, known)[0] == expected
+    gaps = {step: 500 + 10 * step for step in range(60) if random.randrange(3)}
+    for memory in (400, 600, 2000):  # where some in between are refused, what it finds fits, and it ends
+        found, _ = searched(gaps, memory, random.sample(list(gaps), 2))
+        assert found == -1 or gaps[found] <= memory
+
+
+def test_a_search_is_short() -> None:
+    """Bytes are nearly proportional to frames; also where the peak is that of the optimizer's step at first."""
+    peaks = {step: 10**9 + 10**7 * step + step % 7 for step in range(10_000)}
+    steps, asked = searched(peaks, 30 * 10**9, [20])
+    assert steps == 2899
+    assert asked < 10
+    bent = {step: 1_000_000 + step + 10_000 * max(0, step - 50) for step in range(400)}
+    assert searched(bent, bent[55], [0, 1])[0] == 55
+
+
+@pytest.mark.slow
+def test_the_longest_video_is_one_that_the_model_takes(small: Configuration) -> None:
+    """Of 24 positions, with any memory."""
+    found = plan_video(small, video_of(small, 77), memory=2**40)
+    assert found.largest["full"] == 93
+
+
+def test_the_longest_video_fits(small: Configuration) -> None:
+    """And the next longer one does not."""
+    memory = 300_000
+    found = plan_video(small, video_of(small, 9), memory=memory)
+    assert list(found.largest) == ["none", "full", "long_attn_only", "attn_only", "ops"]
+    frames = found.largest["full"]
+    assert 0 < found.largest["none"] < frames
+    assert peaks_of(plan_video(small, video_of(small, frames)))["full"] <= memory
+    assert peaks_of(plan_video(small, video_of(small, frames + 4)))["full"] > memory
+
+
+def test_a_search_ends_where_short_videos_are_refused(small: Configuration) -> None:
+    """A rank needs more tokens than the text has: fewer frames, which would hold less, cannot be planned."""
+    found = plan_video(small, video_of(small, 33, 24), Training(gpus=2, context_parallel=2), memory=10 * 2**10)
+    assert set(found.largest.values()) == {0}
+    assert found.budget is None
+    assert "no policy fits" in str(found)
+
+
+def test_videos_that_are_refused(small: Configuration) -> None:
+    for frames, training, message in (
+        (113, Training(), "does not run on 1 x 113 frames"),
+        (9, Training(gpus=7, context_parallel=7), "into 7 equal parts"),
+        (5, Training(gpus=2, context_parallel=2), "each of 2 context parallel ranks would have 8 tokens"),
+    ):
+        with pytest.raises(FastacError, match=message):
+            plan_video(small, video_of(small, frames), training)
+    for gpus, ranks in [(0, 1), (1, 2), (8, 3)]:
+        with pytest.raises(FastacError, match=rf"{ranks} does not divide {gpus} GPUs"):
+            Training(gpus=gpus, context_parallel=ranks)
+
+
+# Several GPUs
+
+
+def test_gpus_share_states_and_gradients(small: Configuration) -> None:
+    one, four = (plan_video(small, video_of(small, 5), Training(gpus=gpus)) for gpus in (1, 4))
+    buffers = 2 * 24 * 12 * 4  # of rotary embeddings, which FSDP2 does not shard
+    assert four.states.weights - buffers == (one.states.weights - buffers) // 4
+    assert four.states.optimizer == one.states.optimizer // 4 == 2 * four.gradients
+    assert four.gradients == one.gradients // 4
+    assert one.states.gathered == 0 < four.states.gathered
+    for mine, theirs in zip(one.policies, four.policies, strict=True):
+        assert (mine.held_bytes, mine.flops) == (theirs.held_bytes, theirs.flops)
+        saved = one.states.total - four.states.total
+        assert saved <= mine.peak_bytes - theirs.peak_bytes <= saved + one.gradients - four.gradients
+
+
+def test_context_parallelism_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attention, and the collectives around it, hold on a rank of two; and what of it is the collectives'."""
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
+    from held_bytes import build_wan, wan_inputs
+
+    measured = json.loads((BENCHMARKS / "results" / "distributed_cpu.json").read_text())
+    held = {row["policy"]: row["held"] for row in measured["results"] if row["engine"] == "Ulysses"}
+    model: Any = build_wan(measured["layers"], torch.float32)
+    inputs = wan_inputs(torch.float32)
+    whole = Forecast(subject(model, inputs))
+    inputs["hidden_states"] = inputs["hidden_states"].chunk(2, dim=3)[0].contiguous()
+    found = Forecast(subject(model, inputs), split=Split(2, measured["tokens"] // 2))
+    full, saves, repeats = map(found.plan, ("full", "attn_only", Policy(collectives="recompute")))
+    assert saves.held_bytes - repeats.held_bytes == held["attn_only"] - held['attn_only, collectives="recompute"']
+    assert saves.held_bytes - full.held_bytes == saves.saved_bytes == held["attn_only"] - held["full"]
+    assert saves.flops == repeats.flops
+    attention = [[one.flops for one in which.candidates["blocks.0"] if one.keys] for which in (whole, found)]
+    assert [mine * 2 for mine in attention[1]] == attention[0]
+
+
+def test_a_budget_counts_collectives_first(small: Configuration) -> None:
+    """Where they are more than the budget they are issued again."""
+    video, training = video_of(small, 33, 8), Training(gpus=2, context_parallel=2)
+    plan = plan_video(small, video, training)
+    saved = {one.policy: one.saved_bytes for one in plan.policies}
+    much, little = plan.within(saved["attn_only"]), plan.within(20_000)
+    assert {policy.collectives for policy in much.values()} == {"save"}
+    assert {policy.collectives for policy in little.values() if not policy.saves_nothing} == {"recompute"}
+    assert plan.forecast.plan(little).saved_bytes <= 20_000
+    assert plan.forecast.plan(much).saved_bytes <= saved["attn_only"]
+
+
+# Published models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan2.1-t2v-14b", "hunyuanvideo"])
+def test_a_large_model_takes_less_than_a_minute(name: str) -> None:
+    configuration = configurations.load(name)
+    begin = time.process_time()
+    found = plan_video(configuration, configuration.default, budget=40 * 2**30)
+    assert time.process_time() - begin < 60
+    assert found.policies[-1].saved_bytes <= 40 * 2**30
+    assert peaks_of(found)["full"] <= peaks_of(found)["attn_only"] < peaks_of(found)["none"]
