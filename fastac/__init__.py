@@ -13,6 +13,7 @@ from fastac.engine import torch_private as _torch_private
 from fastac.engine.opaque import make_visible
 from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
 from fastac.hook import disable, enable
+from fastac.planning import Plan, plan
 from fastac.policy import Policy
 from fastac.registry import AttentionOp, OpaqueFunction, register
 from fastac.verify import Report, Verification, report, verify
@@ -27,6 +28,7 @@ __all__ = [
     "Compilation",
     "FastacError",
     "OpaqueFunction",
+    "Plan",
     "Policy",
     "PolicyNotAppliedError",
     "Report",
@@ -38,6 +40,7 @@ __all__ = [
     "disable",
     "enable",
     "make_visible",
+    "plan",
     "register",
     "report",
     "verify",

@@ -13,11 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fastac import interception, opaque, plugins, preflight, registry
-from fastac.backends import LIBRARIES
+from fastac import hook, registry
+from fastac.backends import LIBRARIES, plugins
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.cli.measuring import version
-from fastac.rows import AttentionOp, OpaqueFunction, Verdict
+from fastac.engine import interception, opaque
+from fastac.registry import AttentionOp, OpaqueFunction, Verdict
 
 WIDTH = 100
 """Of what is printed where there is no terminal."""
@@ -114,7 +115,7 @@ def _found() -> dict[str, Any]:
     }
 
 
-def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.ResolvedOp]) -> dict[str, Any]:
+def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.BoundOp]) -> dict[str, Any]:
     made_visible = {function.backend for function in plugin.functions}
     mine = [
         op.qualified_name
@@ -142,4 +143,4 @@ def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.ResolvedOp]) -> dict[
 
 
 def _missing(backend: DiffusersBackend) -> str | None:
-    return preflight.unavailable(backend.family, backend.op) if backend.family else None
+    return hook.unavailable(backend.family, backend.op) if backend.family else None

@@ -15,10 +15,10 @@ import torch
 from fastac import models
 from fastac.cli.measuring import Workload, bench, machine
 from fastac.cli.plan import DTYPES, telling, video_of
+from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError
 from fastac.models import configurations, reading
 from fastac.sizes import parse_bytes
-from fastac.torch_internals import tree_map
 
 SIZES = ("frames", "height", "width", "batch", "text_tokens")
 

@@ -25,12 +25,12 @@ import torch
 from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fastac import hook, interception
-from fastac.comparison import Step, differences, floating, run_step
+from fastac import hook
+from fastac.engine import interception
 from fastac.errors import FastacError
 from fastac.planning import Plan, plan
-from fastac.reporting import render
 from fastac.sizes import readable_bytes
+from fastac.verify import Step, differences, floating, render, run_step
 
 Tell = Callable[[str], object]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastac import preservation, torch_internals
+from fastac.engine import generators, torch_private
 from fastac.errors import FastacError
 from fastac.graph import internals
 
@@ -59,13 +59,13 @@ def describe(
 ) -> Description:
     """A model as it is, and a call. writes: whether the step writes to some of the tensors, as far as is known."""
     leaves, structure = internals.tree_flatten((args, dict(kwargs)))
-    devices = preservation.devices_of([*state.values(), *leaves])
+    devices = generators.devices_of([*state.values(), *leaves])
     return Description(
         state={name: _kind(tensor) for name, tensor in state.items()},
         structure=structure,
         leaves=[_kind(leaf) for leaf in leaves],
         same=_first_places([*state.values(), *leaves], id),
-        shared=_first_places([*state.values(), *leaves], torch_internals.memory) if writes else None,
+        shared=_first_places([*state.values(), *leaves], torch_private.memory) if writes else None,
         training={name: module.training for name, module in model.named_modules()},
         settings={
             f"{name}.{key}": value

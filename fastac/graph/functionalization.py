@@ -8,11 +8,11 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastac import torch_internals
+from fastac.engine import torch_private
 from fastac.errors import FastacError
 from fastac.graph import internals
 from fastac.graph.nodes import constants, mark, marks, writer_of
-from fastac.preservation import is_of_torch
+from fastac.engine.generators import is_of_torch
 
 
 def functionalize(graph_module: GraphModule) -> GraphModule:
@@ -85,4 +85,4 @@ def _written(node: Node) -> FastacError:
 
 def _memory(node: Node) -> object:
     value = node.meta.get("val")
-    return torch_internals.memory(value) if isinstance(value, torch.Tensor) else None
+    return torch_private.memory(value) if isinstance(value, torch.Tensor) else None

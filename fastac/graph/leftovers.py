@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fastac import torch_internals
+from fastac.engine import torch_private
 from fastac.errors import FastacError
 
 OUTSIDE = "Return torch.autograd.grad(loss, parameters) from the step, and let the optimizer step outside."
@@ -95,4 +95,4 @@ def _put_back(container: Any, before: Any) -> list[object]:
 
 
 def _holds_stand_in(value: Any) -> bool:
-    return any(torch_internals.is_fake(leaf) for leaf in torch_internals.tree_leaves(value))
+    return any(torch_private.is_fake(leaf) for leaf in torch_private.tree_leaves(value))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, Node
 
-from fastac.torch_internals import has_storage, memory, tree_leaves
+from fastac.engine.torch_private import has_storage, memory, tree_leaves
 
 
 def peak_bytes(graph: Graph, counts: Callable[[Node], bool] = lambda node: True) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fastac import torch_internals
+from fastac.engine import torch_private
 from fastac.errors import FastacError
 from fastac.graph import internals
 from fastac.graph.nodes import is_getitem
@@ -108,7 +108,7 @@ def held_bytes(forward: GraphModule, num_fwd_outputs: int) -> int:
 
 def _storage(node: Node) -> Any:
     value = node.meta.get("val")
-    return torch_internals.memory(value) if isinstance(value, torch.Tensor) else node
+    return torch_private.memory(value) if isinstance(value, torch.Tensor) else node
 
 
 def depends_on_tangents(graph: Graph) -> set[Node]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fastac.compile.tracing import REGION
 from fastac.graph.internals import BACKWARD, is_drawing, schema_of
 from fastac.registry import classify
-from fastac.rows import AttentionOp
+from fastac.registry import AttentionOp
 
 Constant = TypeVar("Constant")
 

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 from torch.fx import GraphModule
 
-from fastac import torch_internals
+from fastac.engine import torch_private
 from fastac.errors import FastacError
 from fastac.graph import internals
 from fastac.graph.leftovers import OUTSIDE, stores_gradients
@@ -20,10 +20,10 @@ def refuse_constants(graph_module: GraphModule, tensors: Sequence[tuple[str, tor
 
     tensors: parameters, buffers and arguments by name, and their stand-ins.
     """
-    gradients = {torch_internals.memory(t.grad): name for name, t in tensors if t.is_leaf and t.grad is not None}
-    inputs = {torch_internals.memory(tensor): (name, tensor) for name, tensor in tensors}
+    gradients = {torch_private.memory(t.grad): name for name, t in tensors if t.is_leaf and t.grad is not None}
+    inputs = {torch_private.memory(tensor): (name, tensor) for name, tensor in tensors}
     for node, constant in constants(graph_module, torch.Tensor):
-        memory, writer = torch_internals.memory(constant), writer_of(node)
+        memory, writer = torch_private.memory(constant), writer_of(node)
         if memory in gradients:
             raise stores_gradients(gradients[memory])
         name, tensor = inputs.get(memory, ("", constant))

@@ -28,7 +28,7 @@ from fastac.graph.nodes import (
 )
 from fastac.policy import Policy
 from fastac.registry import classify
-from fastac.rows import AttentionOp
+from fastac.registry import AttentionOp
 
 Policies = Mapping[int, Policy]
 """Region -> policy."""

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastac import interception
+from fastac.engine import interception
 from fastac.compile import tracing as annotation
 from fastac.errors import FastacError
 from fastac.graph import internals

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fastac import torch_internals
-from fastac.torch_internals import tree_leaves, tree_map
+from fastac.engine import torch_private
+from fastac.engine.torch_private import tree_leaves, tree_map
 
 LARGEST = 2**20
 """Numbers in a tensor whose values are followed."""
@@ -33,7 +33,7 @@ class KnownValues:
     def learn(self, fake: torch.Tensor, value: torch.Tensor) -> None:
         """Know the values of a tensor, and of what is computed from it."""
         if value.numel() <= LARGEST:
-            with torch_internals.without_modes():
+            with torch_private.without_modes():
                 self._values[fake] = value.clone()  # operations in place change it
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ class KnownValues:
         known = self._is_known(func, args, kwargs)
         try:
             outputs = func(*args, **kwargs)
-        except torch_internals.NEEDS_VALUES:
+        except torch_private.NEEDS_VALUES:
             if func is torch.ops.aten.index.Tensor and (places := self._places(args[1])) is not None:
                 return func(args[0], places)
             if not known:
@@ -65,7 +65,7 @@ class KnownValues:
             elif index not in self._values:
                 return None
             else:
-                with torch_internals.without_modes():
+                with torch_private.without_modes():
                     left = self._values[index].nonzero(as_tuple=True)
                 found += map(self._faked, left)
         return found
@@ -83,7 +83,7 @@ class KnownValues:
                 return one
             return self._values[one] if one in self._values else torch.empty(one.shape, dtype=one.dtype)
 
-        with torch_internals.without_modes():
+        with torch_private.without_modes():
             return func(*tree_map(value, args), **tree_map(value, kwargs))
 
     def _faked(self, value: Any) -> Any:

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from fastac.errors import FastacError
+from fastac.errors import FastacError, class_name
 from fastac.planning.forecast import EVERY_SECOND, Forecast, PolicyPlan, States
 from fastac.planning.subject import BREAKS, subject
 from fastac.policy import Policy
-from fastac.ranks import class_name
-from fastac.reporting import render
 from fastac.sizes import parse_bytes, readable_bytes
+from fastac.verify import render
 
 logger = logging.getLogger("fastac")
 

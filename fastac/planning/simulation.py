@@ -20,13 +20,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import census, dispatcher_internals, flops, torch_internals
+from fastac.engine import flops, torch_private
+from fastac.engine.blocks import block_of
+from fastac.engine.interception import LINEAR_OPS
+from fastac.engine.tape import WHOLE_PRODUCT, is_differentiable
+from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
-from fastac.interception import LINEAR_OPS
 from fastac.planning.known_values import KnownValues
 from fastac.registry import classify
-from fastac.tape import WHOLE_PRODUCT, is_differentiable
-from fastac.torch_internals import tree_leaves
 
 START, FORWARD, LOSS, BACKWARD, RECOMPUTE = "start", "forward", "loss", "backward", "recompute"
 """Kinds of segment: before the blocks, from a block's forward on, after the forward, from a block's backward on; and
@@ -155,7 +156,7 @@ class Meter(TorchDispatchMode):
         outputs = self.known.run(func, args, kwargs)
         if self.forwards and getattr(getattr(func, "_schema", None), "is_mutable", False):
             self._leave_out_written(func, args, kwargs)
-        recomputes = not self.forwards and torch_internals.in_recompute()
+        recomputes = not self.forwards and torch_private.in_recompute()
         count, keys = flops.of_call(func, args, kwargs, outputs), flops.keys_of_call(func, args, kwargs)
         if count:
             count = count * self.split.keys(keys) // keys if keys else count
@@ -165,7 +166,7 @@ class Meter(TorchDispatchMode):
         guarded = is_differentiable(args) and (self.linear == "" or str(func) == WHOLE_PRODUCT)
         place = self._place(func, keys, count) if self.region and (self.forwards or recomputes) else None
         for tensor in tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and torch_internals.has_storage(tensor):
+            if isinstance(tensor, torch.Tensor) and torch_private.has_storage(tensor):
                 self._see(tensor.untyped_storage(), place, copied=self.forwards and not guarded)
         return outputs
 
@@ -191,11 +192,11 @@ class Meter(TorchDispatchMode):
 
     def _leave_out_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A product that is changed in place cannot be replayed: no policy may name its Linear module."""
-        arguments = dispatcher_internals.arguments_of(func)
+        arguments = torch_private.arguments_of(func)
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
         for argument in arguments:
             tensor = given.get(argument.name) if argument.written else None
-            if not isinstance(tensor, torch.Tensor) or not torch_internals.has_storage(tensor):
+            if not isinstance(tensor, torch.Tensor) or not torch_private.has_storage(tensor):
                 continue
             storage = self._alive.get(tensor.untyped_storage()._cdata)
             if storage is not None and storage.candidate is not None and not storage.copied:
@@ -294,7 +295,7 @@ def simulate(
     calls: Counter[str] = Counter()
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
-        name = names[census.block_of(block)]  # type: ignore[index]
+        name = names[block_of(block)]  # type: ignore[index]
         calls[name] += 1
         meter.mark(FORWARD, name)
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from fastac import block_selection, flops, hook, models, torch_internals
-from fastac.errors import FastacError
+from fastac import hook, models
+from fastac.engine import flops, torch_private
+from fastac.errors import FastacError, class_name
 from fastac.models import BlockContainer
 from fastac.planning.known_values import KnownValues
 from fastac.planning.simulation import Simulation, Split, simulate
 from fastac.planning.timeline import ENDS, BlockList, Timeline, ends_of, middles_are_alike, repeated
-from fastac.ranks import class_name
 
 logger = logging.getLogger("fastac")
 
@@ -40,7 +40,7 @@ class Subject:
 
     def given(self, inputs: Mapping[str, Any]) -> Subject:
         """The same model with other inputs."""
-        fakes = torch_internals.tree_map(functools.partial(_fake_input, self.known), dict(inputs))
+        fakes = torch_private.tree_map(functools.partial(_fake_input, self.known), dict(inputs))
         other = dataclasses.replace(self, inputs=fakes)
         if "lists" in vars(self):  # a matter of the model
             vars(other)["lists"] = self.lists
@@ -67,13 +67,13 @@ def subject(model: torch.nn.Module, inputs: Mapping[str, Any], blocks: Any = Non
 
     Raises FastacError for a model without blocks that are known.
     """
-    known = KnownValues(torch_internals.fake_mode())
+    known = KnownValues(torch_private.fake_mode())
     fake = _faked(models.unwrapped(model), known)
     hook.disable(fake)  # what is enabled on the model is not what is simulated
     if blocks is None:
         containers = models.containers(fake, models.row_of(fake))
     else:
-        containers = block_selection.select(fake, blocks, fake)
+        containers = hook.select(fake, blocks, fake)
     if not containers:
         raise FastacError(f"plan: found no transformer blocks in {class_name(model)}. Name them: blocks=...")
     return Subject(fake, {}, containers, known).given(inputs)
@@ -96,7 +96,7 @@ def _faked(model: torch.nn.Module, known: KnownValues) -> torch.nn.Module:
 
 def _fake(tensor: torch.Tensor, known: KnownValues) -> torch.Tensor:
     """A tensor without data: on the device of one that has data, else on the CPU, where all operations are known."""
-    if torch_internals.is_fake(tensor) or tensor.device.type == "meta":
+    if torch_private.is_fake(tensor) or tensor.device.type == "meta":
         with known.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return known.mode.from_tensor(tensor)  # type: ignore[no-any-return]
@@ -106,7 +106,7 @@ def _fake_input(known: KnownValues, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     fake = _fake(value.detach(), known).requires_grad_(value.requires_grad)
-    if value.device.type == "cpu" and not torch_internals.is_fake(value):
+    if value.device.type == "cpu" and not torch_private.is_fake(value):
         known.learn(fake, value.detach())
     return fake
 
