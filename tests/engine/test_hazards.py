@@ -134,9 +134,7 @@ def dropout_attention(name: str, row_says: str | None) -> Attend:
 
 @pytest.mark.parametrize(("policy", "executions"), [("attn_only", 4), (OWN_ALONE, 6)], ids=str)
 @pytest.mark.parametrize("row_says", ["always", "dropout_p"])
-def test_kernel_that_draws(
-    row_says: str, policy: Any, executions: int, attention_executions: Counter[str]
-) -> None:
+def test_kernel_that_draws(row_says: str, policy: Any, executions: int, attention_executions: Counter[str]) -> None:
     """A saved kernel does not run in recompute; what comes after it must draw the numbers it drew in forward: a
     dropout, and a kernel that is recomputed."""
     attend = dropout_attention(f"draws_{row_says}", row_says)
@@ -379,9 +377,7 @@ def test_nested_regions(outer: Any, inner: Any, executions: int, attention_execu
 
 
 @pytest.mark.parametrize(("policy", "executions"), [("attn_only", 4), (OWN_ALONE, 6)], ids=str)
-def test_kernel_that_calls_an_op_with_a_row(
-    policy: Any, executions: int, attention_executions: Counter[str]
-) -> None:
+def test_kernel_that_calls_an_op_with_a_row(policy: Any, executions: int, attention_executions: Counter[str]) -> None:
     """The op inside is part of the kernel, in forward and where the kernel is run again: no call of the region."""
     attend = custom_attention("calls_sdpa", "nested")
     expected = {own("calls_sdpa"): executions, CPU_ATTENTION: executions}
