@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
-from fastac import census, interception, opaque, registry, scopes
+from fastac import checkpoint as _checkpoint  # noqa: F401 the module below is loaded by it
+from fastac import registry
 from fastac.compile import graphs
+from fastac.engine import opaque
+from fastac.engine.tape import engine
 from tests import support
+
+regions = sys.modules["fastac.checkpoint"].state
 
 
 def pytest_configure() -> None:
@@ -30,8 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _as_in_a_fresh_process() -> Iterator[None]:
     """What one test made known does not change the next, and no test may leave anything open behind."""
-    census._blocks.clear()
-    census._kinds.clear()
+    regions.reset()
     before = sys.modules.get("diffusers.models.attention_dispatch")
     backend = before._AttentionBackendRegistry._active_backend if before is not None else None
     yield
@@ -41,33 +45,32 @@ def _as_in_a_fresh_process() -> Iterator[None]:
         first = dispatch.AttentionBackendName(dispatch.DIFFUSERS_ATTN_BACKEND)
         dispatch._AttentionBackendRegistry._active_backend = first if before is None else backend
     graphs.reset()
-    left = [name for name, open_ in (("scope", scopes.thread.scope), ("watchers", interception.watchers)) if open_]
-    left += ["execution counters"] if scopes.execution_counters else []
+    left = ["scope"] if engine.thread.scope else []
+    left += ["listeners"] if engine.listeners else []
+    left += ["counters"] if engine.counters else []
     left += ["hook on dynamo's guards"] if set_guard_complete_hook(None) is not None else []
     left += ["dispatch modes"] if torch._C._len_torch_dispatch_stack() else []
-    scopes.thread.scope = None
-    interception.watchers.clear()
-    scopes.execution_counters.clear()
+    engine.reset()
     assert not left, f"left open by the test: {', '.join(left)}"
 
 
 @pytest.fixture
 def rows_as_before() -> Iterator[None]:
     """The rows that a test registers, or takes away, are so for itself alone."""
-    before = list(registry._rows)
+    before = list(registry.state.rows)
     yield
-    registry._rows[:] = before
-    registry._decisions.clear()
+    registry.state.rows[:] = before
+    registry.state.reset()
 
 
 @pytest.fixture
 def functions_as_before() -> Iterator[None]:
     """The autograd.Functions that a test makes known are so for itself alone."""
-    known, settled = list(opaque._known), set(opaque._settled)
+    known, settled = list(opaque.state.known), set(opaque.state.settled)
     yield
-    opaque._known[:] = known
-    opaque._settled.clear()
-    opaque._settled.update(settled)
+    opaque.state.known[:] = known
+    opaque.state.settled.clear()
+    opaque.state.settled.update(settled)
 
 
 @pytest.fixture

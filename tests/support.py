@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac.models import MODELS, tiny_model
 from fastac.models.reading import fill_zeros as fill_zeros
-from fastac.policy import Policy
 
 Tensors = dict[str, torch.Tensor]
 
@@ -166,7 +165,7 @@ class AttentionStack(torch.nn.Module):
     def __init__(
         self,
         layers: int = 2,
-        policy: str | Policy = "none",
+        policy: str | fastac.Policy = "none",
         block: Callable[[], torch.nn.Module] = AttentionBlock,
     ) -> None:
         super().__init__()
@@ -179,7 +178,7 @@ class AttentionStack(torch.nn.Module):
         return video
 
 
-def run_checkpointed(function: Any, *args: Any, policy: str | Policy, **kwargs: Any) -> Any:
+def run_checkpointed(function: Any, *args: Any, policy: str | fastac.Policy, **kwargs: Any) -> Any:
     """Call a function without checkpointing ("none"), under torch's ("torch"), or under a policy of fastac."""
     if policy == "none":
         return function(*args, **kwargs)
@@ -204,19 +203,6 @@ def stack_inputs(seed: int = 1, dtype: torch.dtype = torch.float32, batch: int =
         "video": torch.randn(batch, VIDEO_TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_(),
         "text": torch.randn(batch, TEXT_TOKENS, WIDTH, generator=generator).to(dtype).requires_grad_(),
     }
-
-
-@contextmanager
-def reported_blocks(blocks: dict[str, torch.nn.Module]) -> Iterator[None]:
-    """Let `fastac.report` take these for a model's blocks: it finds only those of diffusers by itself."""
-    from fastac import models
-
-    before = models.containers
-    models.containers = lambda *_: [models.BlockContainer("blocks", blocks)]
-    try:
-        yield
-    finally:
-        models.containers = before
 
 
 # One step, and its comparison

@@ -18,7 +18,7 @@ WIDTH, HEADS, GRID, TEXT = 24, 2, (2, 3, 4), 5
 TOKENS = GRID[0] * GRID[1] * GRID[2]
 
 
-class StandIn(NamedTuple):
+class Substitute(NamedTuple):
     """blocks: what `enable(model, blocks=...)` gets. calls: attention calls of one step; long: those over the video."""
 
     make: Callable[[], torch.nn.Module]
@@ -183,24 +183,24 @@ def _text() -> torch.Tensor:
     return torch.randn(1, TEXT, WIDTH).requires_grad_()
 
 
-STAND_INS = {
-    "original_wan": StandIn(
+SUBSTITUTES = {
+    "original_wan": Substitute(
         OriginalWan, lambda: {"x": _video(), "t": torch.randn(1, 8), "context": _text()}, "blocks", 4, 2
     ),
-    "fastvideo": StandIn(
+    "fastvideo": Substitute(
         FastVideoModel,
         lambda: {"video": _video(), "text": _text(), "temb": torch.randn(1, 1, WIDTH)},
         "transformer.layers",
         4,
         2,
     ),
-    "plain": StandIn(Plain, lambda: {"video": _video(), "text": _text()}, "decoder.layers", 4, 2),
+    "plain": Substitute(Plain, lambda: {"video": _video(), "text": _text()}, "decoder.layers", 4, 2),
 }
 
 
-def stand_in(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A stand-in in training mode and its keyword arguments, the same at every call."""
+def substitute(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A substitute in training mode and its keyword arguments, the same at every call."""
     torch.manual_seed(0)
-    model, inputs = STAND_INS[name].make().train(), STAND_INS[name].inputs()
+    model, inputs = SUBSTITUTES[name].make().train(), SUBSTITUTES[name].inputs()
     cast = {key: t.detach().to(dtype).requires_grad_(t.requires_grad) for key, t in inputs.items()}
     return model.to(dtype), cast

@@ -1,0 +1,712 @@
+"""Outputs of Linear modules on the tape: exact, run once, held to the byte, or refused with the module's name.
+
+Products are counted by the kernel of aten::addmm, in which a Linear module with a bias ends and no backward does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fastac
+from fastac import FastacError, Policy, PolicyNotAppliedError
+from tests import support
+from tests.engine.cases import twice
+from tests.live_bytes import allocated
+from tests.model_state import state_of
+from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, stack, stack_inputs, train_step
+
+W = support.WIDTH
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+ALL = Policy("attn_only", linear=("*",))
+ALONE = Policy("linear_only", linear=("*",))
+FIRST = Policy("linear_only", linear=("first",))
+
+NONE, FULL = 2 * 7, 2 * (7 + 6)
+"""How often two AttentionBlocks multiply in a step without checkpointing, and under full: torch ends a recompute
+before the last of the seven Linear modules."""
+
+
+@pytest.fixture
+def products() -> Iterator[Counter[str]]:
+    """How often CPU kernels of matrix products ran since the test began or called `.clear()`."""
+    with support.counting("aten::addmm", "aten::mm", "aten::bmm") as counts:
+        yield counts
+
+
+class One(torch.nn.Module):
+    """A Linear module, what a test does to its input and output, another Linear module. The text is not used."""
+
+    def __init__(
+        self,
+        change: Change | None = None,
+        before: Change | None = None,
+        bias: bool = True,
+        first: Callable[[torch.nn.Linear], torch.nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(W, W, bias=bias)
+        if first is not None:
+            self.first = first(self.first)
+        self.out = torch.nn.Linear(W, W)
+        self.change, self.before = change, before
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        output = self.first(video if self.before is None else self.before(video))
+        if self.change is not None:
+            output = self.change(output)
+        return video + self.out(torch.tanh(output))
+
+
+def assert_exact(
+    block: Callable[[], torch.nn.Module],
+    policy: Any = ALL,
+    again: int | None = None,
+    backward: Callable[..., Any] | None = None,
+    products: Counter[str] | None = None,
+    **inputs_options: Any,
+) -> None:
+    """Two layers train as without checkpointing, bit for bit. again: how many products of any kind run again."""
+    inputs, counts = stack_inputs(**inputs_options), Counter() if products is None else products
+    counts.clear()
+    reference = train_step(stack(block=block), inputs, backward=backward)
+    generator, needed = torch.get_rng_state(), counts.total()
+    model = stack(block=block, policy=policy)
+    for _ in range(2):
+        counts.clear()
+        assert_same(train_step(model, inputs, backward=backward), reference)
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert again is None or counts.total() == needed + again
+
+
+# Exact, and run once
+
+
+@pytest.mark.parametrize(
+    ("policy", "multiplied", "attended"),
+    [
+        ("full", FULL, 8),
+        ("attn_only", FULL, 4),
+        (ALL, NONE, 4),
+        (ALONE, NONE, 8),
+        (Policy("attn_only", linear=("ffn.*",)), FULL - 2, 4),
+        (Policy("attn_only", min_kv=10, linear=("q", "qkv")), FULL - 4, 6),
+        (Policy("linear_only", linear=("ffn.2",)), FULL, 8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_are_exact_and_saved_products_run_once(
+    dtype: torch.dtype,
+    policy: Any,
+    multiplied: int,
+    attended: int,
+    products: Counter[str],
+    attention_executions: Counter[str],
+) -> None:
+    inputs = stack_inputs(dtype=dtype, batch=2)
+    reference = train_step(stack(dtype=dtype), inputs)
+    model = stack(policy=policy, dtype=dtype)
+    for _ in range(2):
+        products.clear()
+        attention_executions.clear()
+        assert_same(train_step(model, inputs), reference)
+        assert products["addmm"] == multiplied
+        assert attention_executions == {CPU_ATTENTION: attended}
+
+
+def crossed(video: torch.Tensor) -> torch.Tensor:
+    """The same values, in a layout that cannot be flattened."""
+    return video.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def first_token(video: torch.Tensor) -> torch.Tensor:
+    return video[0, 0]
+
+
+def frozen(module: torch.nn.Linear) -> torch.nn.Linear:
+    return module.requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("first", [None, frozen], ids=["trained", "frozen"])
+@pytest.mark.parametrize("before", [None, crossed, first_token], ids=["plain", "crossed", "vector"])
+def test_every_way_to_multiply(bias: bool, first: Any, before: Any, products: Counter[str]) -> None:
+    """In one op with the bias; in mm, to which the bias is added in place; frozen and not to be flattened, in bmm."""
+    assert_exact(lambda: One(bias=bias, first=first, before=before), FIRST, 0, products=products, batch=2)
+
+
+# What becomes of the output
+
+
+def double(output: torch.Tensor) -> torch.Tensor:
+    return output.mul_(2)
+
+
+def double_without_grad(output: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        output.mul_(2)
+    return output
+
+
+CHANGES = pytest.mark.parametrize("change", [double, double_without_grad])
+
+
+@CHANGES
+def test_in_place_change_of_an_output(change: Change) -> None:
+    """Legal without checkpointing: the product is the input of no backward."""
+    model = stack(policy=FIRST, block=lambda: One(change))
+    with pytest.raises(FastacError, match=r"addmm.*in place"):
+        train_step(model, stack_inputs(batch=2))
+
+
+@CHANGES
+@pytest.mark.parametrize(("bias", "before"), [(False, None), (True, crossed)])
+def test_in_place_change_of_an_output_that_shares_no_version(
+    change: Change, bias: bool, before: Any, products: Counter[str]
+) -> None:
+    """aten::_unsafe_view gives it another counter than the product's: silently wrong by 0.5 without a copy."""
+    assert_exact(lambda: One(change, before, bias), FIRST, 0, products=products, batch=2)
+    assert_exact(lambda: One(change, before, bias), FIRST, 0, backward=twice, products=products, batch=2)
+
+
+@CHANGES
+def test_in_place_change_of_an_output_outside_the_graph(change: Change) -> None:
+    assert_exact(lambda: One(change, before=torch.Tensor.detach, first=frozen), FIRST, 0)
+
+
+def test_buffer_reused_inside_a_function(products: Counter[str]) -> None:
+    """As in compiled code, and in kernels that fuse: no version tells of it."""
+
+    class Reuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, video: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(video, weight)
+            output = F.linear(video, weight, bias)
+            scaled = output * 2
+            output.data.zero_()
+            return scaled
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            video, weight = ctx.saved_tensors
+            grad = 2 * grad
+            return grad @ weight, grad.flatten(0, 1).mT @ video.flatten(0, 1), grad.sum((0, 1))
+
+    class Fused(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            return Reuses.apply(input, self.weight, self.bias)
+
+    assert_exact(lambda: One(first=lambda module: Fused(W, W)), FIRST, 0, products=products)
+
+
+def test_autocast(products: Counter[str]) -> None:
+    class Mixed(AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(video, text).float()
+
+    assert_exact(Mixed, ALL, 0, products=products)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("names", [("*",), ("*base_layer",)], ids=str)
+def test_low_rank_adapters(names: tuple[str, ...], dropout: float) -> None:
+    """Adapters are Linear modules as well, without a bias. Dropout between them draws what it drew."""
+
+    def block() -> torch.nn.Module:
+        config = LoraConfig(r=2, target_modules=["qkv", "ffn.2"], lora_dropout=dropout, init_lora_weights=False)
+        return get_peft_model(AttentionBlock(dropout=dropout), config).train().base_model.model
+
+    assert_exact(block, Policy("attn_only", linear=names), batch=2)
+
+
+def test_linear_called_twice_in_a_block(products: Counter[str]) -> None:
+    class Twice(One):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            video = torch.tanh(self.first(F.dropout(video, 0.5)))
+            return super().forward(torch.tanh(self.first(F.dropout(video, 0.5))), text)
+
+    assert_exact(Twice, FIRST, 0, products=products)
+
+
+def test_products_that_are_no_linear_modules_run_again() -> None:
+    """Before, between and after: only what a hook announced is on the tape."""
+
+    class Between(One):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            weight = self.out.weight
+            video = video + (torch.mm(video[0], weight) + torch.addmm(self.out.bias, video[0], weight)).tanh()[None]
+            output = torch.mm(self.first(video)[0], weight)[None]
+            return video + self.out(torch.tanh(output))
+
+    assert_exact(Between, Policy("linear_only", linear=("first", "out")))
+    # torch ends the first recompute inside the last module, which does not run any more when the second begins.
+    assert_exact(Between, ALONE, backward=twice)
+
+
+@pytest.mark.parametrize("kind", ["parametrized", "turns its input", "inside another"])
+def test_products_beside_a_modules_own(kind: str) -> None:
+    """Of a weight that is computed, of an input that is turned first, of an adapter within."""
+
+    class Product(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return torch.mm(weight, weight.mT.tanh())
+
+    class Turned(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            return super().forward(torch.mm(input[0], torch.ones(W, 2 * W))[None, :, :W])
+
+    class Adapted(torch.nn.Linear):
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*sizes)
+            self.down, self.up = torch.nn.Linear(W, 2), torch.nn.Linear(2, W)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+            change = self.up(self.down(input))
+            return super().forward(input) + change
+
+    def first(module: torch.nn.Linear) -> torch.nn.Module:
+        if kind == "parametrized":
+            return torch.nn.utils.parametrize.register_parametrization(module, "weight", Product())
+        return {"turns its input": Turned, "inside another": Adapted}[kind](W, W)
+
+    policy = Policy("linear_only", linear=("first*",))
+    assert_exact(lambda: One(first=first), policy)
+    modules = [(W,), (2, W, W)][kind == "inside another"]
+    held, _, _ = held_by(One(first=first), policy, stack_inputs())
+    assert held == sum(rows_of(columns) for columns in modules)
+
+
+def test_linear_that_raises_and_is_caught(products: Counter[str]) -> None:
+    """The product after it is another's."""
+
+    class FallsBack(One):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            with contextlib.suppress(RuntimeError):
+                self.first(video[..., :3])
+            return super().forward(torch.mm(video[0], self.out.weight)[None], text)
+
+    assert_exact(FallsBack, ALONE)
+
+
+# What users do around it
+
+
+def test_second_backward(products: Counter[str]) -> None:
+    assert_exact(AttentionBlock, ALL, 0, backward=twice, products=products)
+
+    def penalty(policy: Any) -> Any:
+        model, inputs = stack(policy=policy, block=lambda: One(torch.tanh)), stack_inputs()
+        (first,) = torch.autograd.grad(support.loss_of(model(**inputs)), inputs["video"], create_graph=True)
+        wanted = [leaf for name, leaf in support.leaves_of(model, inputs).items() if "weight" in name]
+        return dict(enumerate(torch.autograd.grad(first.square().sum(), wanted)))
+
+    assert_same(penalty(ALL), penalty("none"))
+
+
+def test_two_forwards_before_a_backward(products: Counter[str]) -> None:
+    def run(policy: Any) -> support.Tensors:
+        model = stack(policy=policy)
+        losses = [support.loss_of(model(**stack_inputs(seed))) for seed in (1, 2)]
+        for loss in reversed(losses):
+            loss.backward()
+        return support.gradients(support.leaves_of(model, {}))
+
+    reference = run("none")
+    products.clear()
+    assert_same(run(ALL), reference)
+    assert products["addmm"] == 2 * NONE
+
+
+def test_threads() -> None:
+    """A backward in another thread, and a call of the same module, with the same hooks, in another one meanwhile."""
+
+    class Meanwhile(One):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=self.first, args=(torch.randn(3, W),))
+            thread.start()
+            thread.join()
+            return super().forward(video, text)
+
+    def elsewhere(loss: torch.Tensor) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(loss.backward).result()
+
+    assert_exact(Meanwhile, FIRST, backward=elsewhere)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_vmap_inside_a_region(bias: bool) -> None:
+    class Mapped(One):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return video + self.out(torch.tanh(torch.vmap(self.first)(video)))
+
+    assert_exact(lambda: Mapped(bias=bias), FIRST, batch=2)
+
+
+def test_hooks_of_the_users_own(products: Counter[str]) -> None:
+    """They run in recompute as in forward, on what is replayed."""
+
+    def hooked(module: torch.nn.Linear) -> torch.nn.Linear:
+        module.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        module.register_forward_hook(lambda module, args, output: output * 1.5)
+        module.register_full_backward_hook(lambda module, grads, _: (grads[0] * 0.5,))
+        return module
+
+    assert_exact(lambda: One(first=hooked), FIRST, 0, products=products)
+
+
+class RegionInside(torch.nn.Module):
+    """A block that checkpoints a part of itself; it is checkpointed as a whole, too."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.inner = AttentionBlock()
+        self.out = torch.nn.Linear(W, W)
+        self.policy = policy
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        video = support.run_checkpointed(self.inner, torch.tanh(video), text, policy=self.policy)
+        return self.out(torch.tanh(video))
+
+
+@pytest.mark.parametrize("inner", ["attn_only", ALL], ids=str)
+def test_regions_inside_regions(inner: Any) -> None:
+    """The inner region's policy decides about what is in it; an outer one that names it is refused."""
+    assert_exact(lambda: RegionInside(inner), Policy("attn_only", linear=("out",)))
+    with pytest.raises(PolicyNotAppliedError, match=r"'inner\.q"):
+        fastac.checkpoint(
+            RegionInside(inner), *stack_inputs().values(), policy=Policy("attn_only", linear=("out", "inner.q"))
+        )
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["in forward", "in recompute"])
+@pytest.mark.parametrize("where", ["in", "after"])
+def test_exception_leaves_nothing_open(failing: int, where: str) -> None:
+    class Fails(One):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__(lambda output: self.fail("after") or output)
+            self.first.register_forward_pre_hook(lambda *_: self.fail("in"))
+
+        def fail(self, here: str) -> None:
+            self.calls += here == "in"
+            if here == where and self.calls == failing:
+                raise ZeroDivisionError("on purpose")
+
+    model, inputs = stack(layers=1, block=Fails, policy=FIRST), stack_inputs()
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        train_step(model, inputs)
+    model.blocks[0].calls = 10
+    reference = stack(layers=1, block=Fails)
+    reference.blocks[0].calls = 10
+    assert_same(train_step(model, inputs), train_step(reference, inputs))
+
+
+@pytest.mark.parametrize("way", ["order", "other module", "fewer", "attention"])
+def test_recompute_on_another_path(way: str) -> None:
+    class Other(AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            again, self.called = getattr(self, "called", False), True
+            modules = [self.self_out] if way in ("other module", "attention") else [self.self_out, self.q]
+            if again:
+                modules = {
+                    "order": [self.q, self.self_out],
+                    "other module": [self.ffn[0]],
+                    "fewer": [self.self_out],
+                }.get(way, [])
+            with torch.no_grad():  # autograd keeps nothing of it, so that torch's own check counts nothing
+                for module in modules:
+                    module(video)
+                if again and way == "attention":
+                    self._attention(video, video, video)
+            return torch.tanh(video)
+
+    output = fastac.checkpoint(Other(), **stack_inputs(), policy=ALL, early_stop=False)
+    with pytest.raises(FastacError, match="recompute|where the forward|recorded"):
+        support.loss_of(output).backward()
+
+
+# Memory
+
+
+def held_by(block: torch.nn.Module, policy: Any, inputs: dict[str, torch.Tensor]) -> tuple[int, int, int]:
+    """Bytes that a region holds after its forward beside its output; after a backward; and a dropped forward."""
+
+    def forward() -> torch.Tensor:
+        return fastac.checkpoint(block, *inputs.values(), policy=policy, preserve_rng_state=False)
+
+    def step() -> None:
+        support.loss_of(forward()).backward()
+
+    def dropped() -> None:
+        forward()
+
+    step()
+    output = inputs["video"].untyped_storage().nbytes()
+    return allocated(forward) - output, allocated(step), allocated(dropped)
+
+
+def rows_of(columns: int, rows: int = support.VIDEO_TOKENS) -> int:
+    return columns * rows * 4
+
+
+BYTES = {"qkv": rows_of(3 * W), "kv": rows_of(2 * W, support.TEXT_TOKENS), "ffn.*": rows_of(2 * W) + rows_of(W)}
+BYTES["*"] = sum(BYTES.values()) + 3 * rows_of(W)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_held_bytes_are_those_of_the_outputs(name: str) -> None:
+    """To the byte, and nothing is left after a backward, or where none comes."""
+    assert held_by(AttentionBlock(), Policy("linear_only", linear=(name,)), stack_inputs()) == (BYTES[name], 0, 0)
+
+
+@pytest.mark.parametrize(("bias", "before"), [(False, None), (True, crossed)])
+def test_held_bytes_of_copies(bias: bool, before: Any) -> None:
+    """A copy is kept in the place of the output, not beside it."""
+    assert held_by(One(before=before, bias=bias), FIRST, stack_inputs()) == (rows_of(W), 0, 0)
+
+
+def test_report_and_verify_say_what_is_held() -> None:
+    model, inputs = support.build("WanTransformer3DModel")
+    policy = Policy("attn_only", linear=("ffn.*",))
+    assert fastac.verify(model, **inputs, policy=policy).linear_saved == 4
+    fastac.enable(model, policy)
+    train_step(model, inputs)
+    (row,) = fastac.report(model).rows
+    block, video = model.blocks[0], inputs["hidden_states"]
+    columns = block.ffn.net[0].proj.out_features + block.ffn.net[2].out_features
+    assert row.linear_saved == 4
+    assert row.linear_bytes == 2 * 4 * video.shape[0] * (video[0, 0].numel() // 4) * columns
+    assert "Linear" in str(fastac.report(model))
+    fastac.verify(model, **inputs)
+    train_step(model, inputs)
+    assert fastac.report(model).rows == (row,), "verify leaves it as it was"
+    fastac.enable(model, "attn_only")
+    train_step(model, inputs)
+    assert "Linear" not in str(fastac.report(model))
+
+
+# Refused
+
+
+def test_a_name_of_no_linear_module() -> None:
+    for names in (("ffn.1",), ("ffn",), ("*", "to_q")):
+        with pytest.raises(FastacError, match=r"no Linear module.*qkv"):
+            fastac.checkpoint(AttentionBlock(), **stack_inputs(), policy=Policy("attn_only", linear=names))
+    block = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Tanh())
+    with pytest.raises(FastacError, match="no Linear module"):
+        fastac.checkpoint(block, stack_inputs()["video"], policy=ALONE)
+
+
+@pytest.mark.parametrize("function", [lambda block: lambda *args: block(*args), functools.partial], ids=["", "partial"])
+def test_a_function_that_is_no_block(function: Any) -> None:
+    with pytest.raises(FastacError, match=r"linear="):
+        fastac.checkpoint(function(AttentionBlock()), *stack_inputs().values(), policy=ALL)
+
+
+class Quantized(torch.nn.Linear):
+    """Computes with its weight in a way of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        return (input[..., None, :] * self.weight).sum(-1) + self.bias
+
+
+@pytest.mark.parametrize("way", ["its own way", "its weight", "its forward", "another thread"])
+def test_a_module_whose_product_is_not_seen(way: str) -> None:
+    """A name with wildcards is right for others, so that alone tells nothing."""
+
+    class Around(One):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            if way == "its weight":
+                found = F.linear(video, self.first.weight, self.first.bias)
+            elif way == "its forward":
+                found = self.first.forward(video)
+            elif way == "another thread":
+                with ThreadPoolExecutor(1) as pool:
+                    found = pool.submit(self.first, video).result()
+            else:
+                found = self.first(video)
+            return video + self.out(torch.tanh(found))
+
+    block = functools.partial(Around, first=(lambda module: Quantized(W, W)) if way == "its own way" else None)
+    with pytest.raises(PolicyNotAppliedError, match=r"'first'"):
+        fastac.checkpoint(block(), **stack_inputs(), policy=ALL)
+    assert_exact(block, Policy("linear_only", linear=("out",)))
+
+
+def test_modules_that_are_not_used_are_no_error() -> None:
+    class Spare(One):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare, self.tied = (torch.nn.Linear(W, W) for _ in range(2))
+            self.tied.weight = self.first.weight
+            self.alias = self.first
+
+    assert_exact(Spare, ALONE)
+    assert_exact(Spare, Policy("linear_only", linear=("alias",)))
+
+
+@pytest.mark.parametrize("change", ["adapter", "exchanged", "copied", "parent", "added"])
+def test_a_module_that_is_exchanged_or_added_later(change: str) -> None:
+    """Its output would not be saved. Enabled again, it is."""
+    model = torch.nn.ModuleDict({"stack": stack(block=lambda: One(first=lambda one: torch.nn.Sequential(one)))})
+    model.forward = lambda **named: model["stack"](**named)
+    fastac.enable(model, ALONE, blocks="stack.blocks")
+    train_step(model, stack_inputs())
+    block = model["stack"].blocks[0]
+    if change == "adapter":
+        inject_adapter_in_model(LoraConfig(target_modules=["first.0"]), model)
+    elif change in ("exchanged", "copied"):
+        block.first[0] = copy.deepcopy(block.first[0]) if change == "copied" else torch.nn.Linear(W, W)
+    elif change == "parent":
+        block.first = copy.deepcopy(block.first)
+    else:
+        block.first.append(torch.nn.Linear(W, W))
+    for batch in (1, 2):
+        with pytest.raises(PolicyNotAppliedError, match=r"'first\.\d.*blocks\.0.*exchanged"):
+            train_step(model, stack_inputs(batch=batch))
+    fastac.enable(model, ALONE, blocks="stack.blocks")
+    train_step(model, stack_inputs())
+
+
+@pytest.mark.parametrize("how", ["block", "part", "model"])
+def test_compiled_code_is_refused(how: str) -> None:
+    torch._dynamo.reset()
+    model, inputs = stack(), stack_inputs()
+    fastac.enable(model, ALL, blocks="blocks")
+    compiled = {"block": model.blocks[0], "part": model.blocks[0].ffn, "model": model}[how]
+    compiled.compile(backend="aot_eager")
+    with pytest.raises(FastacError, match="compiled|eager"):
+        train_step(model, inputs)
+
+
+def test_traces_are_refused() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    block, inputs = AttentionBlock(), [tensor.detach() for tensor in stack_inputs().values()]
+    with pytest.raises(FastacError, match="eager"):
+        make_fx(lambda *args: fastac.checkpoint(block, *args, policy=ALL))(*inputs)
+
+
+# Hooks
+
+
+def hooks_of(model: torch.nn.Module) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+
+@pytest.mark.parametrize("blocks", [None, "blocks"])
+def test_hooks_come_and_go(blocks: str | None, products: Counter[str]) -> None:
+    """State-dict keys stay. A policy that saves no Linear module's output takes the hooks away, as disable does."""
+    model, inputs = support.build("WanTransformer3DModel")
+    before, keys, executed = state_of(model), list(model.state_dict()), []
+    fastac.enable(model, "attn_only", blocks=blocks)
+    without = hooks_of(model)
+    for policy in ("attn_only", ALL, "attn_only"):
+        fastac.enable(model, policy, blocks=blocks)
+        for _ in range(2):
+            products.clear()
+            train_step(model, inputs)
+        executed.append(products["addmm"])
+        assert (hooks_of(model) == without) == (policy != ALL)
+        assert list(model.state_dict()) == keys
+    assert executed[1] < executed[0] == executed[2]
+    fastac.disable(model)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("between", ["disabled", "full", Policy("linear_only", linear=("q",))], ids=str)
+def test_what_is_enabled_between_forward_and_backward_is_for_the_next(between: Any, products: Counter[str]) -> None:
+    """The recompute is that of its forward, and leaves no hooks behind."""
+    model, inputs = stack(), stack_inputs()
+    expected, before = train_step(model, inputs), state_of(model)
+
+    def backward(loss: torch.Tensor) -> None:
+        fastac.disable(model) if between == "disabled" else fastac.enable(model, between, blocks="blocks")
+        products.clear()
+        loss.backward()
+
+    for _ in range(2):
+        fastac.enable(model, ALL, blocks="blocks")
+        assert_same(train_step(model, inputs, backward=backward), expected)
+        assert products["addmm"] == 0
+    fastac.disable(model)
+    assert state_of(model) == before
+
+
+def test_hooks_do_nothing_in_other_regions(products: Counter[str]) -> None:
+    """Nor without one: the block keeps its hooks from before."""
+    block, inputs = One(), stack_inputs()
+    reference = train_step(block, inputs)
+    fastac.checkpoint(block, **inputs, policy=ALL)
+    products.clear()
+    assert_same(train_step(block, inputs), reference)
+    assert products["addmm"] == 2
+    torch_checkpoint(block, *inputs.values(), use_reentrant=False).sum().backward()
+    assert held_by(block, Policy("linear_only", linear=("out",)), inputs)[0] == rows_of(W)
+    assert held_by(block, "attn_only", inputs)[0] == 0
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_of_an_enabled_model(way: str, products: Counter[str]) -> None:
+    """A copy trains on its own, and saves on its own."""
+    model, inputs = support.build("WanTransformer3DModel")
+    reference = train_step(model, inputs)
+    products.clear()
+    train_step(model, inputs)
+    needed, before = products["addmm"], hooks_of(model)
+    fastac.enable(model, ALL)
+    train_step(model, inputs)
+    if way == "deepcopy":
+        copied = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    for one in (copied, model, copied):
+        products.clear()
+        assert_same(train_step(one, inputs), reference)
+        assert products["addmm"] == needed
+    fastac.disable(copied)
+    assert hooks_of(copied) == before < hooks_of(model)
+
+
+def test_products_are_intercepted_only_where_a_policy_needs_it() -> None:
+    """From then on every product of the process costs a few microseconds more."""
+    program = """
+        import torch, fastac
+        def intercepted():
+            return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm", "BackendSelect")
+        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0), 1)
+        found = []
+        for policy in ("attn_only", "full", fastac.Policy("linear_only", linear=("linear1",))):
+            fastac.enable(model, policy, blocks="layers")
+            model(torch.randn(3, 2, 8)).sum().backward()
+            found.append(intercepted())
+        print(found)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert run.stdout.strip() == "[False, False, True]", run.stderr

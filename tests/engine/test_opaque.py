@@ -1,0 +1,537 @@
+"""make_visible: autograd.Functions over kernels that the dispatcher does not see, saved in place."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import types
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fastac
+from fastac import FastacError, Policy
+from tests import support
+from tests.support import assert_same, train_step
+
+KERNEL = "the test's opaque kernel"
+
+
+def kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention that reaches no dispatcher op of its own name. blocks: indices of the keys to attend to."""
+    support.executions[KERNEL] += 1
+    if blocks is not None:
+        key, value = key[..., blocks, :], value[..., blocks, :]
+    return support.attention_math(query, key, value)
+
+
+def function(**options: Any) -> Any:
+    """A new Function over the kernel: two outputs, and for backward inputs, an extra tensor, None and an output.
+
+    options: draws, whether its kernel always drops out; view, whether its output is one; none, whether one is None.
+    """
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, q: Any, k: Any, v: Any, blocks: Any = None, settings: Any = None, dropout_p: Any = 0.0
+        ) -> Any:
+            with torch.no_grad():
+                output, statistics = kernel(q, k, v, blocks)
+                if dropout_p or options.get("draws"):
+                    output = output * (torch.rand_like(output) > 0.3)
+            statistics = statistics + q.new_zeros(())  # outside no_grad, so that marking it matters
+            half = q * 0.5  # what a quantized kernel keeps besides: as large as the query
+            ctx.save_for_backward(q, k, v, None, blocks, statistics, output, half)
+            ctx.settings = settings
+            ctx.mark_non_differentiable(statistics)
+            ctx.set_materialize_grads(False)
+            if options.get("view"):
+                output = output.transpose(1, 2).contiguous().transpose(1, 2)
+            return (output, None, statistics) if options.get("none") else (output, statistics)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+            q, k, v, nothing, blocks, statistics, output, half = ctx.saved_tensors
+            assert nothing is None
+            assert ctx.settings in (None, "kept on the context", 10, 3)
+            assert torch.equal(half, q * 0.5)
+            chosen = slice(None) if blocks is None else blocks
+            grads = support.attention_math_backward(grad, q, k[..., chosen, :], v[..., chosen, :], output, statistics)
+            if blocks is None:
+                return (*grads, None, None, None)
+            whole = [torch.zeros_like(t).index_add(-2, blocks, g) for t, g in zip((k, v), grads[1:], strict=True)]
+            return (grads[0], *whole, None, None, None)
+
+    Attention.__qualname__ = f"Attention_{uuid.uuid4().hex[:8]}"
+    return Attention
+
+
+def block(attention: Callable[..., Any], *rest: Any, select: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A region around one call, and a dropout. rest: further arguments of it; select: chooses the first of these."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        more = (select(key), *rest[1:]) if select is not None else rest
+        output, *others = attention(torch.tanh(query), torch.tanh(key), value, *more)
+        assert not any(isinstance(other, torch.Tensor) and other.requires_grad for other in others)
+        return torch.nn.functional.dropout(torch.tanh(output), 0.2)
+
+    return attend
+
+
+def inputs(keys: int = 10, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return support.attention_inputs(12, keys, dtype=dtype)
+
+
+def assert_visible(
+    made: Any, region: Callable[..., Any], counted: Counter[str], calls: int = 1, data: Any = None, **options: Any
+) -> None:
+    """Made visible, its gradients are those of before, and its kernel runs once per call."""
+    data = data or inputs()
+    reference = train_step(region, data)
+    fastac.make_visible(made, **{"layout": "bhsd", "dropout": None, **options})
+    for _ in range(2):
+        counted.clear()
+        assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
+        assert counted == {KERNEL: calls}
+
+
+# Exact, and run once
+
+
+@pytest.mark.parametrize("way", [{}, {"view": True}, {"none": True}], ids=["plain", "a view", "None among the outputs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_executions_and_gradients(way: Any, dtype: torch.dtype, counted: Counter[str]) -> None:
+    opaque = function(**way)
+    region = block(opaque.apply, None, "kept on the context")  # captured before it is made visible, as libraries do
+    data = inputs(dtype=dtype)
+    assert_visible(opaque, region, counted, key="k", data=data)
+    for policy, executions in (("none", 1), ("torch", 2), ("full", 2)):
+        counted.clear()
+        train_step(functools.partial(support.run_checkpointed, region, policy=policy), data)
+        assert counted == {KERNEL: executions}, policy
+
+
+def test_the_error_without_it_says_what_to_write() -> None:
+    opaque = function()
+    region = functools.partial(fastac.checkpoint, block(opaque.apply))
+    for _ in range(2):
+        with pytest.raises(fastac.PolicyNotAppliedError, match=rf"make_visible\({opaque.__qualname__}"):
+            train_step(region, inputs())
+    fastac.make_visible(opaque, layout="bhsd", dropout=None)
+    train_step(region, inputs())
+
+
+@pytest.mark.parametrize("frozen", ["query", "value"])
+def test_inputs_that_do_not_require_grad(frozen: str, counted: Counter[str]) -> None:
+    opaque, data = function(), inputs()
+    data[frozen].requires_grad_(False)
+    assert_visible(opaque, block(opaque.apply), counted, data=data)
+
+
+def test_a_second_backward(counted: Counter[str]) -> None:
+    opaque, data = function(), inputs()
+    fastac.make_visible(opaque, layout="bhsd", dropout=None)
+    output = fastac.checkpoint(block(opaque.apply), *data.values())
+    first = torch.autograd.grad(output.sum(), list(data.values()), retain_graph=True)
+    second = torch.autograd.grad(output.sum(), list(data.values()))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert counted == {KERNEL: 1}
+
+
+@pytest.mark.parametrize("dropout", ["dropout_p", "always"])
+def test_dropout_in_the_kernel_and_after_it(dropout: str, counted: Counter[str]) -> None:
+    opaque = function(draws=dropout == "always")
+    assert_visible(opaque, block(opaque.apply, None, None, 0.3), counted, dropout=dropout)
+
+
+def test_dropout_that_is_on_by_default(counted: Counter[str]) -> None:
+    class Drops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any, p: float = 0.3) -> Any:
+            output, statistics = kernel(q, k, v)
+            kept = (torch.rand_like(output) > p).to(output.dtype)
+            ctx.save_for_backward(q, k, v, output, statistics, kept)
+            return output * kept
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            *saved, kept = ctx.saved_tensors
+            return support.attention_math_backward(grad * kept, *saved)
+
+    assert_visible(Drops, block(lambda *args: (Drops.apply(*args),)), counted, dropout="p")
+
+
+def test_a_choice_of_blocks_is_not_made_again(counted: Counter[str]) -> None:
+    """Saved for backward among the inputs: an input of whole numbers is kept, the recomputed one not used."""
+    opaque, asked = function(), []
+    choices = [torch.tensor([0, 3, 5]), torch.tensor([1, 2, 9])]
+
+    def select(_: torch.Tensor) -> torch.Tensor:
+        asked.append(1)
+        return choices[len(asked) > 1]
+
+    region, data = block(opaque.apply, None, select=select), inputs()
+    reference = train_step(region, data)
+    asked.clear()
+    fastac.make_visible(opaque, layout="bhsd", dropout=None)
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
+    assert len(asked) == 2, "the region was recomputed, and chose otherwise"
+
+
+def test_autocast_of_a_function(counted: Counter[str]) -> None:
+    """By torch's own decorators; also below the mode that watches the first region."""
+    states = []
+
+    class Mixed(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            states.append(q.dtype)
+            with torch.autocast("cpu", enabled=False):
+                output, statistics = kernel(q.float(), k.float(), v.float())
+            ctx.save_for_backward(q, k, v, output, statistics)
+            return output
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return support.attention_math_backward(grad.float(), *(saved.float() for saved in ctx.saved_tensors))
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(Mixed.apply(torch.tanh(query), key, value).float())
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_visible(Mixed, region, counted)
+    assert set(states) == {torch.bfloat16}
+
+
+class Scaled(torch.autograd.Function):
+    """What its backward needs beside tensors stands on the context."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+        output, statistics = kernel(q, k, v)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        ctx.factor = 2.0
+        ctx.set_materialize_grads(False)
+        return output * 2.0, statistics + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, unused: torch.Tensor | None) -> Any:
+        assert unused is None, "it has no formula for that, and would raise"
+        return support.attention_math_backward(grad * ctx.factor, *ctx.saved_tensors)
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_a_gradient_that_is_taken_inside_the_region(retain: bool, counted: Counter[str]) -> None:
+    """In recompute it meets a context that no forward ran with, and its graph is gone: what the forward had set on the
+    context is not, until the step is over."""
+    made = type("ScaledHere", (Scaled,), {})
+    held: list[weakref.ref[Any]] = []
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            inner = query.detach().requires_grad_()
+            output = made.apply(inner, key, value)[0]
+            held.append(weakref.ref(output))
+            (step,) = torch.autograd.grad(output.square().sum(), inner, retain_graph=retain)
+        return torch.tanh(made.apply(query - 0.1 * step, key, value)[0])
+
+    assert_visible(made, region, counted, calls=2)
+    gc.collect()
+    assert not any(reference() is not None for reference in held)
+
+
+# The number of keys
+
+
+@pytest.mark.parametrize(
+    ("named", "settings"),
+    [
+        ({"key": "k", "layout": "bhsd"}, 3),
+        ({"layout": "bhsd"}, 3),
+        ({"max_kv": "settings"}, 10),
+        ({"key": "k", "layout": "bhsd", "max_kv": "settings"}, torch.tensor(3)),  # reading it would wait for the device
+    ],
+    ids=["key", "second tensor", "max_kv", "max_kv that is a tensor"],
+)
+def test_number_of_keys(named: dict[str, str], settings: Any, counted: Counter[str]) -> None:
+    opaque = function()
+    fastac.make_visible(opaque, dropout=None, **named)
+    region = block(opaque.apply, None, settings)
+    for min_kv, executions in ((10, 1), (11, 2)):
+        counted.clear()
+        train_step(functools.partial(fastac.checkpoint, region, policy=Policy("attn_only", min_kv=min_kv)), inputs())
+        assert counted == {KERNEL: executions}
+
+
+def test_the_key_is_the_second_tensor_that_may_be_one(counted: Counter[str]) -> None:
+    """Not the lengths of packed sequences, which some kernels take before it."""
+
+    class Packed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, ends: Any, k: Any, v: Any) -> Any:
+            output, statistics = kernel(q, k, v)
+            ctx.save_for_backward(q, k, v, output, statistics)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            q, k, v = support.attention_math_backward(grad, *ctx.saved_tensors)
+            return q, None, k, v
+
+    fastac.make_visible(Packed, layout="bhsd", dropout=None)
+    region = block(lambda q, k, v: (Packed.apply(q, torch.tensor([0, 12]), k, v),))
+    for min_kv, executions in ((10, 1), (11, 2)):
+        counted.clear()
+        train_step(functools.partial(fastac.checkpoint, region, policy=Policy("attn_only", min_kv=min_kv)), inputs())
+        assert counted == {KERNEL: executions}
+
+
+# Outside regions, and by hand
+
+
+def test_outside_regions_and_in_traces_the_forward_just_runs() -> None:
+    opaque = function()
+    op = fastac.make_visible(opaque, dropout=None)
+    data = inputs()
+    with torch.profiler.profile() as profile:
+        block(opaque.apply)(*data.values()).sum().backward()
+    names = {event.name for event in profile.events()}
+    assert "aten::bmm" in names
+    assert op._schema.name not in names
+    graph = make_fx(lambda q, k, v: opaque.apply(q, k, v)[0])(*[t.detach() for t in data.values()])
+    assert not any(node.target is op for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("how", ["keywords", "a context of its own"])
+def test_a_forward_that_is_called_by_hand_just_runs(how: str) -> None:
+    """Functions use one another's forward as a helper, in regions as well."""
+    opaque = function()
+    fastac.make_visible(opaque, dropout=None)
+    q, k, v = (tensor.detach() for tensor in inputs().values())
+    context = types.SimpleNamespace(
+        save_for_backward=lambda *_: None, mark_non_differentiable=lambda *_: None, set_materialize_grads=lambda _: None
+    )
+
+    def helper() -> torch.Tensor:
+        return (opaque.forward(context, q, k=k, v=v) if how == "keywords" else opaque.forward(context, q, k, v))[0]
+
+    expected = kernel(q, k, v)[0]
+    assert torch.equal(helper(), expected)
+    weight = torch.ones(1, requires_grad=True)
+    assert torch.equal(fastac.checkpoint(lambda w: helper() * w, weight), expected)
+
+
+def test_a_forward_that_another_function_calls() -> None:
+    opaque = function()
+    fastac.make_visible(opaque, layout="bhsd", dropout=None)
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            return opaque.forward(ctx, q, k, v=v)[0]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return opaque.backward(ctx, grad)[:3]
+
+    data, region = inputs(), lambda query, key, value: Outer.apply(query, key, value)
+    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), train_step(region, data))
+
+
+# The report
+
+
+def test_report_and_verify(counted: Counter[str]) -> None:
+    """Bytes beyond the outputs are reported; its kernel is counted."""
+    opaque = function()
+    fastac.make_visible(opaque, key="k", layout="bhsd", dropout=None)
+
+    class Block(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return opaque.apply(query, key, value)[0].tanh()
+
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([Block()])})
+    model.forward = lambda **named: model["blocks"][0](*named.values())
+    fastac.enable(model, blocks="blocks")
+    train_step(model, inputs())
+    (row,) = fastac.report(model).rows
+    output, statistics = 2 * 3 * 12 * 8 * 4, 2 * 3 * 12 * 4
+    assert row.extra_bytes == output, "the halved query"
+    assert 0 <= row.saved_bytes - row.extra_bytes - output - statistics <= 200
+    for policy, backward in (("attn_only", 0), ("full", 1)):
+        found = fastac.verify(Block(), **inputs(), policy=policy)
+        assert (found.reference_executions, found.policy_executions) == ((1, 0), (1, backward))
+
+
+# What is refused
+
+
+def test_setup_context_is_refused() -> None:
+    class Apart(torch.autograd.Function):
+        @staticmethod
+        def forward(q: Any, k: Any, v: Any) -> Any:
+            return kernel(q, k, v)[0]
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    forward = Apart.forward
+    with pytest.raises(FastacError, match=r"Apart.*setup_context"):
+        fastac.make_visible(Apart)
+    assert Apart.forward is forward
+
+
+@pytest.mark.parametrize("way", ["mark_dirty", "returns a number", "returns a list"])
+def test_what_a_region_cannot_save(way: str) -> None:
+    """Elsewhere it runs as before."""
+
+    class Strange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            output = kernel(q, k, v)[0]
+            if way == "mark_dirty":
+                ctx.mark_dirty(q)
+                return q.add_(output), 0
+            return [output] if way == "returns a list" else (output, k.shape[-2])
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+            return grad, None, None
+
+    fastac.make_visible(Strange, dropout=None)
+    region = block(lambda q, k, v: Strange.apply(q * 1.0, k, v))
+    if way != "returns a list":  # autograd takes it for no tensor
+        train_step(region, inputs())
+    with pytest.raises(FastacError, match=r"Strange.*(mark_dirty|returns a (int|list))"):
+        train_step(functools.partial(fastac.checkpoint, region), inputs())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": "nothing"}, "no argument 'nothing'"),
+        ({"max_kv": "nothing"}, "no argument 'nothing'"),
+        ({"dropout": "nothing"}, "no argument 'nothing'"),
+        ({"layout": "hsbd"}, "layout 'hsbd'"),
+        ({"name": "not a name"}, "name"),
+    ],
+    ids=["key", "max_kv", "dropout", "layout", "name"],
+)
+def test_wrong_options_change_nothing(options: dict[str, str], message: str) -> None:
+    opaque = function()
+    forward = opaque.forward
+    with pytest.raises(FastacError, match=message):
+        fastac.make_visible(opaque, **options)
+    assert opaque.forward is forward
+    with pytest.raises(FastacError, match=r"autograd\.Function"):
+        fastac.make_visible(print)  # type: ignore[arg-type]
+
+
+def test_a_key_that_does_not_fit_its_layout_is_named() -> None:
+    opaque = function()
+    fastac.make_visible(opaque, key="q", layout="t3hd", dropout=None)
+    flat = [torch.randn(12, 8, requires_grad=True) for _ in range(3)]
+    with pytest.raises(FastacError, match=r"'t3hd'.*\(12, 8\)"):
+        fastac.checkpoint(lambda *qkv: opaque.apply(*qkv)[0], *flat)
+
+
+def test_a_function_is_made_visible_once_and_a_name_given_once() -> None:
+    name = f"attention_{uuid.uuid4().hex[:8]}"
+    first, second = function(), function()
+    op = fastac.make_visible(first, name=name, layout="bhsd", dropout=None)
+    forward = first.forward
+    assert fastac.make_visible(first, name=name, layout="bhsd", dropout=None) is op
+    assert first.forward is forward
+    with pytest.raises(FastacError, match=f"{name!r} is taken"):
+        fastac.make_visible(second, name=name)
+    for other in ({"name": name + "_again"}, {"name": name, "layout": "bhsd", "dropout": "dropout_p"}):
+        with pytest.raises(FastacError, match="visible already"):
+            fastac.make_visible(first, **other)
+
+
+def test_a_subclass_of_tensor_that_its_op_cannot_take() -> None:
+    opaque = function()
+    fastac.make_visible(opaque, layout="bhsd", dropout=None)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = [distribute_tensor(t.detach(), mesh, [Replicate()]).requires_grad_() for t in inputs().values()]
+        with pytest.raises(fastac.PolicyNotAppliedError, match=opaque.__qualname__):
+            fastac.checkpoint(lambda *qkv: opaque.apply(*qkv)[0], *sharded)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# Under torch.compile
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attention = attention
+        self.out = torch.nn.Linear(8, 8)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.out(self.attention(torch.tanh(query), key, value)[0])
+
+
+@pytest.mark.parametrize("compiled", ["block", "model"])
+def test_traced_it_is_recomputed_with_a_warning(compiled: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A Function that dynamo traces through, as it does through Triton kernels."""
+
+    class Traceable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            output, statistics = support.attention_math(q, k, v)
+            ctx.save_for_backward(q, k, v, output, statistics)
+            return output, statistics
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+            return support.attention_math_backward(grad, *ctx.saved_tensors)
+
+    torch._dynamo.reset()
+    name = f"traceable_{uuid.uuid4().hex[:8]}"
+    fastac.make_visible(Traceable, name=name, key="k", layout="bhsd", dropout=None)
+    torch.manual_seed(0)
+    layer, data = Layer(Traceable.apply), inputs()
+    reference = train_step(layer, data)
+    region: Any = functools.partial(fastac.checkpoint, layer)
+    if compiled == "block":
+        layer.compile(backend="aot_eager")
+    else:
+        region = torch.compile(region, backend="aot_eager")
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        found = train_step(region, data)
+    assert max(support.relative_error(found[key], reference[key]) for key in found) < 1e-5
+    assert any(name in message and "recompute" in message for message in caplog.messages)
+
+
+def test_behind_a_graph_break_it_is_saved(counted: Counter[str]) -> None:
+    """A kernel that dynamo cannot trace runs eagerly between two graphs."""
+    torch._dynamo.reset()
+    opaque = function()
+    fastac.make_visible(opaque, key="k", layout="bhsd", dropout=None)
+    torch.manual_seed(0)
+    layer, data = Layer(torch.compiler.disable(opaque.apply)), inputs()
+    reference = train_step(layer, data)
+    layer.compile(backend="aot_eager")
+    for _ in range(2):
+        counted.clear()
+        found = train_step(functools.partial(fastac.checkpoint, layer), data)
+        assert max(support.relative_error(found[key], reference[key]) for key in found) < 1e-6
+    assert counted == {KERNEL: 1}

@@ -1,0 +1,456 @@
+"""What torch lets users do around a checkpointed region, and what a region holds: tests/engine/test_hazards.py has
+what went wrong once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastac
+from fastac import FastacError
+from tests import support
+from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact
+from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, custom_attention, stack, stack_inputs, train_step
+
+# As torch.utils.checkpoint.checkpoint is called
+
+
+class ScaledBlock(AttentionBlock):
+    """Called in other ways than block(video, text)."""
+
+    def scaled(self, video: torch.Tensor, text: torch.Tensor, *, scale: float = 1.0, extra: Any = None) -> torch.Tensor:
+        return self.forward(video, text) * scale + (extra["shift"] if extra else 0)
+
+
+CALLABLES: dict[str, Callable[[ScaledBlock], Callable[..., torch.Tensor]]] = {
+    "module": lambda block: block,
+    "bound __call__": lambda block: block.__call__,  # Cosmos3 and PRX in diffusers
+    "partial of a method": lambda block: functools.partial(block.scaled, scale=0.5),
+    "closure": lambda block: lambda video, text: block(video, text),
+}
+
+
+@pytest.mark.parametrize("kind", CALLABLES)
+def test_callables(kind: str, attention_executions: Counter[str]) -> None:
+    """With the options of torch's own function, which may be given and change nothing here."""
+    inputs = stack_inputs()
+    torch.manual_seed(0)
+    block = ScaledBlock()
+    function = CALLABLES[kind](block)
+    options = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default", "early_stop": True}
+
+    def step(call: Callable[..., torch.Tensor]) -> support.Tensors:
+        block.zero_grad()
+        found = train_step(lambda video, text: call(video, text=text), inputs)
+        return found | support.gradients(support.leaves_of(block, {}))
+
+    reference = step(function)
+    for _ in range(2):
+        attention_executions.clear()
+        assert_same(step(functools.partial(fastac.checkpoint, function, **options)), reference)
+        assert attention_executions == {CPU_ATTENTION: 2}
+
+
+def test_arguments_and_outputs_of_any_structure(attention_executions: Counter[str]) -> None:
+    """Keyword arguments (WanAnimate2 passes them), tensors in a dict; a dict, a tuple, None and a number come out."""
+
+    class Structured(ScaledBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor, extra: Any) -> Any:
+            output = AttentionBlock.forward(self, video, text) + extra["shift"]
+            return {"video": output, "both": (output[:, :3], None, [output.mean()]), "count": 3}
+
+    nested = {**stack_inputs(), "extra": {"shift": torch.randn(support.WIDTH, requires_grad=True)}}
+    torch.manual_seed(0)
+    block = Structured()
+    reference = train_step(block, nested)
+    attention_executions.clear()
+    found = train_step(functools.partial(fastac.checkpoint, block), nested)
+    assert_same(found, {name: tensor for name, tensor in reference.items() if name in found})
+    assert len(found) == 6
+    assert attention_executions == {CPU_ATTENTION: 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_reentrant": True}, "use_reentrant"),
+        ({"context_fn": lambda: None}, "context_fn"),
+        ({"policy": "attention"}, r"'attention'.*attn_only"),
+    ],
+    ids=["use_reentrant", "context_fn", "policy"],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_options_that_cannot_be_honoured(options: dict[str, Any], message: str, compiled: bool) -> None:
+    """In a graph of dynamo's as well, which would have no use for them."""
+
+    def run(video: torch.Tensor, text: torch.Tensor) -> Any:
+        return fastac.checkpoint(block, video, text, **options)
+
+    block = AttentionBlock()
+    torch._dynamo.reset()
+    with pytest.raises(FastacError, match=message):
+        (torch.compile(run, backend="aot_eager") if compiled else run)(**stack_inputs())
+
+
+# What users do around it
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.utils.checkpoint.set_checkpoint_early_stop(False),
+        torch.autograd.graph.save_on_cpu,
+        lambda: torch.autograd.set_detect_anomaly(True),
+    ],
+    ids=["early stop off", "save_on_cpu", "anomaly detection"],
+)
+def test_contexts_of_torch(around: Callable[[], Any], attention_executions: Counter[str]) -> None:
+    with around():
+        assert_exact(AttentionBlock, attention_executions, {CPU_ATTENTION: 4})
+
+
+def test_tensor_hook_on_the_attention_output(attention_executions: Counter[str]) -> None:
+    """Set again in recompute, on a graph that nobody walks: it fires once, with the same gradient."""
+    seen: list[torch.Tensor] = []
+
+    def scaled(output: torch.Tensor) -> torch.Tensor:
+        def hook(grad: torch.Tensor) -> torch.Tensor:
+            seen.append(grad.clone())
+            return grad * 0.5
+
+        output.register_hook(hook)
+        return output
+
+    assert_exact(lambda: OneAttention(change=scaled), attention_executions, {CPU_ATTENTION: 2})
+    assert len(seen) == 3 * 2
+    assert_same(dict(enumerate(seen[2:4])), dict(enumerate(seen[:2])))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # this op has no batching rule: one call per sample
+def test_vmap_inside_a_region(attention_executions: Counter[str]) -> None:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(F.scaled_dot_product_attention)(query[None], key[None], value[None])[0]
+
+    assert_exact(lambda: OneAttention(attend), attention_executions, {CPU_ATTENTION: 2})
+
+
+@pytest.mark.parametrize("parts", ["video", "text", "parameters"])
+def test_partial_gradients(parts: str, attention_executions: Counter[str]) -> None:
+    """autograd.grad of some leaves only: autograd does not walk the rest, and early stop ends the recompute sooner."""
+    inputs = stack_inputs()
+
+    def run(policy: str) -> support.Tensors:
+        model = stack(policy=policy)
+        leaves = support.leaves_of(model, inputs)
+        wanted = {name: t for name, t in leaves.items() if name.startswith("input") == (parts != "parameters")}
+        wanted = {name: t for name, t in wanted.items() if parts == "parameters" or name.endswith(parts)}
+        loss = support.loss_of(model(**inputs))
+        return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+    reference = run("none")
+    attention_executions.clear()
+    assert_same(run("attn_only"), reference)
+    assert attention_executions == {CPU_ATTENTION: 4}
+
+
+def test_frozen_model_and_frozen_inputs(attention_executions: Counter[str]) -> None:
+    """Guidance or a reward through a DiT; and as in every real training, no input of the first block requires grad."""
+    frozen = AttentionBlock().requires_grad_(False)
+    assert_exact(lambda: copy.deepcopy(frozen), attention_executions, {CPU_ATTENTION: 4})
+    inputs = {name: tensor.detach() for name, tensor in stack_inputs().items()}
+    reference = train_step(stack(), inputs)
+    attention_executions.clear()
+    assert_same(train_step(stack(policy="attn_only"), inputs), reference)
+    assert attention_executions == {CPU_ATTENTION: 4}
+
+
+def test_two_forwards_before_one_backward(attention_executions: Counter[str]) -> None:
+    first, second = stack_inputs(1), stack_inputs(2)
+
+    def run(policy: str) -> support.Tensors:
+        model = stack(policy=policy)
+        found = train_step(lambda **_: (model(**first), model(**second)), {"first": first, "second": second})
+        return found | support.gradients(support.leaves_of(model, {}))
+
+    reference = run("none")
+    attention_executions.clear()
+    assert_same(run("attn_only"), reference)
+    assert attention_executions == {CPU_ATTENTION: 8}
+
+
+def test_block_called_twice(attention_executions: Counter[str]) -> None:
+    torch.manual_seed(0)
+    block = AttentionBlock()
+    assert_exact(lambda: block, attention_executions, {CPU_ATTENTION: 4})
+
+
+def test_backward_in_another_thread(attention_executions: Counter[str]) -> None:
+    def elsewhere(loss: torch.Tensor) -> None:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    assert_exact(AttentionBlock, attention_executions, {CPU_ATTENTION: 4}, backward=elsewhere)
+
+
+@pytest.mark.parametrize("min_kv", [0, 10, 1000])
+@pytest.mark.filterwarnings("ignore")
+def test_a_gradient_taken_inside_a_region(min_kv: int) -> None:
+    """torch recomputes the region while its forward is still open: that must free nothing and record nothing."""
+
+    class GradientInside(torch.nn.Module):
+        """Differentiates its own attention, as gradient penalties do, and attends again afterwards."""
+
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            query = video.unflatten(-1, (2, -1)).transpose(1, 2)
+            leaf = query.detach().requires_grad_()
+            key = text.unflatten(-1, (2, -1)).transpose(1, 2)
+            inner = F.scaled_dot_product_attention(leaf, leaf, leaf) + F.scaled_dot_product_attention(leaf, key, key)
+            (gradient,) = torch.autograd.grad(inner.square().sum(), leaf)
+            output = F.scaled_dot_product_attention(query, key, key) * gradient.detach()
+            return video + output.transpose(1, 2).flatten(2)
+
+    inputs = stack_inputs()
+    reference = train_step(GradientInside(), inputs)
+    region = functools.partial(fastac.checkpoint, GradientInside(), policy=fastac.Policy("attn_only", min_kv=min_kv))
+    assert_same(train_step(region, inputs), reference)
+
+
+# What ops return, and raise
+
+
+@pytest.mark.parametrize("returns", ["Tensor", "Tensor[]", "(Tensor, int, Tensor)", "(Tensor, Tensor)"])
+def test_output_structure(returns: str, attention_executions: Counter[str]) -> None:
+    """A replayed call returns what the kernel returned: one tensor, a list, a tuple with numbers in it, or a slice of
+    a larger buffer (a kernel that pads the head dim)."""
+    name = "returns_" + "".join(character if character.isalnum() else "_" for character in returns)
+    library = torch.library.Library(support.NAMESPACE, "FRAGMENT")
+    library.define(f"{name}(Tensor query, Tensor key, Tensor value) -> {returns}")
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        support.executions[name] += 1
+        output, statistics = support.attention_math(query, key, value)
+        kinds = {"Tensor": output, "Tensor[]": [output, statistics], "(Tensor, int, Tensor)": (output, 3, statistics)}
+        return kinds.get(returns, (F.pad(output, (0, 8))[..., :-8], statistics))
+
+    library.impl(name, kernel, "CPU")
+    op = getattr(torch.ops.fastac_tests, name).default
+    fastac.register(
+        fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None)
+    )
+    seen = []
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            found = op(query, key, value)
+            output = found if returns == "Tensor" else found[0]
+            parts = [] if returns == "Tensor" else [type(item) for item in found]
+            seen.append([type(found), output.stride(), *parts])
+            ctx.save_for_backward(query, key, value, output, support.attention_math(query, key, value)[1])
+            return output.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return support.attention_math_backward(grad, *ctx.saved_tensors)
+
+    assert_exact(lambda: OneAttention(Attention.apply), attention_executions, {name: 2})
+    assert all(one == seen[0] for one in seen)
+    library._destroy()
+
+
+class FailsOnCall(OneAttention):
+    """Raises after its attention, in the calls whose numbers are in `failing`."""
+
+    def __init__(self) -> None:
+        super().__init__(change=self.fail)
+        self.calls, self.failing = 0, set()
+
+    def fail(self, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls in self.failing:
+            raise ZeroDivisionError("on purpose")
+        return output
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["in forward", "in recompute"])
+@pytest.mark.parametrize("known", [False, True], ids=["first region", "known region"])
+def test_exception_leaves_nothing_open(failing: int, known: bool) -> None:
+    """The fixture of every test looks for what is open; the next step is exact."""
+    inputs = stack_inputs()
+    reference = train_step(stack(layers=1, block=FailsOnCall), inputs)
+    model = stack(layers=1, block=FailsOnCall, policy="attn_only")
+    if known:
+        train_step(model, inputs)
+    model.blocks[0].failing = {model.blocks[0].calls + failing}
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        train_step(model, inputs)
+    assert_same(train_step(model, inputs), reference)
+
+
+def test_kernel_that_raises_and_is_caught(attention_executions: Counter[str]) -> None:
+    """A fallback within the block is recorded like any other call."""
+    library = torch.library.Library(support.NAMESPACE, "FRAGMENT")
+    library.define("raises(Tensor query, Tensor key, Tensor value) -> Tensor")
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("no kernel for this shape")
+
+    library.impl("raises", kernel, "CPU")
+    fastac.register(fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name="raises", dropout=None))
+
+    def with_fallback(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.ops.fastac_tests.raises(query.detach(), key.detach(), value.detach())
+        except NotImplementedError:
+            return F.scaled_dot_product_attention(query, key, value)
+
+    assert_exact(lambda: OneAttention(with_fallback), attention_executions, {CPU_ATTENTION: 2})
+    library._destroy()
+
+
+# Memory
+
+
+def _tensors_of_python() -> list[torch.Tensor]:
+    """Those with memory of their own: what vmap of another test left behind has none."""
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return [tensor for tensor in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(tensor)]
+
+
+class NewStorages(TorchDispatchMode):
+    """Weak references to the storages that were not there when this was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors_of_python()}
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in support.flat_tensors(outputs, "").values():
+            self.add(tensor)
+        return outputs
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.before:
+            self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def sizes(self) -> list[int]:
+        """Of the new storages that live. Python's tensors count: a copy made below the mode was not seen by it."""
+        for tensor in _tensors_of_python():
+            self.add(tensor)
+        return [nbytes for reference, nbytes in self.seen.values() if not reference.expired()]
+
+
+def held_bytes(block: torch.nn.Module, policy: Any, known: bool) -> tuple[int, int]:
+    """Bytes that one region adds: after its forward, and after its output was dropped without a backward.
+
+    Without the garbage collector, which in training comes when it likes. The output itself is not counted.
+    known: the region is not the first of its kind, which is watched.
+    """
+    inputs = stack_inputs()
+
+    def forward() -> torch.Tensor:
+        # The generator's state, which torch keeps for each region, is none of fastac's bytes.
+        return fastac.checkpoint(block, **inputs, policy=policy, preserve_rng_state=False)
+
+    if known:
+        forward()
+    gc.collect()
+    gc.disable()
+    try:
+        with NewStorages() as storages:
+            output = forward()
+        held = sum(storages.sizes()) - output.untyped_storage().nbytes()
+        del output
+        return held, sum(storages.sizes())
+    finally:
+        gc.enable()
+
+
+ROW_BYTES = support.VIDEO_TOKENS * 4  # of one float per query
+CALL_BYTES = support.WIDTH * ROW_BYTES + 2 * ROW_BYTES  # the output, and statistics per query and head
+
+
+@pytest.mark.parametrize(
+    ("policy", "calls", "known"),
+    [("attn_only", 2, True), ("attn_only", 2, False), (OWN_ALONE, 1, True), ("full", 0, True)],
+    ids=str,
+)
+def test_held_bytes_are_those_of_outputs_and_statistics(policy: Any, calls: int, known: bool) -> None:
+    """To the byte. Nothing else of the region lives on after its forward, and nothing after its output is dropped."""
+    assert held_bytes(AttentionBlock(), policy, known) == (calls * CALL_BYTES, 0)
+
+
+def test_held_bytes_of_outputs_that_nobody_guards() -> None:
+    """A copy is kept in the place of the output, not beside it."""
+    attend = custom_attention("held")
+    dropout_mask_bytes = 2 * support.VIDEO_TOKENS * ROW_BYTES  # the third output of this op
+    expected = CALL_BYTES + dropout_mask_bytes
+    assert held_bytes(OneAttention(attend, change=torch.neg), "attn_only", True) == (expected, 0)
+
+
+def test_outputs_are_freed_one_by_one_during_backward() -> None:
+    """Peak memory: what a region holds goes with its graph, block by block."""
+    model = stack(layers=3, policy="attn_only")
+    inputs = stack_inputs()
+    train_step(model, inputs)
+    gc.disable()
+    alive: list[int] = []
+    try:
+        with NewStorages() as storages:
+            outputs = model(**inputs)
+        references = [ref for ref, size in storages.seen.values() if size == 2 * ROW_BYTES and not ref.expired()]
+        for block in model.blocks:  # called when a block's backward has reached its first operation
+            block.norms[0].weight.register_post_accumulate_grad_hook(
+                lambda _: alive.append(sum(not ref.expired() for ref in references))
+            )
+        support.loss_of(outputs).backward()
+    finally:
+        gc.enable()
+    assert len(references) == 6
+    assert alive == sorted(alive, reverse=True)
+    assert alive[-1] <= 2
+    assert not any(not ref.expired() for ref in references)
+
+
+def test_graph_of_a_recompute_goes_with_it() -> None:
+    """An output that is kept for a second backward is handed out as a fresh alias: the graph that the recompute builds
+    behind it would otherwise live on the tape, with everything that it saved."""
+    graphs: list[weakref.ref[Counter[str]]] = []
+
+    def mark(output: torch.Tensor) -> torch.Tensor:
+        assert output.grad_fn is not None
+        output.grad_fn.metadata["mark"] = alive = Counter()
+        graphs.append(weakref.ref(alive))
+        return output
+
+    model = stack(layers=1, policy="attn_only", block=lambda: OneAttention(change=mark))
+    loss = support.loss_of(model(**stack_inputs()))
+    loss.backward(retain_graph=True)
+    of_forward, of_recompute = graphs
+    assert of_forward() is not None
+    assert of_recompute() is None
+
+
+def test_what_is_known_about_a_block_does_not_keep_it() -> None:
+    model = stack(policy="attn_only")
+    train_step(model, stack_inputs())
+    blocks = [weakref.ref(block) for block in model.blocks]
+    del model
+    gc.collect()
+    assert [block() for block in blocks] == [None, None]

@@ -1,0 +1,102 @@
+"""Models as fastac.enable meets them: a diffusers model, one whose blocks are named, and either with wrapped blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import ModelMixin
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+
+import fastac
+from tests import support
+from tests.support import CPU_ATTENTION, train_step
+
+
+class Diffuser(ModelMixin, ConfigMixin):
+    """The least that diffusers asks of a model with gradient checkpointing. bound: hands over `block.__call__`."""
+
+    _supports_gradient_checkpointing = True
+
+    @register_to_config
+    def __init__(self, layers: int = 2, bound: bool = False) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+        self.bound = bound
+        self.blocks = torch.nn.ModuleList(support.AttentionBlock() for _ in range(layers))
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if torch.is_grad_enabled() and self.gradient_checkpointing:
+                video = self._gradient_checkpointing_func(block.__call__ if self.bound else block, video, text)
+            else:
+                video = block(video, text)
+        return video
+
+
+def diffuser(kind: type[Diffuser] = Diffuser, **options: Any) -> Diffuser:
+    torch.manual_seed(0)
+    return kind(**options).train()
+
+
+def alone(block: torch.nn.Module) -> torch.nn.Module:
+    """As accelerate's FSDP2 plugin wraps with `activation_checkpointing`."""
+    return checkpoint_wrapper(block, preserve_rng_state=False)
+
+
+def offloaded(block: torch.nn.Module) -> torch.nn.Module:
+    """The same with `activation_checkpointing_offload`."""
+    return offload_wrapper(alone(block))
+
+
+def wrap_blocks(model: Any, wrap: Callable[[torch.nn.Module], torch.nn.Module] = alone) -> Any:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = wrap(block)
+    return model
+
+
+class Host(NamedTuple):
+    """make: a model of two blocks, `blocks`, of two attention calls each. blocks: what enable is called with.
+
+    executions: of attention in a step without fastac, where wrapped blocks are checkpointed in full.
+    """
+
+    make: Callable[[], Any]
+    blocks: str | None = None
+    executions: int = 4
+
+    def enable(self, model: Any, policy: Any = "attn_only") -> None:
+        fastac.enable(model, policy, blocks=self.blocks)
+
+
+HOSTS = {
+    "diffusers": Host(diffuser),
+    "diffusers, bound methods": Host(lambda: diffuser(bound=True)),
+    "blocks": Host(support.stack, "blocks"),
+    "wrapped blocks": Host(lambda: wrap_blocks(support.stack()), "blocks", 8),
+    "diffusers, wrapped blocks": Host(lambda: wrap_blocks(diffuser()), None, 8),
+    "diffusers, offloaded blocks": Host(lambda: wrap_blocks(diffuser(), offloaded), None, 8),
+}
+
+
+def plain(found: support.Tensors) -> support.Tensors:
+    """The names of tensors without those of wrappers."""
+    wrappers = ("_checkpoint_wrapped_module.", "_orig_mod.")
+    return {name.replace(wrappers[0], "").replace(wrappers[1], ""): tensor for name, tensor in found.items()}
+
+
+def reference() -> support.Tensors:
+    """A step of these models without checkpointing: all have the weights of the same seed."""
+    return train_step(support.stack(), support.stack_inputs())
+
+
+def step_of(model: torch.nn.Module, executions: Counter[str]) -> int:
+    """How many attention kernels one training step runs, which must be that of the reference."""
+    executions.clear()
+    found = train_step(model, support.stack_inputs())
+    count = executions[CPU_ATTENTION]
+    support.assert_same(plain(found), reference())
+    return count

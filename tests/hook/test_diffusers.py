@@ -1,0 +1,237 @@
+"""enable as the gradient checkpointing function of a diffusers model: its own switches, wrappers around it, refusals."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import ModelMixin
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fastac
+from fastac import Policy
+from tests import support
+from tests.hook.hosts import Diffuser, diffuser, plain, step_of
+from tests.model_state import state_of
+from tests.support import CPU_ATTENTION, assert_same, stack_inputs, train_step
+
+WAN = "WanTransformer3DModel"
+
+
+# diffusers' own switches
+
+
+def test_disable_restores_the_user_s_own_checkpointing(attention_executions: Counter[str]) -> None:
+    def mine(block: Any, *args: Any) -> Any:
+        return torch_checkpoint(block, *args, use_reentrant=False)
+
+    model = diffuser()
+    model.enable_gradient_checkpointing(gradient_checkpointing_func=mine)
+    before = state_of(model)
+    fastac.enable(model)
+    assert step_of(model, attention_executions) == 4
+    fastac.disable(model)
+    assert state_of(model) == before
+    assert model._gradient_checkpointing_func is mine
+    assert step_of(model, attention_executions) == 8
+
+
+def test_disable_restores_a_checkpointing_that_was_switched_off() -> None:
+    """Also of a module with a switch of its own: diffusers sets its function on every one, where there was none too."""
+    model = diffuser()
+    model.blocks[1].gradient_checkpointing = False
+    model.enable_gradient_checkpointing()
+    model.disable_gradient_checkpointing()
+    before = state_of(model)
+    fastac.enable(model)
+    fastac.disable(model)
+    assert state_of(model) == before
+
+
+def test_diffusers_own_disable_works_as_without_fastac(attention_executions: Counter[str]) -> None:
+    """A model whose checkpointing was disabled opens no region, and that is right."""
+    model = diffuser()
+    fastac.enable(model)
+    step_of(model, attention_executions)
+    model.disable_gradient_checkpointing()
+    assert step_of(model, attention_executions) == 4
+    assert not fastac.report(model).active
+    fastac.enable(model, "full")
+    assert step_of(model, attention_executions) == 8
+
+
+def test_checkpointing_enabled_again_without_fastac(attention_executions: Counter[str]) -> None:
+    model = diffuser()
+    fastac.enable(model)
+    step_of(model, attention_executions)
+    model.enable_gradient_checkpointing()
+    with pytest.raises(fastac.PolicyNotAppliedError, match="without fastac"):
+        model(**stack_inputs())
+    assert "without fastac" in fastac.report(model).problem
+    with torch.no_grad():
+        model(**stack_inputs())
+    fastac.disable(model)
+    assert model.is_gradient_checkpointing, "the user's new checkpointing stays"
+    assert step_of(model, attention_executions) == 8
+    fastac.enable(model)
+    assert step_of(model, attention_executions) == 4
+
+
+# What is refused
+
+
+class WithoutSupport(Diffuser):
+    _supports_gradient_checkpointing = False
+
+
+class WithoutBlocks(ModelMixin, ConfigMixin):
+    _supports_gradient_checkpointing = True
+
+    @register_to_config
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (support.stack, r"AttentionStack.*enable_gradient_checkpointing.*blocks="),
+        (WithoutSupport, r"WithoutSupport.*blocks="),
+        (WithoutBlocks, r"WithoutBlocks.*blocks="),
+    ],
+)
+def test_a_model_that_cannot_be_enabled(build: Any, message: str) -> None:
+    model = build()
+    before = state_of(model)
+    with pytest.raises(fastac.FastacError, match=message):
+        fastac.enable(model)
+    assert state_of(model) == before
+
+
+class Pipeline:
+    transformer = torch.nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(("model", "message"), [(None, "NoneType"), (Pipeline(), "transformer"), (Diffuser, "model")])
+def test_what_is_no_model(model: Any, message: str) -> None:
+    with pytest.raises(fastac.FastacError, match=message):
+        fastac.enable(model)
+
+
+@pytest.mark.parametrize("backend", ["_native_math", "sage"])
+def test_a_backend_that_cannot_be_honoured_is_refused_before_training(backend: str) -> None:
+    """With the module's name and what works here; the model is as it was."""
+    model, _ = support.build(WAN)
+    model.blocks[1].attn1.processor._attention_backend = backend
+    before = state_of(model)
+    with pytest.raises(fastac.UnsupportedBackendError, match=rf"{backend}(.|\n)*blocks\.1\.attn1"):
+        fastac.enable(model)
+    assert state_of(model) == before
+    if backend == "_native_math":  # which trains
+        fastac.enable(model, "full")
+
+
+# Ways that models call their blocks
+
+
+def test_a_block_that_attends_nowhere_is_no_error() -> None:
+    class AttentionFree(support.AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return F.gelu(self.ffn(video))
+
+    model = diffuser()
+    model.blocks[1] = AttentionFree()
+    fastac.enable(model)
+    for _ in range(2):
+        model(**stack_inputs()).sum().backward()
+    assert fastac.report(model).rows[0].attention_calls == 2
+
+
+def test_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """One line for enable, one for what the first region of each kind saves; no warning in a normal run."""
+    caplog.set_level(logging.INFO, "fastac")
+    model = diffuser()
+    fastac.enable(model)
+    for _ in range(3):
+        train_step(model, stack_inputs())
+    fastac.report(model)
+    fastac.disable(model)
+    assert len(caplog.records) == 2
+    assert all(record.levelname == "INFO" for record in caplog.records)
+    assert "Diffuser: policy attn_only" in caplog.messages[0]
+    assert "blocks.0: 2 attention calls, 2 saved" in caplog.messages[1]
+
+
+class Engine(torch.nn.Module):
+    """Holds a model as `module`, and is none of torch's own wrappers."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self.module(**kwargs)
+
+
+def peft_model(model: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["to_q", "to_v"], init_lora_weights=False))
+
+
+WRAPPERS: dict[str, Any] = {
+    "peft": peft_model,
+    "engine": Engine,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_model_is_enabled_inside(wrapper: str, attention_executions: Counter[str]) -> None:
+    """Block names are those of the model inside, whatever it is wrapped in."""
+    model, inputs = support.build(WAN)
+    wrapped = WRAPPERS[wrapper](model)
+    before = state_of(model)
+    expected = train_step(wrapped, inputs)
+    for policy, executions in (("attn_only", 4), ({"blocks.0": "full", "*": "attn_only"}, 6)):
+        fastac.enable(wrapped, policy)
+        attention_executions.clear()
+        found = train_step(wrapped, inputs)
+        assert attention_executions == {CPU_ATTENTION: executions}
+        assert_same(found, expected)
+        report = fastac.report(wrapped)
+        assert (report.model_class, report.active) == (WAN, True)
+        assert [row.container for row in report.rows] == ["blocks"]
+    fastac.disable(wrapped)
+    assert state_of(model) == before
+    for per_block in (False, True):
+        assert fastac.verify(wrapped, **inputs, per_block=per_block).saved == 4
+    assert not fastac.report(wrapped).active
+
+
+def test_a_diffusers_model_may_be_enabled_by_its_blocks(attention_executions: Counter[str]) -> None:
+    """Nothing is left of being enabled as a whole."""
+    model = diffuser()
+    before = state_of(model)
+    for blocks, policy, executions in (("blocks", "full", 8), (None, "attn_only", 4), ("blocks.1", "full", 6)):
+        fastac.enable(model, policy, blocks=blocks)
+        assert step_of(model, attention_executions) == executions
+    fastac.disable(model)
+    assert state_of(model) == before
+
+
+def test_saves_by_length_of_a_real_model(attention_executions: Counter[str]) -> None:
+    """128 video tokens attend to themselves and to 12 of text."""
+    model, inputs = support.build(WAN)
+    expected = plain(train_step(model, inputs))
+    for min_kv, executions in ((12, 4), (13, 6)):
+        fastac.enable(model, Policy("attn_only", min_kv=min_kv))
+        attention_executions.clear()
+        assert_same(train_step(model, inputs), expected)
+        assert attention_executions == {CPU_ATTENTION: executions}

@@ -1,0 +1,240 @@
+"""What enable and disable promise, whatever calls the blocks: diffusers, their own forward, or torch's wrapper."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import fastac
+from fastac import Policy
+from tests import support
+from tests.hook.hosts import HOSTS, Host, alone, diffuser, plain, reference, step_of, wrap_blocks
+from tests.model_state import state_of
+from tests.support import assert_same, stack_inputs, train_step
+
+MIXED = {"blocks.0": "full", "*": "attn_only"}
+
+
+@pytest.fixture(params=HOSTS)
+def host(request: pytest.FixtureRequest) -> Host:
+    return HOSTS[request.param]
+
+
+def functions_of(model: torch.nn.Module) -> list[Any]:
+    """What wrappers checkpoint with."""
+    return [module.checkpoint_fn for module in model.modules() if hasattr(module, "checkpoint_fn")]
+
+
+def test_policies_and_the_way_back(host: Host, attention_executions: Counter[str]) -> None:
+    """Attention runs as often as a policy says, policies can be switched, and disable restores every attribute."""
+    model = host.make()
+    before, keys, functions = state_of(model), list(model.state_dict()), functions_of(model)
+    long = Policy("attn_only", min_kv=support.TEXT_TOKENS + 1)
+    for policy, executions in (("attn_only", 4), ("full", 8), (long, 6), (MIXED, 6), ("attn_only", 4)):
+        host.enable(model, policy)
+        for _ in range(2):
+            assert step_of(model, attention_executions) == executions, policy
+    assert list(model.state_dict()) == keys
+    once = state_of(model)
+    host.enable(model)
+    assert {name: state for name, state in state_of(model).items()}.keys() == once.keys()
+    assert len(model._forward_pre_hooks) == len(once[""][5]), "enabled twice is enabled once"
+    fastac.disable(model)
+    assert state_of(model) == before
+    assert functions_of(model) == functions
+    assert step_of(model, attention_executions) == host.executions
+    fastac.disable(model)
+    assert state_of(model) == before
+
+
+def test_without_gradients_it_is_left_alone(host: Host) -> None:
+    model = host.make()
+    expected = reference()["output"]
+    host.enable(model)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(model(**stack_inputs()), expected)
+    assert fastac.report(model).rows[0].blocks_seen == 0
+
+
+def test_the_first_pattern_that_matches_counts(host: Host, attention_executions: Counter[str]) -> None:
+    model = host.make()
+    host.enable(model, {"blocks.1": "full", "blocks.?": "attn_only"})
+    assert step_of(model, attention_executions) == 6
+    (row,) = fastac.report(model).rows
+    assert (row.blocks, row.blocks_full, row.saved) == (2, 1, 2)
+    assert "mixed" in fastac.report(model).policy
+
+
+@pytest.mark.parametrize("policy", ["attn_only", MIXED], ids=str)
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_and_pickles(host: Host, way: str, policy: Any, attention_executions: Counter[str]) -> None:
+    """A copy trains by itself, with its own weights, and is disabled by itself."""
+    model = host.make()
+    host.enable(model, policy)
+    executions = step_of(model, attention_executions)
+    if way == "deepcopy":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert step_of(other, attention_executions) == executions
+    (row,) = fastac.report(other).rows
+    assert (row.blocks, row.saved) == (2, 4 if policy == "attn_only" else 2)
+    fastac.disable(other)
+    assert step_of(other, attention_executions) == host.executions
+    assert step_of(model, attention_executions) == executions
+    with torch.no_grad():
+        next(other.blocks.parameters()).zero_()
+    assert not torch.equal(train_step(other, stack_inputs())["output"], reference()["output"])
+    assert step_of(model, attention_executions) == executions
+
+
+def test_a_block_that_was_exchanged(host: Host, attention_executions: Counter[str]) -> None:
+    """It is checkpointed as well, or an error says that it is not; enabled again, it is. verify hides nothing."""
+    model = host.make()
+    host.enable(model, MIXED)
+    model.blocks[1] = support.AttentionBlock()
+    for call in (model, lambda **inputs: fastac.verify(model, **inputs), model):
+        with pytest.raises(fastac.FastacError, match=r"blocks\.1|exchanged"):
+            call(**stack_inputs())
+    host.enable(model, MIXED)
+    attention_executions.clear()
+    train_step(model, stack_inputs())
+    assert attention_executions.total() == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrap"),
+    [("diffusers", alone), ("blocks", alone), ("diffusers", lambda block: torch.compile(block, backend="eager"))],
+    ids=["diffusers", "blocks", "diffusers, compiled"],
+)
+def test_blocks_that_are_wrapped_after_enable(kind: str, wrap: Any, attention_executions: Counter[str]) -> None:
+    torch._dynamo.reset()
+    model = HOSTS[kind].make()
+    HOSTS[kind].enable(model, MIXED)
+    wrap_blocks(model, wrap)
+    train_step(model, stack_inputs())
+    assert step_of(model, attention_executions) == 6
+
+
+def test_a_refused_change_leaves_what_was_enabled(host: Host, attention_executions: Counter[str]) -> None:
+    model = host.make()
+    host.enable(model)
+    before = state_of(model)
+    for wrong in (
+        "attention",
+        None,
+        3,
+        {"blocks.0": "attn_only"},
+        {"layers.*": "full", "*": "attn_only"},
+        {"*": "attention"},
+        {"*": "attn_only", "blocks.0": "full"},
+        {},
+    ):
+        with pytest.raises(fastac.FastacError):
+            host.enable(model, wrong)
+        assert state_of(model) == before
+    assert step_of(model, attention_executions) == 4
+
+
+def test_verify_leaves_it_as_it_was(host: Host, attention_executions: Counter[str]) -> None:
+    """It compares with no checkpointing, also where wrappers checkpoint by themselves."""
+    model = host.make()
+    before, functions = state_of(model), functions_of(model)
+    found = fastac.verify(model, **stack_inputs(), blocks=host.blocks)
+    assert (found.reference_executions, found.policy_executions, found.saved) == ((4, 0), (4, 0), 4)
+    assert (state_of(model), functions_of(model)) == (before, functions)
+    host.enable(model, MIXED)
+    enabled = state_of(model)
+    assert fastac.verify(model, **stack_inputs()).policy_executions == (4, 2), "the policy it is enabled with"
+    assert state_of(model).keys() == enabled.keys()
+    assert step_of(model, attention_executions) == 6
+    fastac.disable(model)
+    assert state_of(model) == before
+
+
+def test_two_models_at_once(host: Host, attention_executions: Counter[str]) -> None:
+    """A student and a teacher of one class: what is known about the one does not pass for the other."""
+    one, other = host.make(), host.make()
+    host.enable(one)
+    host.enable(other, Policy("attn_only", min_kv=support.TEXT_TOKENS + 1))
+    for _ in range(2):
+        assert step_of(one, attention_executions) == 4
+        assert step_of(other, attention_executions) == 6
+    both = torch.nn.ModuleDict({"one": one, "other": other})
+    attention_executions.clear()
+    found = train_step(lambda **inputs: (both["one"](**inputs), both["other"](**inputs)), stack_inputs())
+    assert torch.equal(found["output.0"], found["output.1"])
+    assert attention_executions.total() == 10
+
+
+@pytest.mark.parametrize("order", ["compiled first", "enabled first"])
+@pytest.mark.parametrize("host", [HOSTS["diffusers"], HOSTS["blocks"]], ids=["diffusers", "blocks"])
+def test_compiled_blocks(host: Host, order: str, attention_executions: Counter[str]) -> None:
+    """The first step may look at them once more; the second is counted. `block.compile` changes no module."""
+    steps = []
+    for enabled in (False, True):
+        torch._dynamo.reset()
+        model = host.make()
+        if enabled and order == "enabled first":
+            host.enable(model)
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        if enabled and order == "compiled first":
+            host.enable(model)
+        train_step(model, stack_inputs())
+        attention_executions.clear()
+        steps.append(plain(train_step(model, stack_inputs())))
+    assert attention_executions.total() == 4
+    assert max(support.relative_error(steps[1][name], steps[0][name]) for name in steps[0]) < 1e-6
+
+
+# Checkpoints of somebody else
+
+
+@pytest.mark.parametrize("enabled_first", [True, False])
+def test_blocks_that_are_wrapped_and_checkpointed_by_the_model(enabled_first: bool) -> None:
+    """diffusers' own checkpointing around torch's wrappers would run every block three times."""
+    model = diffuser()
+    if enabled_first:
+        fastac.enable(model, blocks="blocks")
+    model.enable_gradient_checkpointing()
+    with pytest.raises(fastac.FastacError, match=r"twice|switched on|itself"):
+        if not enabled_first:
+            fastac.enable(model, blocks="blocks")
+        train_step(model, stack_inputs())
+
+
+def test_models_inside_a_model(attention_executions: Counter[str]) -> None:
+    """A parent undoes what its parts were given, and verify takes each part under its own policy."""
+
+    class Pair(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = support.stack(), support.stack(seed=1)
+
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(video, text), text)
+
+    model, inputs = Pair(), stack_inputs()
+    before = state_of(model)
+    expected = train_step(model, inputs)
+    fastac.enable(model.first, "full", blocks="blocks")
+    fastac.enable(model.second, "attn_only", blocks="blocks")
+    enabled = state_of(model)
+    assert fastac.verify(model, **inputs).saved == 4
+    assert fastac.verify(model, policy="attn_only", **inputs).saved == 8
+    assert state_of(model) == enabled
+    attention_executions.clear()
+    assert_same(train_step(model, inputs), expected)
+    assert attention_executions.total() == 8 + 4
+    fastac.disable(model)
+    assert state_of(model) == before
