@@ -23,7 +23,7 @@ from fastac import checks, registry
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS
 from fastac.models import MODELS
-from fastac.rows import AttentionOp, DecompositionOp, SelectionOp, Verdict
+from fastac.registry import AttentionOp, DecompositionOp, SelectionOp, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"

@@ -99,7 +99,8 @@ class Enabled:
         else:
             self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(self.model)]
             self.model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
-        for wrapper in [module for module in self.model.modules() if _is_wrapper(module)]:
+        blocks = set(self.blocks.values())
+        for wrapper in [one for one in self.model.modules() if _is_wrapper(one) and inside(one) in blocks]:
             self.take_over(wrapper)
         self.model.register_forward_pre_hook(self.before_forward)
         self.model.register_forward_hook(self.after_forward)
@@ -134,7 +135,6 @@ class Enabled:
         for hooks in (self.model._forward_pre_hooks, self.model._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
-        linear.detach(self.model)
         vars(self.model).pop(_ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
@@ -187,11 +187,12 @@ def _run(enabled: Enabled, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What a model calls for a block. Options of a CheckpointWrapper's torch checkpoint do not get here."""
     if not torch.compiler.is_compiling():
         enabled.opened += 1
-    if inside(function) is not function:  # it calls us for what is inside it, also where it came after `enable`
-        for wrapper in _wrappers_around(function):
-            _refuse_other(wrapper, describe(inside(function)))
-            enabled.take_over(wrapper)
-        return function(*args, **kwargs)
+    wrappers = list(_wrappers_around(function)) if inside(function) is not function else ()
+    for wrapper in wrappers:  # they may have come after `enable`
+        _refuse_other(wrapper, describe(inside(function)))
+        enabled.take_over(wrapper)
+    if wrappers:
+        return function(*args, **kwargs)  # it calls us, for what is inside it
     return checkpoint(function, *args, policy=enabled.policy_of(function), **kwargs)
 
 
@@ -241,11 +242,11 @@ def enable(
     prepare()
     _check_backends(model, named, selected)
     for module in model.modules():
-        if _is_wrapper(module):
+        if _is_wrapper(module) and inside(module) in named.values():
             _refuse_other(module, class_name(inside(module)))
     enabled = Enabled(model, selected, named, by_forward=blocks is not None)
     linear.check_names({block: enabled.policy_of(block) for block in named.values()})
-    disable(model)
+    _detach(model)  # hooks of Linear modules stay: a backward of what was enabled before may need them
     enabled.attach()
     for name, block in named.items():
         record = record_of(block)
@@ -264,7 +265,13 @@ def disable(model: torch.nn.Module) -> None:
         FastacError: what is no module, or a block whose forward was wrapped since.
     """
     check_module(model, "disable")
-    for module in models.unwrapped(model).modules():
+    model = models.unwrapped(model)
+    _detach(model)
+    linear.detach(model)
+
+
+def _detach(model: torch.nn.Module) -> None:
+    for module in model.modules():
         enabled = vars(module).get(_ENABLED)
         if enabled is not None:
             enabled.detach()
@@ -369,11 +376,17 @@ def _wrappers_around(module: Any) -> Iterator[Any]:
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def set_wrappers(model: torch.nn.Module, function: Callable[..., Any]) -> None:
-    """Let every CheckpointWrapper inside a model call a function in the place of torch's checkpoint."""
-    for module in model.modules():
-        if _is_wrapper(module):
-            vars(module)["checkpoint_fn"] = functools.partial(function)
+@contextlib.contextmanager
+def wrappers_idle(model: torch.nn.Module) -> Iterator[None]:
+    """In which no CheckpointWrapper inside a model checkpoints."""
+    before: list[tuple[Any, Any]] = [(one, one.checkpoint_fn) for one in model.modules() if _is_wrapper(one)]
+    try:
+        for wrapper, _ in before:
+            wrapper.checkpoint_fn = functools.partial(call_plainly)
+        yield
+    finally:
+        for wrapper, function in before:
+            wrapper.checkpoint_fn = function
 
 
 @contextlib.contextmanager
@@ -382,15 +395,12 @@ def checkpointing_preserved(model: torch.nn.Module) -> Iterator[None]:
     enabled = enabled_on(model)
     disable(model)
     flags = [(module, module.gradient_checkpointing, _function_of(module)) for module in switches(model)]
-    wrappers: list[tuple[Any, Any]] = [(one, one.checkpoint_fn) for one in model.modules() if _is_wrapper(one)]
     try:
         yield
     finally:
         disable(model)
         for module, flag, function in flags:
             set_switch(module, flag, function)
-        for wrapper, function in wrappers:
-            wrapper.checkpoint_fn = function
         if enabled is not None:
             enabled.attach()
 

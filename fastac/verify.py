@@ -495,14 +495,17 @@ class _Subject:
         return self._compare(self._reference_step, self._policy_step, enabled.policy, self._eager_reference_step)
 
     def _reference_step(self) -> Step:
-        self._disable()
-        if self.blocks is not None and self.reference == "full":
-            hook.enable(self.inner, "full", blocks=self.blocks)
-        elif self.reference == "full":
-            self.inner.enable_gradient_checkpointing(_full_checkpoint)
-        elif self.blocks is None:
-            self.inner.disable_gradient_checkpointing()
-        return run_step(self.model, self.model, self.args, self.kwargs)
+        hook.disable(self.inner)
+        with hook.wrappers_idle(self.inner):
+            if self.blocks is not None and self.reference == "full":
+                hook.enable(self.inner, "full", blocks=self.blocks)
+            elif self.reference == "full":
+                self.inner.enable_gradient_checkpointing(_full_checkpoint)
+            elif self.blocks is None:
+                self.inner.disable_gradient_checkpointing()
+            step = run_step(self.model, self.model, self.args, self.kwargs)
+            hook.disable(self.inner)
+        return step
 
     def _eager_reference_step(self) -> Step:
         with torch.compiler.set_stance("force_eager"):
@@ -516,10 +519,6 @@ class _Subject:
         calls = _decided(self.inner, lambda block: -1, found.graphs).values()
         return dataclasses.replace(found, calls=[call for block in calls for call in block], in_graph=True)
 
-    def _disable(self) -> None:
-        hook.disable(self.inner)
-        hook.set_wrappers(self.inner, hook.call_plainly)
-
     def verify_blocks(self) -> Verification:
         """Each block by itself, on the inputs that it has in a step of the model under full checkpointing."""
         if self.blocks is not None:
@@ -528,9 +527,10 @@ class _Subject:
         enabled = hook.enabled_on(self.inner)
         assert enabled is not None
         regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        self._disable()
-        self.inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
-        _run_forward(self.model, self.args, self.kwargs)
+        hook.disable(self.inner)
+        with hook.wrappers_idle(self.inner):
+            self.inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
+            _run_forward(self.model, self.args, self.kwargs)
         if not self.group.agree(len(regions)):
             raise FastacError("verify(per_block=True): ranks have different numbers of blocks. Verify without it.")
         if not regions:
@@ -542,12 +542,13 @@ class _Subject:
         """One block, or a module that is taken as one."""
 
         def reference_step() -> Step:
-            hook.set_wrappers(block, hook.call_plainly)
             function = _full_checkpoint if self.reference == "full" else hook.call_plainly
-            return run_step(block, function, (block, *args), kwargs)
+            with hook.wrappers_idle(block):
+                return run_step(block, function, (block, *args), kwargs)
 
         def policy_step() -> Step:
-            return run_step(block, functools.partial(checkpoint, policy=policy), (block, *args), kwargs)
+            with hook.wrappers_idle(block):
+                return run_step(block, functools.partial(checkpoint, policy=policy), (block, *args), kwargs)
 
         return self._compare(reference_step, policy_step, policy)
 

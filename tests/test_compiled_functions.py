@@ -22,9 +22,9 @@ from torch.nn.attention import flex_attention as flex
 
 import fastac
 from fastac import diagnosis
-from fastac.autograd_graph import nodes_between, ran_compiled_code
-from fastac.inductor_internals import CompiledCalls
-from fastac.observation import Observer
+from fastac.diagnosis.autograd_graph import nodes_between, ran_compiled_code
+from fastac.compile.torch_private import CompiledCalls
+from fastac.diagnosis.observer import Observer
 from fastac.policy import resolve
 from tests import support
 from tests.support import train_step

@@ -1,7 +1,7 @@
 """What the compiler can do to a policy behind fastac's back is an error: never a second attention that nobody notices.
 
 A memory budget, a partitioner of the user's own, code that is compiled anew between forward and recompute. Each test
-fails when its guard in fastac/compiled_graphs.py is taken out.
+fails when its guard in fastac/graphs.py is taken out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fastac
-from fastac import PolicyNotAppliedError, compiled_graphs, interception
+from fastac import PolicyNotAppliedError
+from fastac.compile import graphs
+from fastac.engine import interception
 from tests import support
 from tests.marks import slow
 from tests.support import assert_same, stack, stack_inputs, train_step
@@ -370,11 +372,11 @@ def test_a_warm_cache_spares_no_decision(tmp_path: Path, monkeypatch: pytest.Mon
             reset()
             model = compile_whole(stack(policy="attn_only"), "inductor")
             train_step(model, stack_inputs())
-            counts.append(sum(len(traced.calls) for traced in compiled_graphs._traced.values()))
+            counts.append(sum(len(traced.calls) for traced in graphs._traced.values()))
             assert executions(model, stack_inputs()) == 4
     assert counts == [4, 4]
 
 
 def test_nothing_is_looked_at_before_something_was_compiled() -> None:
     train_step(stack(policy="attn_only"), stack_inputs())
-    assert compiled_graphs._ran_again not in interception.watchers
+    assert graphs._ran_again not in interception.watchers

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError, hook, registry
-from fastac.compiling import CompiledForward
+from fastac.compile.blocks import CompiledForward
 from fastac.registry import BackendUse
-from fastac.rows import Verdict
+from fastac.registry import Verdict
 from tests import compiler, support
 from tests.marks import slow
 from tests.support import AttentionBlock, assert_same, relative_error, stack_inputs, train_step

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from fastac import models, plugins
+from fastac import models
+from fastac.backends import plugins
 from fastac.backends import LIBRARIES
-from fastac.rows import AttentionOp
+from fastac.registry import AttentionOp
 from tests.backends import packages
 from tests.planned import CAN_NOT_BE_SIMULATED
 

@@ -21,8 +21,9 @@ from torch.utils.flop_counter import (
 )
 
 import fastac
-from fastac import interception, registry
-from fastac.rows import AttentionOp
+from fastac.engine import interception
+from fastac import registry
+from fastac.registry import AttentionOp
 from tests import support
 from tests.support import train_step
 

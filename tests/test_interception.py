@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastac
-from fastac import census, dispatcher_internals, entries, interception, registry
+from fastac.engine import blocks, torch_private, interception
+from fastac import entries, registry
 from fastac.policy import Policy
 from fastac.scopes import Tape, thread
-from fastac.tape import Record
+from fastac.engine.tape import Record
 from tests import support
 
 
@@ -146,7 +147,7 @@ def test_outputs_and_gradients_are_those_of_the_kernel() -> None:
     import sys, torch, torch.nn.functional as F
     if sys.argv[1] == "intercepted":
         import fastac
-        from fastac import interception
+        from fastac.engine import interception
         interception.install()
         assert interception.intercepted()
     torch.set_num_threads(1)
@@ -258,11 +259,11 @@ def test_attention_ops_leave_the_dispatch_key_to_us() -> None:
     code = """
     import fastac
     from fastac import registry
-    from fastac.dispatcher_internals import has_kernel
+    from fastac.engine.torch_private import has_kernel
     print([op.name for op in registry.present_ops() if has_kernel(op.qualified_name, "BackendSelect")])
     """
     assert subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], text=True).strip() == "[]"
-    assert dispatcher_internals.has_kernel(support.CPU_ATTENTION, "BackendSelect")
+    assert torch_private.has_kernel(support.CPU_ATTENTION, "BackendSelect")
 
 
 def test_an_op_that_is_defined_again_is_read_by_its_new_schema() -> None:
@@ -298,7 +299,7 @@ def test_an_op_that_is_defined_again_is_read_by_its_new_schema() -> None:
             return torch.nn.functional.dropout(torch.tanh(op(torch.tanh(query), key, value, *more, 0.3)), 0.3)
 
         reference = support.train_step(region, inputs)
-        census._kinds.clear()
+        blocks._kinds.clear()
         support.assert_same(support.train_step(functools.partial(fastac.checkpoint, region), inputs), reference)
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from fastac import interception, opaque, plugins
+from fastac.engine import interception, opaque
+from fastac.backends import plugins
 
 ROOT = Path(__file__).resolve().parents[1]
 

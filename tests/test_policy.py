@@ -270,7 +270,7 @@ def test_fastac_disable_turns_every_policy_into_full_with_one_log_line() -> None
         import logging
         logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
         import torch, fastac
-        from fastac import tape
+        from fastac.engine import tape
         from fastac.policy import Policy, resolve, resolve_blocks
         from tests import support
 

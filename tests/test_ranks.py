@@ -10,7 +10,8 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 import fastac
-from fastac import errors, ranks
+from fastac import errors
+from fastac.engine import ranks
 
 
 class Block(torch.nn.Module):

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import fastac
-from fastac import preflight, registry
-from fastac.recognition import looks_like_attention_forward
+from fastac import hook, registry
+from fastac.diagnosis.recognition import looks_like_attention_forward
 from fastac.registry import ResolvedOp
-from fastac.rows import AttentionOp, CollectiveOp, DecompositionOp, SelectionOp
+from fastac.registry import AttentionOp, CollectiveOp, DecompositionOp, SelectionOp
 from tests import support
 
 SDPA_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -201,7 +201,7 @@ def test_no_library_is_imported_to_classify_its_ops() -> None:
     fastac.register(row(namespace=r"flash_attn|xformers\w*", name="_flash_attn_forward"))
     before = set(sys.modules)
     registry.present_ops()
-    preflight.unavailable("tests")
+    hook.unavailable("tests")
     assert set(sys.modules) == before
 
 
@@ -303,16 +303,16 @@ def test_an_op_that_writes_its_argument_has_no_row() -> None:
 
 
 def test_sdpa_is_available() -> None:
-    assert preflight.unavailable("sdpa") is None
+    assert hook.unavailable("sdpa") is None
 
 
 def test_a_family_without_rows() -> None:
-    assert preflight.unavailable("nothing") == "fastac has no row for nothing yet"
+    assert hook.unavailable("nothing") == "fastac has no row for nothing yet"
 
 
 def test_a_family_whose_library_is_not_loaded() -> None:
     fastac.register(row(backend="absent"))
-    reason = preflight.unavailable("absent")
+    reason = hook.unavailable("absent")
     assert reason is not None
     assert "no op of absent is loaded in this process" in reason
 
@@ -325,11 +325,11 @@ def test_a_family_without_a_kernel_for_this_machine(
     library.impl("attend", lambda query, key, value: query, "CUDA")
     fastac.register(row(namespace=namespace, backend="gpu_only"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert preflight.unavailable("gpu_only") == (
+    assert hook.unavailable("gpu_only") == (
         f"{namespace}.attend.default has no kernel for the CPU, which is all this machine has"
     )
     library.impl("attend", lambda query, key, value: query, "CPU")
-    assert preflight.unavailable("gpu_only") is None
+    assert hook.unavailable("gpu_only") is None
 
 
 # A row of one's own is all it takes

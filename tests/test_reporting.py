@@ -11,7 +11,7 @@ import torch._functorch.config
 
 import fastac
 from fastac.policy import Policy
-from fastac.reporting import readable_bytes
+from fastac.verify import readable_bytes
 from tests import support
 from tests.test_compile import fresh_compiler as fresh_compiler
 from tests.test_compile import kernel_folder as kernel_folder

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import fastac
-from fastac import census, interception, opaque, scopes, tape
+from fastac.engine import blocks, interception, opaque, tape
+from fastac import scopes
 from fastac.policy import Policy
 from tests import random_models, support
 from tests.random_attention import observed
@@ -171,9 +172,9 @@ def alive() -> dict[str, int]:
                 storages[storage._cdata] = storage.nbytes()
     found["bytes of tensors"] = sum(storages.values())
     found["threads"] = threading.active_count()
-    found["block records"] = len(census._blocks)
-    found["censuses of blocks"] = sum(len(record.censuses) for record in census._blocks.values())
-    found["censuses of classes"] = sum(len(kinds) for kinds in census._kinds.values())
+    found["block records"] = len(blocks._blocks)
+    found["censuses of blocks"] = sum(len(record.censuses) for record in blocks._blocks.values())
+    found["censuses of classes"] = sum(len(kinds) for kinds in blocks._kinds.values())
     found["intercepted ops"] = len(interception.intercepted())
     found["ops of torch"] = len(torch._C._dispatch_get_all_op_names())
     found["open calls"] = len(opaque._calls) + len(opaque._states) + len(interception.watchers)
@@ -258,8 +259,8 @@ def _blocks_are_not_forgotten(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(census, "_forget", lambda *_: None)
     patch.setattr(Run, "step", Run.copied)  # the memory of some blocks is given to the next ones, and their records
     yield
-    for key in [key for key, record in census._blocks.items() if record.block() is None]:
-        del census._blocks[key]
+    for key in [key for key, record in blocks._blocks.items() if record.block() is None]:
+        del blocks._blocks[key]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastac import dispatcher_internals, probing, torch_internals
+from fastac.engine import torch_private
 
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
@@ -25,18 +25,18 @@ PRIVATE = pytest.mark.parametrize("module", [dispatcher_internals, torch_interna
 
 @PRIVATE
 def test_this_torch_has_every_name(module: Any) -> None:
-    assert probing.missing(module._REQUIRED) == []
+    assert torch_private.missing(module._REQUIRED) == []
 
 
 def test_a_name_that_is_not_there_is_reported() -> None:
     absent = ["_C._no_such_function", "utils.checkpoint._gone", "_no_module.at_all"]
-    assert probing.missing(["_C._has_storage", *absent]) == absent
+    assert torch_private.missing(["_C._has_storage", *absent]) == absent
 
 
 def test_names_are_found_where_they_are() -> None:
-    assert probing.find("_C._has_storage") is torch._C._has_storage
-    assert probing.find("version.__version__") == torch.__version__
-    assert probing.find("_inductor.config.fx_graph_cache") in (True, False)  # of a module that is imported for it
+    assert torch_private.find("_C._has_storage") is torch._C._has_storage
+    assert torch_private.find("version.__version__") == torch.__version__
+    assert torch_private.find("_inductor.config.fx_graph_cache") in (True, False)  # of a module that is imported for it
 
 
 @PRIVATE
@@ -76,7 +76,7 @@ def test_import_without_one_of_them_names_it(name: str) -> None:
 
 
 def test_the_torch_of_the_tests_is_one_it_was_seen_in() -> None:
-    assert torch.__version__.startswith(probing.SEEN_IN)
+    assert torch.__version__.startswith(torch_private.SEEN_IN)
 
 
 # The helpers
@@ -90,10 +90,10 @@ def test_an_alias_shares_the_version_counter_below_autograd() -> None:
         def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
             output = x * 2
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)):
-                seen.append(*torch_internals.aliases([output]))
-            (before,) = torch_internals.versions(seen)
+                seen.append(*torch_private.aliases([output]))
+            (before,) = torch_private.versions(seen)
             output.add_(1)
-            (after,) = torch_internals.versions(seen)
+            (after,) = torch_private.versions(seen)
             bumps.append(after - before)
             return output
 
@@ -109,23 +109,23 @@ def test_an_alias_shares_the_version_counter_below_autograd() -> None:
 def test_an_inference_tensor_has_no_version() -> None:
     with torch.inference_mode():
         tensor = torch.ones(2)
-    assert torch_internals.versions([tensor, 3, torch.ones(2)]) == [None, 0]
+    assert torch_private.versions([tensor, 3, torch.ones(2)]) == [None, 0]
 
 
 def test_stand_ins_are_told_from_data() -> None:
     with FakeTensorMode():
         fake = torch.ones(2)
-    assert torch_internals.has_stand_ins([fake, 3])
-    assert not torch_internals.has_stand_ins([torch.ones(2), 3])
-    assert torch_internals.is_fake(fake)
-    assert not torch_internals.is_fake(torch.ones(2))
+    assert torch_private.is_abstract([fake, 3])
+    assert not torch_private.is_abstract([torch.ones(2), 3])
+    assert torch_private.is_fake(fake)
+    assert not torch_private.is_fake(torch.ones(2))
 
 
 def test_a_trace_of_make_fx_is_another_trace() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append((torch_internals.in_proxy_trace(), torch_internals.in_other_trace()))
+        seen.append((torch_private.in_proxy_trace(), torch_private.in_other_trace()))
         return x + 1
 
     make_fx(function)(torch.ones(2))
@@ -137,7 +137,7 @@ def test_a_trace_is_seen_by_its_own_thread_alone() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        other = threading.Thread(target=lambda: seen.append(torch_internals.in_proxy_trace()))
+        other = threading.Thread(target=lambda: seen.append(torch_private.in_proxy_trace()))
         other.start()
         other.join()
         return x + 1
@@ -147,15 +147,15 @@ def test_a_trace_is_seen_by_its_own_thread_alone() -> None:
 
 
 def test_kernels_are_looked_up_by_op_and_key() -> None:
-    assert dispatcher_internals.has_kernel(ATTENTION, "CPU")
-    assert not dispatcher_internals.has_kernel("aten::_scaled_dot_product_flash_attention", "CPU")
-    assert ATTENTION in dispatcher_internals.op_names()
+    assert torch_private.has_kernel(ATTENTION, "CPU")
+    assert not torch_private.has_kernel("aten::_scaled_dot_product_flash_attention", "CPU")
+    assert ATTENTION in torch_private.op_names()
 
 
 def test_checkpoint_debug_mode_is_seen() -> None:
-    assert not torch_internals.checkpoint_debug_enabled()
+    assert not torch_private.checkpoint_debug_enabled()
     with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
-        assert torch_internals.checkpoint_debug_enabled()
+        assert torch_private.checkpoint_debug_enabled()
 
 
 def test_a_function_that_runs_eagerly_is_not_compiled_from_a_graph_break() -> None:
@@ -169,7 +169,7 @@ def test_a_function_that_runs_eagerly_is_not_compiled_from_a_graph_break() -> No
     engine.__file__ = "engine.py"
     exec(compile("def eager(x): return x.sin()", "engine.py", "exec"), vars(engine))
     eager = engine.eager
-    torch_internals.run_eagerly([engine])
+    torch_private.run_eagerly([engine])
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = x.cos()

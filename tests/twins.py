@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import fastac
-from fastac import census
+from fastac.engine import blocks
 from tests import random_models, support
 from tests.random_attention import observed
 from tests.random_models import SHAPES, Policies
@@ -26,8 +26,8 @@ class Twins:
     checked: Any
 
     def __init__(self) -> None:
-        census._blocks.clear()
-        census._kinds.clear()
+        blocks._blocks.clear()
+        blocks._kinds.clear()
         torch._dynamo.reset()
         self.policy: Policies | None = None
         self.engine = "tape"

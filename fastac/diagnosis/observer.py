@@ -17,7 +17,7 @@ from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_num
 from fastac.engine import torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.generators import autocast_as_called
-from fastac.engine.tape import Record, engine, thread
+from fastac.engine.tape import Record, engine
 from fastac.engine.torch_private import qualified_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp
@@ -64,7 +64,6 @@ class Observer(TorchDispatchMode):
         self._roots = graph_roots([*parameters, *tensors])
         self._coarse: list[int] = []
         self._thread = 0
-        self._checkpoint: object = None
         self._handles: list[Any] = []
         self._modules: list[str] = []  # names of those that run now
         self._sum: Sequence[Any] = ()  # what was added last: scores and mask, perhaps
@@ -77,7 +76,6 @@ class Observer(TorchDispatchMode):
 
     def __enter__(self) -> Observer:
         self._thread = threading.get_ident()
-        self._checkpoint = torch_private.innermost_checkpoint()  # the one that this is the forward of
         if self._module is not None:
             self._follow_modules(self._module)
         engine.listeners.append(self._outside)
@@ -141,7 +139,6 @@ class Observer(TorchDispatchMode):
             self.late.append(bound.name)
         elif bound is not None and bound.is_attention:
             self._coarse.append(bound.coarse_keys(args, kwargs))
-            self._refuse_inner_checkpoint(bound, bound.keys(args, kwargs))
         elif bound is not None and bound.kind == "decomposition":
             self._note_small(bound.keys(args, kwargs), self._why_decomposed(args[0]))
         elif bound is not None:
@@ -153,14 +150,6 @@ class Observer(TorchDispatchMode):
             self.writing += not is_called_by_fsdp()
         else:
             self._recognize(op, args, outputs)
-
-    def _refuse_inner_checkpoint(self, op: BoundOp, keys: int) -> None:
-        inner = torch_private.innermost_checkpoint() not in (None, self._checkpoint)
-        if inner and thread.scope is self.record and self.policy.saves(keys):
-            self.elsewhere.append(
-                f"{self.where}: {op.name} is called inside a torch.utils.checkpoint of the block's own, which runs it "
-                f"again in backward: use fastac.checkpoint there, or leave that checkpoint out"
-            )
 
     def _recognize(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
         name = qualified_name(op).partition(".")[0]

@@ -295,6 +295,7 @@ class Record(Scope):
         self.owners = owners
         self.entered = False
         self.runs_again = False
+        self.checkpoint: object = None
         self.made: list[tuple[BoundOp, int]] = []  # attention calls, with their numbers of keys
         self.products: list[str] = []  # Linear modules whose outputs were kept
         self.decomposed: list[int] = []  # numbers of keys of attention that ran as small ops, where it was to be saved
@@ -303,6 +304,7 @@ class Record(Scope):
         super().__enter__()
         self.entered = True
         self.runs_again = self.outer is None and torch_private.in_backward()
+        self.checkpoint = torch_private.innermost_checkpoint()  # the one that this is the forward of
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -357,6 +359,11 @@ class Record(Scope):
             raise PolicyNotAppliedError(
                 f"{self.policy}: {op.name} runs again in a backward, in a checkpoint around the block that is not "
                 f"fastac's. Leave that checkpoint out, or use fastac.checkpoint for it."
+            )
+        if thread.scope is self and torch_private.innermost_checkpoint() not in (None, self.checkpoint):
+            raise PolicyNotAppliedError(
+                f"{self.policy}: {op.name} is called inside a torch.utils.checkpoint of the block's own, which runs it "
+                f"again in backward. Use fastac.checkpoint there, or leave that checkpoint out."
             )
         if op.written:
             op.check_call(args, kwargs)

@@ -17,7 +17,7 @@ import torch
 import torch._inductor.config
 import torch.nn.attention.flex_attention as flex
 
-from fastac import compiled_flex, inductor_internals
+from fastac.compile import flex, torch_private
 from tests import support
 
 OP = "higher_order::flex_attention"
@@ -125,7 +125,7 @@ def _backward_math(
 
 def _in_math(part: torch.fx.GraphModule, kernel: Callable[..., Any]) -> torch.fx.GraphModule:
     copied = torch.fx.GraphModule(part, copy.copy(part.graph))
-    for target in (inductor_internals.FLEX_ATTENTION, _BACKWARD):
+    for target in (torch_private.FLEX_ATTENTION, _BACKWARD):
         for node in copied.graph.find_nodes(op="call_function", target=target):
             node.target = kernel
     copied.recompile()
@@ -142,7 +142,7 @@ torch.library.register_fake("fastac_tests_flex::part", _run, lib=_library)
 
 def _apart(graph: torch.fx.Graph, target: Any, kernel: Callable[..., Any]) -> None:
     for node in graph.find_nodes(op="call_function", target=target):
-        part, tensors, sizes = compiled_flex.part_of(graph.owning_module, node, (0, 1, 2))
+        part, tensors, sizes = flex.part_of(graph.owning_module, node, (0, 1, 2))
         _parts.append(_in_math(part, kernel))
         with graph.inserting_before(node):
             call = graph.call_function(torch.ops.fastac_tests_flex.part.default, (tensors, sizes, len(_parts) - 1))
@@ -157,7 +157,7 @@ def backward_apart(graph: torch.fx.Graph) -> None:
 
 
 def _forward_hidden(graph: torch.fx.Graph) -> None:
-    _apart(graph, inductor_internals.FLEX_ATTENTION, _forward_math)
+    _apart(graph, torch_private.FLEX_ATTENTION, _forward_math)
 
 
 HIDDEN = {"post_grad_custom_pre_pass": [_forward_hidden, backward_apart]}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastac import census
+from fastac.engine import blocks
 from tests import support
 from tests.backends.parity import Case
 
@@ -25,7 +25,7 @@ def kept_of(case: Case, dtype: torch.dtype = torch.float32, engine: str = "tape"
     block = _Block(case)
     query, key, value = case.inputs(dtype).values()
     support.run_checkpointed(block, query, (key, value), policy="attn_only", engine=engine)
-    record = census.block_record(block)
+    record = blocks.block_record(block)
     assert record is not None
     assert record.latest is not None
     (call,) = record.latest.calls

@@ -43,9 +43,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
-from fastac import interception, opaque
+from fastac.engine import interception, opaque
 from fastac.registry import classify
-from fastac.rows import ALWAYS, AttentionOp, DecompositionOp, OpaqueFunction, Row
+from fastac.registry import ALWAYS, AttentionOp, DecompositionOp, OpaqueFunction, Row
 from tests import support
 from tests.support import Tensors, assert_same, train_step
 

@@ -20,7 +20,9 @@ import torch._inductor.config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fastac
-from fastac import FastacError, PolicyNotAppliedError, compiled_flex, inductor_internals, probing
+from fastac import FastacError, PolicyNotAppliedError
+from fastac.compile import flex, torch_private
+from fastac.engine import torch_private
 from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
@@ -290,7 +292,7 @@ class TestSaved:
         reference = eagerly(model(), inputs())
         built = model(fastac.compile_attention(flex_attention))
         fastac.enable(built, blocks="blocks")
-        whole = torch.compile(built, backend=compiled_flex.inductor(), fullgraph=True)
+        whole = torch.compile(built, backend=flex.inductor(), fullgraph=True)
         for _ in range(2):
             support.executions.clear()
             found = train_step(whole, inputs())
@@ -407,7 +409,7 @@ def test_attention_in_wrapped_code_that_torch_compiled(engine: str) -> None:
 def real_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts the executions of what inductor makes of flex_attention, in place."""
     executed: list[int] = []
-    compile_graph = inductor_internals.compile_graph
+    compile_graph = torch_private.compile_graph
 
     def counted(*given: Any) -> Any:
         kernel = compile_graph(*given)
@@ -488,7 +490,7 @@ def test_no_cache_of_compiled_code_brings_a_call_without_its_kernel() -> None:
     ):
         for _ in range(2):
             torch._dynamo.reset()
-            compiled_flex._kernels.clear()  # as in a new process
+            flex._kernels.clear()  # as in a new process
             built = model(layers=1)
             fastac.compile(built, blocks="blocks")
             support.executions.clear()
@@ -523,19 +525,19 @@ def test_a_pass_of_the_users_own_runs_as_well() -> None:
 
 
 def test_what_it_needs_of_the_compiler_is_there() -> None:
-    assert probing.missing(inductor_internals.COMPILER) == []
-    for name in inductor_internals.COMPILER:
-        assert probing.missing([name + "x"]) == [name + "x"]
+    assert torch_private.missing(torch_private.COMPILER) == []
+    for name in torch_private.COMPILER:
+        assert torch_private.missing([name + "x"]) == [name + "x"]
 
 
 def test_a_compiler_that_lacks_something_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    inductor_internals.require.cache_clear()
+    torch_private.require.cache_clear()
     monkeypatch.setattr(inductor_internals, "COMPILER", ("_inductor.gone",))
     try:
         with pytest.raises(ImportError, match=r"fastac needs torch._inductor.gone, which torch"):
             fastac.compile_attention(flex_attention)
     finally:
-        inductor_internals.require.cache_clear()
+        torch_private.require.cache_clear()
 
 
 def test_a_call_that_no_op_can_take_is_left_where_it_is() -> None:
@@ -546,8 +548,8 @@ def test_a_call_that_no_op_can_take_is_left_where_it_is() -> None:
     for given in tensors:
         given.meta["val"] = torch.empty(1, 1, 8, 8, device="meta")
     scale.meta["val"] = 0.5
-    call = graph.call_function(inductor_internals.FLEX_ATTENTION, (*tensors, None, (), scale, {}))
+    call = graph.call_function(torch_private.FLEX_ATTENTION, (*tensors, None, (), scale, {}))
     graph.output((graph.call_function(operator.getitem, (call, 0)),))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    compiled_flex.set_apart(module.graph)
-    assert module.graph.find_nodes(op="call_function", target=inductor_internals.FLEX_ATTENTION)
+    flex.set_apart(module.graph)
+    assert module.graph.find_nodes(op="call_function", target=torch_private.FLEX_ATTENTION)

@@ -13,7 +13,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 import fastac
 from fastac import registry
 from fastac.backends.diffusers import BACKENDS, backend_uses, default_backend
-from fastac.rows import Verdict
+from fastac.registry import Verdict
 from tests import support
 from tests.model_state import state_of
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import fastac
-from fastac import interception
+from fastac.engine import interception
 from fastac.backends.flex import ROWS
 from fastac.scopes import thread
 from tests import support

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 import fastac
 from fastac.backends import sdpa
 from fastac.registry import present_ops
-from fastac.rows import DecompositionOp
+from fastac.registry import DecompositionOp
 from tests import support
 from tests.backends import aten_on_cpu
 from tests.backends.parity import DIM, HEADS, KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, swapped

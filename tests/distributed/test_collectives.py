@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 from torch.profiler import ProfilerActivity, profile
 
 import fastac
-from fastac import collectives
+from fastac.engine import collectives
 from fastac.policy import Policy
 from tests import support
 from tests.distributed import ranks, steps

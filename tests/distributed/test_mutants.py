@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastac import collectives, registry, replay, tape
+from fastac.engine import collectives, tape
+from fastac import registry, replay
 from fastac.policy import Policy
-from fastac.rows import CollectiveOp
+from fastac.registry import CollectiveOp
 from tests.distributed import ranks, test_collectives, test_tensor_parallel
 from tests.marks import quick
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import fastac
-from fastac import torch_internals
+from fastac.engine import torch_private
 from tests.distributed import ranks
 from tests.distributed.models import part_of_inputs, ulysses, ulysses_stack
 from tests.ways.recipes import WAN, build
@@ -147,7 +147,7 @@ def test_another_error_on_one_rank(tmp_path: Path) -> None:
 def _other_in_recompute(forward: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """A block that is not the same in recompute, so that its gradient is wrong."""
     output = forward(*args)
-    return output * torch.full_like(output, 1.0 + torch_internals.in_backward())
+    return output * torch.full_like(output, 1.0 + torch_private.in_backward())
 
 
 def _broken_on_one_rank() -> tuple[str, str]:

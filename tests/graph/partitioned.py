@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastac.graph import internals
 from fastac.registry import classify
-from fastac.rows import AttentionOp
+from fastac.registry import AttentionOp
 
 WORLD = 8
 

@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 import fastac.graph
-from fastac import FastacError, Policy, PolicyNotAppliedError, UnsupportedBackendError, annotation
+from fastac import FastacError, Policy, PolicyNotAppliedError, UnsupportedBackendError
+from fastac.compile import tracing
 from fastac.graph import application, functionalization, nodes, rematerialization, tagging
 from tests import support
 from tests.graph.steps import ATTENTION, assert_exact, attention_nodes, run, step_of, targets, traced_step
@@ -116,7 +117,7 @@ def test_the_passes_one_by_one_on_a_graph_of_somebody_elses_trace() -> None:
 
 
 def test_the_policy_is_in_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
-    annotation._tell.cache_clear()
+    tracing._tell.cache_clear()
     model, inputs = stack(policy="full"), stack_inputs()
     with caplog.at_level(logging.INFO, "fastac"):
         traced_step(model, inputs)
@@ -440,7 +441,7 @@ def test_the_backward_has_no_tags() -> None:
     traced = fastac.graph.trace(step_of(model), model, **inputs)
     for node in traced.graph_module.graph.nodes:
         if nodes.is_backward(node):
-            nodes.mark(node, **{annotation.REGION: 1, "fastac_policy": "full", "fastac_min_kv": 0})
+            nodes.mark(node, **{tracing.REGION: 1, "fastac_policy": "full", "fastac_min_kv": 0})
             nodes.mark(node, fastac_collectives="save", fastac_block="")
     before = targets(traced.graph_module)
     tagged = fastac.graph.tag(fastac.graph.functionalize(traced.graph_module))

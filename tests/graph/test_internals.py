@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastac import probing
+from fastac.engine import torch_private
 from fastac.graph import internals
 
 
 def test_this_torch_has_every_name() -> None:
-    assert probing.missing(internals._REQUIRED) == []
+    assert torch_private.missing(internals._REQUIRED) == []
 
 
 @pytest.mark.parametrize("name", internals._REQUIRED)
 def test_each_name_is_looked_up(name: str) -> None:
-    assert probing.missing([f"{name}_gone"]) == [f"{name}_gone"]
+    assert torch_private.missing([f"{name}_gone"]) == [f"{name}_gone"]
 
 
 def test_every_private_name_in_use_is_required() -> None:
@@ -41,13 +41,13 @@ def test_every_private_name_in_use_is_required() -> None:
     elsewhere = {"_ops.OpOverload", "_dynamo.config.patch"}  # as the engine uses it; a function of every config module
     pytree = {f"utils._pytree.{n}" for n in ("keystr", "tree_flatten", "tree_flatten_with_path", "tree_unflatten")}
     assert private - known - elsewhere - pytree - {"_ops"} == set()
-    assert probing.missing(pytree | {"_dynamo.config.patch"}) == []
+    assert torch_private.missing(pytree | {"_dynamo.config.patch"}) == []
 
 
 def test_the_scheduler_is_looked_up_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probing.missing(internals.SCHEDULER) == []
+    assert torch_private.missing(internals.SCHEDULER) == []
     for name in internals.SCHEDULER:
-        assert probing.missing([f"{name}_gone"]) == [f"{name}_gone"]
+        assert torch_private.missing([f"{name}_gone"]) == [f"{name}_gone"]
     monkeypatch.setattr(internals, "SCHEDULER", ("_inductor.gone",))
     internals._require_scheduler.cache_clear()
     with pytest.raises(ImportError, match=r"fastac\.graph\.compile needs torch\._inductor\.gone"):

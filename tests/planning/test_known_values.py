@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastac import torch_internals
+from fastac.engine import torch_private
 from fastac.planning.known_values import LARGEST, KnownValues
-from fastac.torch_internals import NEEDS_VALUES
+from fastac.engine.torch_private import NEEDS_VALUES
 
 
 class Following(TorchDispatchMode):
@@ -26,7 +26,7 @@ class Following(TorchDispatchMode):
 
 @pytest.fixture
 def known() -> KnownValues:
-    return KnownValues(torch_internals.fake_mode())
+    return KnownValues(torch_private.fake_mode())
 
 
 def fake(known: KnownValues, value: torch.Tensor, is_known: bool = True) -> torch.Tensor:

@@ -23,7 +23,7 @@ triton_on_cpu.takes_for_cuda("fastvideo_kernel")
 
 from fastvideo_kernel.triton_kernels import attn_qat_train
 
-from fastac import interception
+from fastac.engine import interception
 from fastac.backends import fastvideo
 from tests.backends.kept import kept_of
 from tests.backends.parity import Case, Parity, causal

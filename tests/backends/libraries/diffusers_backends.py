@@ -18,7 +18,7 @@ import torch
 
 import fastac
 from fastac.backends.diffusers import BACKENDS
-from fastac.rows import Verdict
+from fastac.registry import Verdict
 from tests import support
 from tests.backends import flash_on_cpu, flex_on_cpu, packages, xformers_on_cpu
 from tests.backends.kernels_on_cpu import Attention, forward_kernel

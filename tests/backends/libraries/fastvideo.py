@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import fastac
-from fastac import dispatcher_internals
+from fastac.engine import torch_private
 from fastac.backends import fastvideo as catalogue
 from tests import support
 from tests.backends import flash_on_cpu, packages
@@ -216,7 +216,7 @@ def test_it_is_refused(name: str, engine: str) -> None:
             return cute.flash_attn_fp4_func(*tensors, *tensors[:2])
         return torch.ops.fastvideo.h3_vsa_sm100a_from_mask_compat(*tensors, *tensors[:2])
 
-    assert name in {schema_name(op) for op in dispatcher_internals.op_names()}
+    assert name in {schema_name(op) for op in torch_private.op_names()}
     with pytest.raises(fastac.UnsupportedBackendError, match=f"{name}.* does not train: it is for inference"):
         train_step(functools.partial(fastac.checkpoint, region, engine=engine), CASES[0].inputs())
 

@@ -31,7 +31,7 @@ import fastvideo_kernel.block_sparse_attn_cute_fwd  # noqa: F401 it is loaded by
 from fastvideo_kernel import block_sparse_attn_256
 
 import fastac
-from fastac import interception
+from fastac.engine import interception
 from fastac.backends import fastvideo, flash_attn_4
 from tests.backends.kept import kept_of
 from tests.backends.parity import KEY_LENGTHS, QUERY_LENGTHS, Case, Parity, causal, ends, swapped, window

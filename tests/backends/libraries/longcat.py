@@ -28,7 +28,7 @@ triton_on_cpu.takes_for_cuda("longcat_video")
 from longcat_video.block_sparse_attention import bsa_interface
 
 import fastac
-from fastac import interception
+from fastac.engine import interception
 from fastac.backends import fastvideo
 from tests.backends.kept import kept_of
 from tests.backends.parity import Case, Parity

@@ -25,7 +25,7 @@ triton_on_cpu.takes_for_cuda("sageattention")
 from sageattention.core import sageattn
 
 import fastac
-from fastac import interception
+from fastac.engine import interception
 from fastac.backends import sage
 from fastac.registry import present_ops
 from tests import support

@@ -37,7 +37,7 @@ from fastvideo.attention.backends import sla
 from fastvideo_kernel.triton_kernels import sla_triton as kernels
 
 import fastac
-from fastac import interception
+from fastac.engine import interception
 from fastac.backends import fastvideo
 from tests.backends.kept import kept_of
 from tests.backends.parity import Case, Parity, swapped

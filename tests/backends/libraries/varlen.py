@@ -22,7 +22,7 @@ from torch.nn.attention import (
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
 import fastac
-from fastac import interception
+from fastac.engine import interception
 from fastac.backends import varlen
 from tests.backends import aten_on_cpu, kernels_on_cpu
 from tests.backends.parity import KEY_LENGTHS, QUERY_LENGTHS, Case, Parity, causal, ends, window
