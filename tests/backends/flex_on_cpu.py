@@ -17,7 +17,8 @@ import torch
 import torch._inductor.config
 import torch.nn.attention.flex_attention as flex
 
-from fastac import compiled_flex, inductor_internals
+from fastac.compile import flex as compiled_flex
+from fastac.compile import torch_private
 from tests import support
 
 OP = "higher_order::flex_attention"
@@ -125,7 +126,7 @@ def _backward_math(
 
 def _in_math(part: torch.fx.GraphModule, kernel: Callable[..., Any]) -> torch.fx.GraphModule:
     copied = torch.fx.GraphModule(part, copy.copy(part.graph))
-    for target in (inductor_internals.FLEX_ATTENTION, _BACKWARD):
+    for target in (torch_private.FLEX_ATTENTION, _BACKWARD):
         for node in copied.graph.find_nodes(op="call_function", target=target):
             node.target = kernel
     copied.recompile()
@@ -157,7 +158,7 @@ def backward_apart(graph: torch.fx.Graph) -> None:
 
 
 def _forward_hidden(graph: torch.fx.Graph) -> None:
-    _apart(graph, inductor_internals.FLEX_ATTENTION, _forward_math)
+    _apart(graph, torch_private.FLEX_ATTENTION, _forward_math)
 
 
 HIDDEN = {"post_grad_custom_pre_pass": [_forward_hidden, backward_apart]}
@@ -182,5 +183,5 @@ def compiled() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(post_grad_custom_pre_pass=backward_apart):
         patch.setattr(flex, "_validate_device", lambda query, key, value: None)
-        patch.setattr(inductor_internals, "compile_graph", counted)
+        patch.setattr(torch_private, "compile_graph", counted)
         yield
