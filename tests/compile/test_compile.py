@@ -155,12 +155,13 @@ def test_a_model_of_diffusers() -> None:
         assert (made.backend, made.before, made.blocks) == (backend, (), {"WanTransformerBlock": 2})
     for _ in range(2):
         support.executions.clear()
-        assert_same(train_step(built, inputs), reference)
+        found = train_step(built, inputs)
+        assert max(relative_error(found[name], reference[name]) for name in reference) < 1e-6
     assert support.executions.total() == 4
     fastac.disable(built)
     assert list(built.state_dict()) == keys
     support.executions.clear()
-    assert_same(train_step(built, inputs), reference)
+    assert_same(train_step(built, inputs), found)
     assert support.executions.total() == 4
     assert compiler.graphs() >= 1
     assert not fastac.report(built).active
@@ -288,9 +289,9 @@ def test_verify_takes_a_model_whose_blocks_are_compiled() -> None:
 @pytest.mark.slow
 def test_verify_allows_for_what_inductor_rounds() -> None:
     """With checkpointing it fuses another graph than without."""
-    built, inputs = support.build("WanTransformer3DModel")
-    fastac.enable(built)
+    built = model(layers=1)
+    fastac.enable(built, blocks="blocks")
     built.compile()
-    found = fastac.verify(built, **inputs)
+    found = fastac.verify(built, **stack_inputs())
     assert not found.broken
-    assert found.saved == 4
+    assert found.saved == 2

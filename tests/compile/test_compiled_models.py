@@ -139,21 +139,6 @@ def test_wan(way: str) -> None:
         assert mine.blocks_compiled == (mine.blocks if way == "whole" else 0)
 
 
-@pytest.mark.slow
-def test_wan_in_code_of_inductor() -> None:
-    """It fuses what is kept otherwise than what is computed again: equal up to the order of sums."""
-    model, inputs = support.build("WanTransformer3DModel")
-    expected = train_step(model, inputs)
-    fastac.enable(model)
-    model.compile(dynamic=False)
-    support.count_cpu_attention()
-    support.executions.clear()
-    found = train_step(model, inputs)
-    assert support.executions.total() == 4
-    assert found.keys() == expected.keys()
-    assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-4
-
-
 def in_math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Attention with the math kernel forced."""
     with sdpa_kernel(SDPBackend.MATH):
