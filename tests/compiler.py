@@ -1,25 +1,32 @@
-"""torch.compile in tests: a compiler that has forgotten everything, and what it did since."""
+"""torch.compile in tests: a compiler that has forgotten everything, and what it did since.
+
+Every run begins as after a change of code: dynamo is reset, and nothing that AOT or inductor compiled before is taken
+from a cache, because the first step after a compile is where gradients went wrong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 
 
 def reset() -> None:
-    """Forget everything that was compiled, and what fake tensors learned."""
+    """Forget everything that was compiled, and what fake tensors learned: a warm cache hides calls with fakes."""
     torch._dynamo.reset()
     FakeTensorMode.cache_clear()
     counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
 
 
 @contextmanager
@@ -28,10 +35,44 @@ def fresh(folder: Path) -> Iterator[None]:
     inductor = torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1)
     autograd = torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)
     reset()
-    with pytest.MonkeyPatch.context() as patch, inductor, autograd:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        inductor,
+        autograd,
+        sdpa_kernel(_cur_sdpa_kernel_backends()),
+    ):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield
     reset()
+
+
+@pytest.fixture(scope="session")
+def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Inductor's C++ kernels: what g++ made of equal source is used again, no graph is."""
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(kernel_folder: Path) -> Iterator[None]:
+    """For modules that import it, and `kernel_folder`: every test begins with a compiler that knows nothing."""
+    with fresh(kernel_folder):
+        yield
+
+
+class Compiled(NamedTuple):
+    """What dynamo did since the last reset. frames: the functions that were compiled, in order."""
+
+    graphs: int
+    graph_breaks: int
+    frames: tuple[str, ...]
+
+
+def compiled_so_far() -> Compiled:
+    """What dynamo did since the last reset; no function of fastac may be among the compiled frames."""
+    metrics = [m for m in get_compilation_metrics() if m.co_filename is not None]
+    ours = [f"{m.co_filename}:{m.co_name}" for m in metrics if "/fastac/" in m.co_filename.rpartition("/tests/")[2]]
+    assert not ours, f"dynamo compiled functions of fastac: {ours}"
+    return Compiled(graphs(), graph_breaks(), tuple(str(m.co_name) for m in metrics))
 
 
 def graphs() -> int:

@@ -13,8 +13,8 @@ import fastac
 from fastac.policy import Policy
 from fastac.verify import readable_bytes
 from tests import support
-from tests.test_compile import fresh_compiler as fresh_compiler
-from tests.test_compile import kernel_folder as kernel_folder
+from tests.compiler import fresh_compiler as fresh_compiler
+from tests.compiler import kernel_folder as kernel_folder
 
 WAN = "WanTransformer3DModel"
 CPU_OP = "aten._scaled_dot_product_flash_attention_for_cpu"

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import fastac
+from fastac.comparison import Step, differences
 from fastac.compile import graphs
-from fastac.verify import Step, differences
-from fastac.verify import Verification
+from fastac.verification import Verification
 from tests import support
 from tests.marks import slow
 from tests.model_state import state_of
@@ -138,7 +138,7 @@ def test_what_was_decided_in_the_graph_of_another_model_is_no_proof(partly_compi
     other, _ = support.build("WanTransformer3DModel")
     fastac.enable(other)
     support.train_step(torch.compile(other, backend="aot_eager"), inputs)
-    assert graphs._traced
+    assert graphs._state.traced
     with pytest.raises(fastac.PolicyNotAppliedError, match="none of them inside a checkpointed block"):
         fastac.verify(bypassing, **inputs)
 

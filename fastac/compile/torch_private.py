@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import CompileContext, TracingContext
-from torch.fx.traceback import current_meta  # one dict for the process, which torch fills and empties
+from torch.fx import traceback
 
 from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require, tree_map
 
@@ -75,7 +75,7 @@ def is_of_backward(node: torch.fx.Node) -> bool:
 
 def module_stack() -> list[tuple[str, Any]]:
     """Path and class of the modules, outer first, that dynamo saw the operator called in that AOT is tracing."""
-    return list(current_meta.get("nn_module_stack", {}).values())
+    return list(traceback.current_meta.get("nn_module_stack", {}).values())
 
 
 def was_given_up() -> bool:

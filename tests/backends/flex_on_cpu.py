@@ -17,7 +17,8 @@ import torch
 import torch._inductor.config
 import torch.nn.attention.flex_attention as flex
 
-from fastac.compile import flex, torch_private
+from fastac.compile import flex as compiled_flex
+from fastac.compile import torch_private
 from tests import support
 
 OP = "higher_order::flex_attention"
@@ -142,7 +143,7 @@ torch.library.register_fake("fastac_tests_flex::part", _run, lib=_library)
 
 def _apart(graph: torch.fx.Graph, target: Any, kernel: Callable[..., Any]) -> None:
     for node in graph.find_nodes(op="call_function", target=target):
-        part, tensors, sizes = flex.part_of(graph.owning_module, node, (0, 1, 2))
+        part, tensors, sizes = compiled_flex.part_of(graph.owning_module, node, (0, 1, 2))
         _parts.append(_in_math(part, kernel))
         with graph.inserting_before(node):
             call = graph.call_function(torch.ops.fastac_tests_flex.part.default, (tensors, sizes, len(_parts) - 1))
@@ -182,5 +183,5 @@ def compiled() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(post_grad_custom_pre_pass=backward_apart):
         patch.setattr(flex, "_validate_device", lambda query, key, value: None)
-        patch.setattr(inductor_internals, "compile_graph", counted)
+        patch.setattr(torch_private, "compile_graph", counted)
         yield

@@ -15,8 +15,8 @@ from accelerate.utils import TorchDynamoPlugin
 
 import fastac
 from tests import support
+from tests.compiler import reset
 from tests.support import assert_same
-from tests.test_compile import reset
 from tests.ways.recipes import (
     ATTENTION,
     COGVIDEOX,

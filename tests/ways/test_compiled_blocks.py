@@ -8,7 +8,7 @@ import torch
 
 import fastac
 from tests import support
-from tests.test_compile import fresh_compiler, kernel_folder, reset  # noqa: F401  (two fixtures)
+from tests.compiler import fresh_compiler, kernel_folder, reset  # noqa: F401  (two fixtures)
 from tests.ways.recipes import (
     ATTENTION,
     COGVIDEOX,

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastac
 from tests import support
+from tests.compiler import fresh_compiler, kernel_folder, reset  # noqa: F401  (two fixtures)
 from tests.model_state import state_of
-from tests.test_compile import fresh_compiler, kernel_folder, reset  # noqa: F401  (two fixtures)
 from tests.ways.recipes import (
     ATTENTION,
     COGVIDEOX,

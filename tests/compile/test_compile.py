@@ -1,0 +1,297 @@
+"""fastac.compile: blocks compiled inside their checkpoints, where graphs break and where they do not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fastac
+from fastac import FastacError, registry
+from fastac.registry import BackendUse
+from fastac.rows import Verdict
+from tests import compiler, support
+from tests.support import AttentionBlock, assert_same, relative_error, stack_inputs, train_step
+
+CALLS = 4  # self- and cross-attention in each of two blocks
+
+
+@pytest.fixture(autouse=True)
+def _count() -> None:
+    support.count_cpu_attention()
+    support.executions.clear()
+
+
+class Experts(torch.nn.Module):
+    """A mixture of experts, of which the data choose one per token: how many an expert gets, no graph can know."""
+
+    def __init__(self, width: int, experts: int = 3) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(width, experts)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        flat = tokens.flatten(0, -2)
+        share, chosen = self.router(flat).softmax(-1).max(-1)
+        found = torch.zeros_like(flat)
+        for place, expert in enumerate(self.experts):
+            mine = (chosen == place).nonzero().flatten()
+            if mine.numel():
+                found = found.index_add(0, mine, expert(flat[mine]) * share[mine, None])
+        return found.view_as(tokens)
+
+
+def block_class(breaks: bool = False) -> type[AttentionBlock]:
+    """A class of its own in every test: what is known of a class goes with it. breaks: a graph, by experts."""
+
+    class Block(AttentionBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            if breaks:
+                self.ffn = Experts(16)  # type: ignore[assignment]
+
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(super().forward(video, text))
+
+    return Block
+
+
+class Model(torch.nn.Module):
+    def __init__(self, block: Callable[[], torch.nn.Module], layers: int = 2, shared: bool = False) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([block() for _ in range(1 if shared else layers)] * (layers if shared else 1))
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            video = block(video, text)
+        return video
+
+
+def model(breaks: bool = False, **options: Any) -> Model:
+    block = block_class(breaks)
+    torch.manual_seed(0)
+    return Model(block, **options)
+
+
+def steps_of(run: Callable[..., Any], reference: support.Tensors, exact: bool = True) -> list[int]:
+    """Attention kernels in each of three steps, whose gradients must be those of the reference."""
+    counted = []
+    for _ in range(3):
+        support.executions.clear()
+        found = train_step(run, stack_inputs())
+        counted.append(support.executions.total())
+        if exact:
+            assert_same(found, reference)
+        assert found.keys() == reference.keys()
+        assert max(relative_error(found[name], reference[name]) for name in reference) < 1e-5
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("breaks", "backend"),
+    [(False, "aot_eager"), (True, "aot_eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
+)
+def test_attention_is_saved_where_a_graph_breaks(breaks: bool, backend: str) -> None:
+    """Attention runs once a step from the second on; before that once more, for the look at the block class."""
+    reference = train_step(model(breaks), stack_inputs())
+    compiled = model(breaks)
+    fastac.compile(compiled, blocks="blocks", backend=backend)
+    assert steps_of(compiled, reference, exact=backend == "aot_eager") == [CALLS + 2, CALLS, CALLS]
+    assert compiler.graphs() >= 1
+    assert bool(compiler.graph_breaks()) == breaks
+
+
+def test_a_graph_break_inside_a_checkpoint_is_silently_eager(caplog: pytest.LogCaptureFixture) -> None:
+    """What plain torch does, and what a user hears who compiles a block after fastac.enable."""
+    plain = model(breaks=True)
+    for block in plain.blocks:
+        block.forward = functools.partial(torch_checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    plain.compile(backend="aot_eager")
+    reference = train_step(plain, stack_inputs())
+    assert support.executions.total() == 2 * CALLS
+    assert compiler.graphs() == 0
+
+    inside = model(breaks=True)
+    fastac.enable(inside, blocks="blocks")
+    for block in inside.blocks:
+        block.compile(backend="aot_eager")
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        assert steps_of(inside, reference)[1:] == [CALLS, CALLS]
+    assert compiler.graphs() == 0
+    assert "Block: runs eagerly" in caplog.text
+
+
+def test_it_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="fastac"):
+        made = fastac.compile(model(), "long_attn_only", blocks="blocks")
+    assert (made.model, made.policy, made.backend, made.blocks) == ("Model", "long_attn_only", "inductor", {"Block": 2})
+    assert "Block x 2 compiled by inductor" in str(made)
+    assert str(made) in caplog.text
+
+
+def test_a_second_call_compiles_nothing_again() -> None:
+    twice = model()
+    first = fastac.compile(twice, blocks="blocks", backend="aot_eager")
+    train_step(twice, stack_inputs())
+    graphs = compiler.graphs()
+    assert fastac.compile(twice, blocks="blocks", backend="aot_eager") == first
+    train_step(twice, stack_inputs())
+    assert compiler.graphs() == graphs
+
+
+def test_a_model_of_diffusers() -> None:
+    """Other options compile again; its call is compiled with the checkpoint outside; disabled it is compiled still."""
+    built, inputs = support.build("WanTransformer3DModel")
+    keys, reference = list(built.state_dict()), train_step(built, inputs)
+    for backend in ("eager", "aot_eager", "aot_eager"):
+        made = fastac.compile(built, backend=backend)
+        assert (made.backend, made.before, made.blocks) == (backend, (), {"WanTransformerBlock": 2})
+    for _ in range(2):
+        support.executions.clear()
+        found = train_step(built, inputs)
+        assert max(relative_error(found[name], reference[name]) for name in reference) < 1e-6
+    assert support.executions.total() == 4
+    fastac.disable(built)
+    assert list(built.state_dict()) == keys
+    support.executions.clear()
+    assert_same(train_step(built, inputs), found)
+    assert support.executions.total() == 4
+    assert compiler.graphs() >= 1
+    assert not fastac.report(built).active
+
+
+def test_blocks_that_are_compiled_stay_so() -> None:
+    built, _ = support.build("WanTransformer3DModel")
+    block = built.get_submodule("blocks.0")
+    block.compile(backend="eager")
+    theirs = block._compiled_call_impl
+    made = fastac.compile(built, backend="aot_eager")
+    assert (made.before, made.blocks) == (("blocks.0",), {"WanTransformerBlock": 1})
+    assert "blocks.0 had been compiled before" in str(made)
+    assert block._compiled_call_impl is theirs
+    assert built.get_submodule("blocks.1")._compiled_call_impl is not None
+
+
+def test_a_shared_block_is_one() -> None:
+    reference = train_step(model(shared=True), stack_inputs())
+    shared = model(shared=True)
+    assert fastac.compile(shared, blocks="blocks", backend="aot_eager").blocks == {"Block": 1}
+    assert steps_of(shared, reference)[1:] == [CALLS, CALLS]
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_has_its_own_weights(how: str) -> None:
+    """A compiled function is bound to the block it was made of: a copy must not call it."""
+    built = Model(AttentionBlock)
+    fastac.compile(built, blocks="blocks", backend="aot_eager")
+    before = train_step(built, stack_inputs())
+    if how == "deepcopy":
+        copied = copy.deepcopy(built)
+    else:
+        file = io.BytesIO()
+        torch.save(built, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    assert_same(train_step(copied, stack_inputs()), before)
+    support.executions.clear()
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    changed = train_step(copied, stack_inputs())
+    assert support.executions.total() == CALLS, "it is checkpointed, and attention is saved"
+    assert not torch.equal(changed["output"], before["output"])
+    assert_same(train_step(built, stack_inputs()), before)
+
+
+def test_what_only_eager_mode_shows_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that make_visible made visible is recomputed in compiled code."""
+    built = model()
+    opaque = built.blocks[0]
+
+    def reader(module: torch.nn.Module) -> Iterator[BackendUse]:
+        if opaque in module.modules():
+            yield BackendUse("" if module is opaque else "blocks.0", "theirs", Verdict.OPAQUE, family="sdpa")
+
+    monkeypatch.setattr(registry, "_readers", [reader])
+    made = fastac.compile(built, blocks="blocks", backend="aot_eager")
+    assert (made.blocks, made.eager) == ({"Block": 1}, ("blocks.0",))
+    assert "blocks.0 stayed eager" in str(made)
+
+
+def compiled_whole() -> Model:
+    built = model()
+    built.compile(backend="eager")
+    return built
+
+
+def compiled_block() -> Model:
+    built = model()
+    built.blocks[1].compile(backend="eager")
+    return built
+
+
+REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
+    (lambda: 3, {}, "expected a model, got int"),
+    (model, {}, "has no enable_gradient_checkpointing"),
+    (model, {"blocks": "layers"}, "no such module"),
+    (model, {"blocks": "blocks", "policy": "most"}, "no such policy"),
+    (model, {"blocks": "blocks", "max_autotune": True}, "does not take these options.*max_autotune"),
+    (model, {"blocks": "blocks", "backend": "nonsense"}, "does not take these options.*nonsense"),
+    (model, {"blocks": "blocks", "mode": "default", "options": {"max_autotune": True}}, "does not take these options"),
+    (compiled_whole, {"blocks": "blocks"}, "compiled as a whole"),
+    (lambda: torch.compile(model()), {"blocks": "blocks"}, "compiled as a whole"),
+    (compiled_block, {"blocks": "blocks"}, "compiled already"),
+]
+
+
+@pytest.mark.parametrize(("build", "options", "message"), REFUSED)
+def test_refused_with_the_model_as_it_was(build: Callable[[], Any], options: dict[str, Any], message: str) -> None:
+    built = build()
+    modules = list(built.modules()) if isinstance(built, torch.nn.Module) else []
+    before = [(vars(module).copy(), module._compiled_call_impl) for module in modules]
+    with pytest.raises(FastacError, match=message):
+        fastac.compile(built, **options)
+    assert [(vars(module), module._compiled_call_impl) for module in modules] == before
+
+
+def test_options_of_compile_attention() -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with pytest.raises(FastacError, match=r"compile_attention.*nonsense"):
+        fastac.compile_attention(attend, nonsense=1)
+    with pytest.raises(FastacError, match=r"compile_attention.*inductor"):
+        fastac.compile_attention(attend, backend="aot_eager")
+
+
+def test_verify_takes_a_model_that_is_compiled_as_a_whole() -> None:
+    """Of two attentions over 24 and 6 keys in each block, the policy saves one."""
+    built = model()
+    long_only = fastac.Policy("attn_only", min_kv=10)
+    fastac.enable(built, long_only, blocks="blocks")
+    built.compile(backend="aot_eager", fullgraph=True)
+    found = fastac.verify(built, policy=long_only, **stack_inputs())
+    assert (found.saved, found.recomputed, found.policy_executions) == (2, 2, (4, 2))
+    assert found.saved_bytes == sum(row.saved_bytes for row in fastac.report(built).rows) > 0
+
+
+def test_verify_takes_a_model_whose_blocks_are_compiled() -> None:
+    built = model(breaks=True)
+    fastac.compile(built, blocks="blocks", backend="aot_eager")
+    assert fastac.verify(built, **stack_inputs()).saved == CALLS
+
+
+@pytest.mark.slow
+def test_verify_allows_for_what_inductor_rounds() -> None:
+    """With checkpointing it fuses another graph than without."""
+    built = model(layers=1)
+    fastac.enable(built, blocks="blocks")
+    built.compile()
+    found = fastac.verify(built, **stack_inputs())
+    assert not found.broken
+    assert found.saved == 2

@@ -1,0 +1,236 @@
+"""Checkpointing around compiled blocks: `compile_repeated_blocks`, `block.compile()`, `torch.compile(block)`.
+
+Step 0, with caches off, is where gradients went wrong: every step is compared, the first included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+import torch.nn.functional as F
+
+import fastac
+from fastac import PolicyNotAppliedError
+from tests import support
+from tests.compile.steps import (
+    SmallBlock,
+    assert_exact_and_saved,
+    backward_twice,
+    broken,
+    compile_blocks,
+    frozen,
+    frozen_inputs,
+    small,
+    small_inputs,
+    train,
+)
+from tests.compiler import compiled_so_far, reset
+from tests.marks import slow
+from tests.support import AttentionBlock, assert_same, stack, stack_inputs, train_step
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_calls_by_dynamo_and_aot_while_a_region_is_open(backend: str, dynamic: bool) -> None:
+    """They call the op with fakes; recorded, these made the first step after every compile wrong."""
+    assert_exact_and_saved(
+        lambda policy: compile_blocks(small(policy), backend, dynamic),
+        small_inputs(tokens=24),
+        small_inputs(tokens=40),
+        calls=2,
+        looks=2,
+        same_graphs=True,
+    )
+
+
+def test_calls_by_dynamo_with_real_tensors_of_its_own() -> None:
+    """Dynamo may run the real kernel while it traces: no call of the region."""
+    inputs, found = small_inputs(), []
+    with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
+        for policy in ("none", "attn_only"):
+            reset()
+            found.append(train(compile_blocks(small(policy), "aot_eager"), inputs))
+    for mine, theirs in zip(found[1].tensors, found[0].tensors, strict=True):
+        assert_same(mine, theirs)
+    assert found[1].executions[1:] == [2]
+
+
+def attend_and_scale(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention with pointwise work behind it, into which a compiler may write."""
+    return F.gelu(F.scaled_dot_product_attention(query, key, value)) + query
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["block", "attention", "wrapped block"])
+def test_buffers_that_compiled_code_reuses(part: str) -> None:
+    """Inductor writes into the attention output of block 0, which no backward needs: a copy is kept.
+
+    part: what is compiled. Nothing about an eager block says that it holds a compiled function. Wrapped, inductor's
+    code is called through an operator, into which dispatch modes do not see.
+    """
+
+    def build(policy: str) -> torch.nn.Module:
+        if part == "attention":
+            return frozen(small(policy, attend=torch.compile(attend_and_scale, dynamic=False)))
+        return compile_blocks(frozen(small(policy)), "inductor")
+
+    with torch._inductor.config.patch(wrap_inductor_compiled_regions=part == "wrapped block"):
+        assert_exact_and_saved(build, frozen_inputs(small_inputs()), calls=2, looks=1)
+
+
+@pytest.mark.slow
+def test_wrapped_inductor_compiled_regions() -> None:
+    """Attention is invisible to dispatch modes there, and torch's selective checkpointing recomputes all of it."""
+    with torch._inductor.config.patch(wrap_inductor_compiled_regions=True):
+        assert_exact_and_saved(
+            lambda policy: compile_blocks(small(policy), "inductor"), small_inputs(), calls=2, looks=1
+        )
+
+
+@pytest.mark.slow
+def test_a_kernel_called_past_the_dispatcher() -> None:
+    """Inductor's C++ wrapper calls the attention kernel directly: no operator is called, nothing can be kept."""
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        model = compile_blocks(small("attn_only", layers=1), "inductor")
+        for _ in range(2):
+            with pytest.raises(PolicyNotAppliedError):
+                model(**small_inputs())
+
+
+class FeedForward(torch.nn.Module):
+    """A module with a forward of its own: dynamo does not compile those of torch.nn by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(support.WIDTH, support.WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self.linear(hidden))
+
+
+def test_a_compiled_part_of_an_eager_block() -> None:
+    def build(policy: str) -> torch.nn.Module:
+        model = stack(policy=policy)
+        torch.manual_seed(0)
+        for block in model.blocks:
+            block.ffn = FeedForward()
+            block.ffn.compile(backend="aot_eager", dynamic=False)
+        return model
+
+    found = assert_exact_and_saved(build, stack_inputs(), calls=4, looks=1)
+    assert found.compiled[-1][:2] == (1, 0)
+
+
+def test_a_second_backward() -> None:
+    """What was kept is handed out twice, and compiled code may reuse what it is handed."""
+    inputs, found = frozen_inputs(small_inputs()), []
+    with torch._functorch.config.patch(donated_buffer=False):
+        for policy in ("none", "attn_only"):
+            reset()
+            model = compile_blocks(frozen(small(policy)), "aot_eager")
+            found.append([train_step(model, inputs, backward=backward_twice) for _ in range(2)])
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        assert_same(mine, theirs)
+
+
+def test_a_graph_break_inside_a_compiled_block() -> None:
+    assert_exact_and_saved(
+        lambda policy: compile_blocks(small(policy, attend=broken()), "aot_eager"), small_inputs(), calls=2, looks=1
+    )
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lambda block, **options: torch.compile(block.forward, **options)])
+def test_a_block_that_was_compiled_by_a_call(wrap: Callable[..., Any]) -> None:
+    """torch.compile(block) is another module, torch.compile(block.forward) a function."""
+    block, inputs = SmallBlock(), small_inputs()
+    compiled = wrap(block, backend="aot_eager", dynamic=False)
+
+    def step(policy: str) -> support.Tensors:
+        block.zero_grad()
+        found = train_step(lambda **kwargs: support.run_checkpointed(compiled, *kwargs.values(), policy=policy), inputs)
+        return found | support.gradients(dict(block.named_parameters()))
+
+    expected = step("none")
+    reset()
+    for _ in range(2):
+        assert_same(step("attn_only"), expected)
+    assert compiled_so_far()[:2] == (1, 0)
+
+
+class InnerCheckpoint(torch.nn.Module):
+    """A block that checkpoints itself."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.inner = AttentionBlock()
+        self.policy = policy
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return support.run_checkpointed(self.inner, video, text, policy=self.policy)
+
+
+def test_a_block_compiled_with_its_checkpoint_inside() -> None:
+    found = assert_exact_and_saved(
+        lambda policy: compile_blocks(stack(block=lambda: InnerCheckpoint(policy)), "aot_eager"),
+        stack_inputs(),
+        calls=4,
+    )
+    assert found.compiled[-1].graph_breaks == 0
+
+
+def test_compiled_blocks_stay_compiled() -> None:
+    """The second look at a compiled block once made dynamo skip its code for good: every later step was eager."""
+    runs = Counter[str]()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            runs["graph"] += 1
+            return graph(*args)
+
+        return run
+
+    model = compile_blocks(stack(policy="attn_only"), backend)
+    for _ in range(3):
+        runs.clear()
+        train_step(model, stack_inputs())
+        assert runs["graph"] == 2 * len(model.blocks)  # forward and recompute
+    assert compiled_so_far().graphs == 1
+
+
+def test_no_code_of_fastac_is_compiled_on_the_way_to_an_error() -> None:
+    """After a graph break dynamo compiles whatever is called; the error's way runs through most of fastac."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+
+    model = small("attn_only", attend=attend)
+    model.compile(backend="aot_eager")
+    with pytest.raises(PolicyNotAppliedError):
+        model(**small_inputs())
+    compiled_so_far()
+
+
+@pytest.mark.slow
+def test_frozen_inputs_of_a_model_of_diffusers() -> None:
+    """A LoRA on the feed-forward alone: what enters the first block needs no gradient."""
+    from peft import LoraConfig
+
+    def build(policy: str) -> torch.nn.Module:
+        model, _ = support.build("WanTransformer3DModel")
+        model.requires_grad_(False)
+        torch.manual_seed(0)
+        model.add_adapter(LoraConfig(r=2, target_modules=r".*ffn\.net\.(0\.proj|2)"))
+        support.fill_zeros(model)
+        if policy != "none":
+            fastac.enable(model, policy)
+        return compile_blocks(model, "inductor")
+
+    _, inputs = support.build("WanTransformer3DModel")
+    assert_exact_and_saved(build, frozen_inputs(inputs), calls=4, looks=1)

@@ -1,0 +1,249 @@
+"""What the compiler does to a policy behind fastac's back is an error: never a second attention that nobody notices.
+
+A memory budget, a partitioner of the user's own, code that is compiled anew between forward and recompute.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import fastac
+from fastac import PolicyNotAppliedError
+from tests import support
+from tests.compile.steps import EACH_WAY, WAYS, compile_blocks, compile_whole
+from tests.compiler import reset
+from tests.support import assert_same, stack, stack_inputs, train_step
+
+LONG_ONLY = fastac.Policy("attn_only", min_kv=10)
+"""Of the stack's attentions over 24 keys of video and 6 of text, saves the first."""
+
+RAN_AGAIN = pytest.raises(PolicyNotAppliedError, match="ran again in the backward")
+
+
+def budget(value: float) -> Any:
+    """What AOT may keep of a graph's activations."""
+    return torch._functorch.config.patch(activation_memory_budget=value)
+
+
+def forgetful(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """A partitioner that recomputes every attention, whatever was said."""
+    for node in joint.graph.nodes:
+        if "scaled_dot_product" in str(node.target) and "backward" not in str(node.target):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta.setdefault("ac_graph_id", 0)
+    return min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+def run_as_it_is(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """A compiler that runs the graph."""
+    return graph.forward
+
+
+with_forgetful = aot_autograd(fw_compiler=run_as_it_is, partition_fn=forgetful)
+
+
+class RunsAgain(torch.autograd.Function):
+    """An attention that runs its forward again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value = (tensor.neg().neg() for tensor in ctx.saved_tensors)  # not merged with the forward's
+        output, statistics = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, query, key, value, output, statistics, 0.0, False)
+
+
+def executions(model: torch.nn.Module, inputs: Any) -> int:
+    """How many attention kernels one training step runs."""
+    support.count_cpu_attention()
+    support.executions.clear()
+    train_step(model, inputs)
+    return support.executions.total()
+
+
+class TestAMemoryBudget:
+    @EACH_WAY
+    def test_is_an_error_in_the_first_step(self, way: str) -> None:
+        """From the first block on."""
+        model = WAYS[way](stack(policy="attn_only", layers=1), "aot_eager")
+        with budget(0.0), RAN_AGAIN:
+            train_step(model, stack_inputs())
+
+    def test_of_an_annotated_region(self) -> None:
+        model = stack(policy="attn_only")
+
+        def step(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.region_activation_memory_budget(0.0):
+                return model(video, text)
+
+        with RAN_AGAIN:
+            torch.compile(step, backend="aot_eager")(**stack_inputs()).sum().backward()
+
+    @pytest.mark.parametrize("before", ["compiled", "eager"])
+    def test_in_code_that_was_compiled_later(self, before: str) -> None:
+        """The block's attention is known by then, and its code is new."""
+        model = stack(policy="attn_only")
+        if before == "compiled":
+            compile_blocks(model, "aot_eager")
+        for _ in range(2):
+            train_step(model, stack_inputs())
+        if before == "eager":
+            compile_blocks(model, "aot_eager")
+        reset()
+        with budget(0.0), RAN_AGAIN:
+            train_step(model, stack_inputs())
+
+    def test_in_one_of_the_layers_that_a_function_runs(self) -> None:
+        """A function is no block: each of its calls may be of another layer, with a graph of its own."""
+
+        class Scaled(support.AttentionBlock):
+            scale = ""
+
+            def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+                return super().forward(video, text) * len(self.scale)
+
+        def run(layer: torch.nn.Module, video: torch.Tensor, text: torch.Tensor) -> Any:
+            return layer(video, text)
+
+        layers, inputs = [Scaled() for _ in range(3)], stack_inputs()
+        for number, layer in enumerate(layers):
+            layer.scale = "x" * (number + 1)
+            layer.compile(backend="aot_eager")
+            with budget(0.0 if number == 2 else 1.0):
+                layer(**inputs).sum().backward()
+        hidden = inputs["video"]
+        for layer in layers:
+            hidden = fastac.checkpoint(run, layer, hidden, inputs["text"])
+        with RAN_AGAIN:
+            hidden.sum().backward()
+
+    def test_of_a_model_of_others_is_theirs(self) -> None:
+        """Only graphs with checkpointed regions in them, or around them, are fastac's business."""
+        inputs = stack_inputs()
+        for way in (compile_blocks, compile_whole):
+            mine = way(stack(policy="attn_only"), "aot_eager")
+            train_step(mine, inputs)
+            torch._dynamo.reset()  # and dynamo counts compilations from the beginning
+            other = way(stack(policy="none"), "aot_eager")
+            with budget(0.0):
+                assert executions(other, inputs) == 8
+
+
+@pytest.mark.parametrize("beside", ["full", LONG_ONLY])
+def test_a_partitioner_that_recomputes_what_is_saved(beside: Any) -> None:
+    """As many calls as were left to recomputation, in another block, may run again, and no more."""
+    model = stack()
+    fastac.enable(model, {"blocks.0": beside, "*": "attn_only"}, blocks="blocks")
+    compile_whole(model, with_forgetful)
+    with RAN_AGAIN:
+        train_step(model, stack_inputs())
+
+
+class TestNothingIsWrong:
+    """Attention that runs again in the backward of a graph, and may."""
+
+    @pytest.mark.parametrize("selective", [False, True], ids=["checkpoint", "selective checkpoint"])
+    def test_in_a_checkpoint_of_the_users_own(self, selective: bool) -> None:
+        mine, other = stack(policy="attn_only", layers=1), stack(policy="none", layers=1)
+        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+        contexts = functools.partial(create_selective_checkpoint_contexts, products)
+        options = {"context_fn": contexts} if selective else {}
+
+        def both(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return checkpoint(other, mine(video, text), text, use_reentrant=False, **options)
+
+        support.count_cpu_attention()
+        compiled = torch.compile(both, backend="aot_eager")
+        for _ in range(2):
+            support.executions.clear()
+            compiled(**stack_inputs()).square().sum().backward()
+        assert support.executions.total() == 2 + 2 + 2
+
+    def test_in_the_backward_of_an_attention(self) -> None:
+        """As diffusers' context parallel has it."""
+        model, plain = stack(policy="attn_only", layers=1), stack(policy="none", layers=1)
+        model.blocks[0].attend = plain.blocks[0].attend = RunsAgain.apply
+        expected = train_step(plain, stack_inputs())
+        compile_whole(model, "aot_eager")
+        assert_same(train_step(model, stack_inputs()), expected)
+        assert executions(model, stack_inputs()) == 4
+
+    def test_in_a_second_backward(self) -> None:
+        """What one block recomputes in both counts for each."""
+        model = stack()
+        fastac.enable(model, {"blocks.0": "attn_only", "*": LONG_ONLY}, blocks="blocks")
+        compile_whole(model, "aot_eager")
+        with torch._functorch.config.patch(donated_buffer=False):
+            output = model(**stack_inputs()).square().sum()
+            output.backward(retain_graph=True)
+            output.backward()
+
+
+class TestRecompilation:
+    """Between a region's forward and its recompute."""
+
+    def test_of_everything(self) -> None:
+        model = compile_blocks(stack(policy="attn_only"), "aot_eager")
+        inputs = stack_inputs()
+        expected = train_step(stack(policy="none"), inputs)
+        train_step(model, inputs)
+        support.count_cpu_attention()
+        support.executions.clear()
+
+        def compile_anew(loss: torch.Tensor) -> None:
+            reset()
+            loss.backward()
+
+        assert_same(train_step(model, inputs, backward=compile_anew), expected)
+        assert support.executions.total() == 4
+
+    def test_for_a_second_size_in_flight(self) -> None:
+        """Two forwards of different sizes before the backward of both: the first's recompute may meet other code."""
+        model, plain = compile_blocks(stack(policy="attn_only"), "aot_eager", None), stack(policy="none")
+        small, large = stack_inputs(), stack_inputs(batch=2)
+        for _ in range(2):
+            for one in (model, plain):
+                one.zero_grad()
+            support.count_cpu_attention()
+            support.executions.clear()
+            (model(**small).square().sum() + model(**large).square().sum()).backward()
+            count = support.executions.total()
+            (plain(**small).square().sum() + plain(**large).square().sum()).backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine.grad, theirs.grad)
+        assert count == 8
+
+
+@pytest.mark.slow
+def test_a_warm_cache_spares_no_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved is decided, and reported, while a graph is traced: with checkpointed regions in it, always."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    caches = (
+        torch._inductor.config.patch(fx_graph_cache=True),
+        torch._functorch.config.patch(enable_autograd_cache=True),
+    )
+    with caches[0], caches[1]:
+        for _ in range(2):
+            reset()
+            model = stack()
+            fastac.enable(model, blocks="blocks")
+            compile_whole(model, "inductor")
+            train_step(model, stack_inputs())
+            assert sum(row.saved for row in fastac.report(model).rows) == 4
+            assert executions(model, stack_inputs()) == 4

@@ -1,0 +1,136 @@
+"""Traces that are neither dynamo's nor AOT's, export, and steps on fake tensors: nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastac
+from tests import support
+from tests.compile.steps import assert_exact_and_saved, compile_whole
+from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, relative_error, stack, stack_inputs, train_step
+
+
+def test_compiled_autograd() -> None:
+    """The backward is traced into a graph, which unpacks saved tensors (and so recomputes) when it runs."""
+    expected = train_step(stack(layers=1), stack_inputs())
+    model = stack(layers=1, policy="attn_only")
+    support.count_cpu_attention()
+    for _ in range(2):
+        with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+            support.executions.clear()
+            found = train_step(model, stack_inputs())
+        assert_same(found, expected)
+        assert support.executions.total() == 2
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_export_holds_no_checkpoint(strict: bool) -> None:
+    model, inputs = stack(policy="attn_only"), stack_inputs()
+    program = torch.export.export(model, (), inputs, strict=strict)
+    names = {str(node.target) for node in program.graph.nodes}
+    assert not [name for name in names if "checkpoint" in name]
+    assert any("scaled_dot_product_attention" in name for name in names)
+    assert torch.equal(program.module()(**inputs), model(**inputs))
+
+
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+def test_make_fx_traces_the_region_as_it_is(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A recompute in such a graph would be nothing but more of the same operators."""
+    inputs = stack_inputs()
+    parameters = dict(stack().named_parameters())
+
+    def gradients_under(policy: str) -> Callable[..., Any]:
+        model = stack(policy=policy)
+
+        def gradients(parameters: Any, video: torch.Tensor, text: torch.Tensor) -> Any:
+            output = torch.func.functional_call(model, parameters, (video, text))
+            return torch.autograd.grad(output.square().sum(), list(parameters.values()))
+
+        return gradients
+
+    with caplog.at_level(logging.WARNING, logger="fastac"):
+        graphs = [make_fx(gradients_under(one))(parameters, *inputs.values()) for one in ("none", policy)]
+    plain, traced = (Counter(str(node.target) for node in graph.graph.nodes) for graph in graphs)
+    assert traced == plain
+    assert traced[f"{CPU_ATTENTION.replace('::', '.')}.default"] == 4
+    expected = gradients_under("none")(parameters, *inputs.values())
+    for mine, theirs in zip(graphs[1](parameters, *inputs.values()), expected, strict=True):
+        assert relative_error(mine.detach(), theirs.detach()) < 1e-6
+
+
+def test_make_fx_does_not_spoil_a_later_compile() -> None:
+    """torch's own selective checkpointing under make_fx leaves metadata behind that a later compile dies of."""
+
+    def loss(video: torch.Tensor, text: torch.Tensor) -> Any:
+        return torch.autograd.grad(stack(policy="attn_only")(video, text).square().sum(), video)
+
+    make_fx(loss)(*stack_inputs().values())
+    assert_exact_and_saved(lambda policy: compile_whole(stack(policy=policy), "aot_eager"), stack_inputs(), calls=4)
+
+
+def test_linear_outputs_in_a_trace_are_refused() -> None:
+    """Which Linear module a product belongs to is not known there."""
+    policy = fastac.Policy("attn_only", linear=("ffn.2",))
+    model = stack(policy=policy)
+    with pytest.raises(fastac.FastacError, match="Linear"):
+        make_fx(lambda video, text: model(video, text))(*stack_inputs().values())
+    with pytest.raises(fastac.PolicyNotAppliedError, match="Linear"):
+        compile_whole(model, "aot_eager")(**stack_inputs())
+
+
+# Fake tensors
+
+
+class CountAttention(TorchDispatchMode):
+    """Counts calls of the attention op, which on fake tensors no kernel can count."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+def to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """Take the data out of a model's parameters."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(mode.from_tensor(parameter.detach()))
+    return model
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["an argument", "no argument"])
+def test_a_training_step_on_fake_tensors(inside: bool) -> None:
+    """From the second equal call on, a fake tensor's cache answers, and no call comes by the tape."""
+    mode = FakeTensorMode()
+    block = to_fake(AttentionBlock(), mode)
+    inputs = [mode.from_tensor(value.detach()) for value in stack_inputs().values()]
+    with mode:
+        for _ in range(3):
+            output = fastac.checkpoint(lambda: block(*inputs)) if inside else fastac.checkpoint(block, *inputs)
+            output.sum().backward()
+    assert all(parameter.grad is not None for parameter in block.parameters())
+
+
+@pytest.mark.parametrize(("policy", "calls"), [("full", 4), ("attn_only", 2)])
+def test_planning_on_fake_tensors_sees_the_policy(policy: str, calls: int) -> None:
+    """Calls and bytes are planned without data: there, too, attention is called again under full only."""
+    mode, counting = FakeTensorMode(), CountAttention()
+    mode.cache_enabled = False  # a call that the cache answers reaches no kernel
+    block = to_fake(AttentionBlock(), mode)
+    inputs = {name: mode.from_tensor(value.detach()) for name, value in stack_inputs().items()}
+    with mode, counting:
+        for _ in range(2):
+            counting.calls = 0
+            support.run_checkpointed(block, policy=policy, **inputs).sum().backward()
+            assert counting.calls == calls

@@ -1,0 +1,98 @@
+"""torch.compile in one thread while another trains: whether something is being traced is a question per thread.
+
+`torch.compiler.is_compiling()` and module hooks hold for the whole process; each test fails when fastac goes by them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import get_compilation_metrics
+
+from tests import support
+from tests.compile.steps import EACH_WAY, WAYS, compile_blocks, compile_whole, small, small_inputs
+from tests.compiler import reset
+from tests.support import assert_same, stack, stack_inputs, train_step
+
+
+def gated_backend(inside: threading.Event, go_on: threading.Event) -> Callable[..., Any]:
+    """aot_eager, which tells when it is in the middle of a compile and waits there."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        inside.set()
+        assert go_on.wait(60)
+        return aot_eager(graph, examples)
+
+    return backend
+
+
+@EACH_WAY
+def test_eager_training_while_another_thread_compiles(way: str) -> None:
+    """The eager steps run in the very middle of the compile, and both threads' gradients are exact."""
+    expected = train_step(stack(), stack_inputs())
+    inside, go_on = threading.Event(), threading.Event()
+    backend = gated_backend(inside, go_on)
+    compiled = WAYS[way](stack(policy="attn_only"), backend)
+    eager = stack(policy="attn_only")
+
+    with ThreadPoolExecutor(1) as other:
+        steps = other.submit(lambda: [train_step(compiled, stack_inputs()) for _ in range(2)])
+        try:
+            assert inside.wait(60)
+            support.count_cpu_attention()
+            for _ in range(3):
+                support.executions.clear()
+                found = train_step(eager, stack_inputs())
+                assert_same(found, expected)
+                assert support.executions.total() == 4, "a region of the eager thread was not saved"
+        finally:
+            go_on.set()
+        compiled_steps = steps.result(120)
+
+    reset()
+    compiled_expected = train_step(WAYS[way](stack(), "aot_eager"), stack_inputs())
+    for found in compiled_steps:
+        assert_same(found, compiled_expected)
+
+
+@EACH_WAY
+def test_backward_of_compiled_code_in_another_thread(way: str) -> None:
+    def backward(loss: torch.Tensor) -> None:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(loss.backward).result(60)
+
+    models = []
+    for policy in ("none", "attn_only"):
+        reset()
+        model = WAYS[way](stack(policy=policy), "aot_eager")
+        models.append([train_step(model, stack_inputs(), backward=backward) for _ in range(2)])
+    for found, expected in zip(models[1], models[0], strict=True):
+        assert_same(found, expected)
+
+
+def test_an_eager_look_leaves_compiled_code_of_other_threads_alone() -> None:
+    """The look at a compiled block sets module hooks, which hold for every thread, and on which dynamo guards."""
+    other_model = compile_whole(small("attn_only", layers=1), "aot_eager")
+    expected = train_step(other_model, small_inputs())
+    attempts, compiled = [], []
+
+    @torch.compiler.disable
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        # Called by the region, by the look at it, and by its recompute: meanwhile the other thread trains.
+        before = len(get_compilation_metrics())
+        with ThreadPoolExecutor(1) as other:
+            attempts.append(other.submit(train_step, other_model, small_inputs()).result(60))
+        compiled.append(len(get_compilation_metrics()) - before)
+        return F.scaled_dot_product_attention(query, key, value)
+
+    train_step(compile_blocks(small("attn_only", layers=1, attend=attend), "aot_eager"), small_inputs())
+    assert len(attempts) == 3
+    for found in attempts:
+        assert_same(found, expected)
+    assert not any(compiled), "the other thread compiled again"
