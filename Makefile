@@ -14,10 +14,10 @@ train: $(VENV)/installed-train
 
 # Tests use one thread each, so two run at a time on two cores.
 test: $(VENV)/installed-dev $(VENV)/installed-backends
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not soak" $(ARGS)
 
 test-slow: $(VENV)/installed-dev $(VENV)/installed-backends
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow and not soak" $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(SOURCES)

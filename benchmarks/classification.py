@@ -5,16 +5,14 @@ python benchmarks/classification.py [--check] [--output FILE]
 
 from __future__ import annotations
 
-import argparse
 import timeit
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import fastac  # registers the rows
-from common import RESULTS, write_result
+from common import parser, positive, write_result
 from fastac import registry
 
 TARGET_NS = 200
@@ -46,13 +44,9 @@ def first(op: object, calls: int) -> float:
 
 def main() -> int:
     """Measure, print a table and write the result; with --check 1 when a cached decision costs more than the target."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=200_000, help="per round (default: 200000)")
-    parser.add_argument("--check", action="store_true", help=f"fail above {TARGET_NS} ns")
-    parser.add_argument("--output", type=Path, default=RESULTS / "classification_cpu.json")
-    options = parser.parse_args()
-    if options.calls < 1:
-        parser.error("--calls must be at least 1")
+    arguments = parser(__doc__, "classification_cpu.json", check=f"a decision takes more than {TARGET_NS} ns")
+    arguments.add_argument("--calls", type=positive, default=200_000, help="per round (default: %(default)s)")
+    options = arguments.parse_args()
 
     results = [
         {"op": name, "cached_ns": round(cached(op, options.calls), 1), "first_ns": round(first(op, 200))}

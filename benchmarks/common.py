@@ -1,7 +1,8 @@
-"""What the benchmarks share: how a model is built, the facts of the machine, and how a result is written."""
+"""What the benchmarks share: how a model is built, their options, and how a result is written."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -11,9 +12,9 @@ from typing import Any
 import diffusers
 import torch
 
-from fastac.machine import facts
-from fastac.measuring import Allocated as Allocated
-from fastac.measuring import allocated_bytes as allocated_bytes
+from fastac.cli.measuring import Allocated as Allocated
+from fastac.cli.measuring import allocated_bytes as allocated_bytes
+from fastac.cli.measuring import machine
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -25,8 +26,24 @@ def build_model(cls: Any, dtype: torch.dtype, **config: Any) -> Any:
     return cls(**config).to(dtype).train()
 
 
+def parser(description: str | None, output: str, check: str = "") -> argparse.ArgumentParser:
+    """Options with --output, by default a file of that name among the results, and --check where there is a check."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--output", type=Path, default=RESULTS / output, help="where the JSON goes")
+    if check:
+        found.add_argument("--check", action="store_true", help=f"fail when {check}")
+    return found
+
+
+def positive(text: str) -> int:
+    """The type of an option that is a number of something."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
+
+
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Write `result` as JSON, with the machine it was measured on and the command that measures it again."""
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": command, "machine": facts(), **result}, indent=2) + "\n")
+    path.write_text(json.dumps({"command": command, "machine": machine(), **result}, indent=2) + "\n")

@@ -12,7 +12,6 @@ of experts or a print would make it.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import gc
@@ -21,7 +20,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +33,9 @@ from torch._dynamo.utils import counters
 
 import fastac
 import fastac.graph
-from common import RESULTS, allocated_bytes, build_model, write_result
-from fastac.engine import interception
-from fastac import scopes
+from common import allocated_bytes, build_model, parser, write_result
+from fastac import interception, scopes
 from fastac.graph.compilation import AS_IT_IS
-from fastac.graph.internals import tracing_autograd_calls
 from held_bytes import (
     BATCH,
     FRAMES,
@@ -204,19 +200,6 @@ def traced_and_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Call
     return replace(step, graph_module=as_fastac_compiles(step.graph_module))
 
 
-def step_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
-    step = step_of(model, policy)
-    if policy != "none":
-        return fastac.graph.compile_step(step)
-    compiled = as_fastac_compiles(step)
-
-    def call(**inputs: Any) -> Any:
-        with tracing_autograd_calls():
-            return compiled(**inputs)
-
-    return call
-
-
 def wrapped_regions() -> AbstractContextManager[Any]:
     return torch._inductor.config.patch(wrap_inductor_compiled_regions=True)
 
@@ -293,13 +276,6 @@ COMPOSITIONS = (
         eager,
         backends=("inductor",),
         make_step=traced_and_compiled,
-    ),
-    Composition(
-        "step compiled with its gradients",
-        "fastac.graph.compile_step(step)",
-        eager,
-        backends=("inductor",),
-        make_step=step_compiled,
     ),
 )
 
@@ -465,13 +441,13 @@ def tabulate(rows: list[Row]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    parser.add_argument("--backends", nargs="+", choices=("aot_eager", "inductor"), default=["aot_eager", "inductor"])
-    parser.add_argument("--only", default="", help="only compositions whose name holds this")
-    parser.add_argument("--output", type=Path, default=RESULTS / "compositions_cpu.json", help="where the JSON goes")
-    parser.add_argument("--check", action="store_true", help="fail when attention ran again, or there are more graphs")
-    options = parser.parse_args()
+    arguments = parser(__doc__, "compositions_cpu.json", check="attention ran again, or there are more graphs")
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    arguments.add_argument(
+        "--backends", nargs="+", choices=("aot_eager", "inductor"), default=["aot_eager", "inductor"]
+    )
+    arguments.add_argument("--only", default="", help="only compositions whose name holds this")
+    options = arguments.parse_args()
 
     logging.getLogger("torch").setLevel(logging.ERROR)  # dynamo tells of graph breaks, which are meant
     torch._inductor.config.fx_graph_cache = False

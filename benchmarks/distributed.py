@@ -10,7 +10,6 @@ an all-reduce of it.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -30,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fastac
-from common import RESULTS, allocated_bytes, write_result
-from fastac.verify import readable_bytes
+from common import allocated_bytes, parser, write_result
+from fastac.sizes import readable_bytes
 from held_bytes import BATCH, HEAD_DIM, TEXT_TOKENS, TOKENS, WIDTH, build_wan, wan_inputs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -213,10 +212,7 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / "distributed_cpu.json", help="where the JSON goes")
-    parser.add_argument("--check", action="store_true", help="fail where attention or collectives run again")
-    options = parser.parse_args()
+    options = parser(__doc__, "distributed_cpu.json", check="attention or collectives run again").parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
 The measurement that fastac began with: 77 frames of 720 x 1280, batch 1, bf16, random weights; a step is forward, mean
 squared error, backward and AdamW. Of every way: the time of a step, the most memory that is allocated, and how many
 kernels of attention and of matrix products ran, by their names in a profile of one step. Without checkpointing a step
-needs more memory than most GPUs have: that is a row that says so. The ways take turns, see fastac/measuring.py.
+needs more memory than most GPUs have: that is a row that says so. The ways take turns, see fastac/cli/measuring.py.
 
 Before that fastac.verify compares gradients of a model with two blocks on a small video. Nothing is downloaded, and
 fastac need not be installed.
@@ -13,7 +13,6 @@ fastac need not be installed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import statistics
@@ -30,18 +29,15 @@ from rich.console import Console
 from rich.table import Table
 
 import fastac
-from common import RESULTS, write_result
-from fastac import machine, scopes
-from fastac.benching import Switch, Workload, measure
-from fastac.measurements import Measurement
+from common import parser, positive, write_result
+from fastac import scopes
+from fastac.cli.measuring import PLANNED, Measurement, Switch, Workload, gpu, measure
 from fastac.models import configurations
 from fastac.models.configurations import Configuration
 from fastac.models.reading import fill_zeros
 from fastac.models.videos import Video
-from fastac.planning import Planner
+from fastac.planning.video import without_weights
 from fastac.sizes import parse_bytes, readable_bytes
-from fastac.subjects import subject
-from fastac.video_planning import without_weights
 
 MODEL = "wan2.1-t2v-1.3b"
 SHARE = (
@@ -159,8 +155,7 @@ def grouped(events: Iterable[Any]) -> dict[str, Kernels]:
 def fitting_budget(case: Case, memory: int) -> int | None:
     """Bytes of saved outputs with which a step fits a share of a memory, by the plan."""
     inputs = case.configuration.inputs(case.video)
-    planner = Planner(subject(without_weights(case.configuration, case.dtype), inputs))
-    return planner.largest_budget(int(SHARE * memory))
+    return fastac.plan(without_weights(case.configuration, case.dtype), inputs).largest_budget(int(SHARE * memory))
 
 
 def check(case: Case, device: torch.device) -> fastac.Verification:
@@ -199,7 +194,8 @@ def measured(case: Case, device: torch.device, rounds: int, budget: int | None, 
     states = [value for state in training.optimizer.state.values() for value in state.values()]
     besides = [*weights, *states, training.target, *training.inputs.values()]
     total = sum(tensor.nbytes for tensor in besides if isinstance(tensor, torch.Tensor))
-    return Result(rows, kernels, ops, total, switch.limit)
+    planned = any(row.variant == PLANNED and not row.problem for row in rows)
+    return Result(rows, kernels, ops, total, switch.budget if planned else budget)
 
 
 def table_of(result: Result, title: str) -> Table:
@@ -250,34 +246,30 @@ def json_of(case: Case, rounds: int, checked: fastac.Verification, result: Resul
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each way (default: %(default)s)")
-    parser.add_argument("--budget", metavar="BYTES", help="of saved outputs; default: what fits the GPU by the plan")
-    parser.add_argument(
-        "--output", type=Path, help="where the JSON goes; default: benchmarks/results/gpu_wan_<GPU>.json"
-    )
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
+    arguments = parser(__doc__, "gpu_wan_<GPU>.json")
+    arguments.add_argument("--rounds", type=positive, default=5, help="timed steps of each way (default: %(default)s)")
+    arguments.add_argument("--budget", metavar="BYTES", help="of saved outputs; default: what fits the GPU by the plan")
+    options = arguments.parse_args()
     try:
         budget = None if options.budget is None else parse_bytes(options.budget)
     except fastac.FastacError as error:
-        parser.error(f"--budget {error}")
+        arguments.error(f"--budget {error}")
 
     console = Console(width=200)
     if not torch.cuda.is_available():
         console.print("gpu_wan.py measures on a CUDA GPU, and torch finds none here: nothing was measured.")
         return 0
     case, device = Case(), torch.device("cuda")
-    gpu = machine.gpu()
+    found = gpu()
     if budget is None:
-        budget = fitting_budget(case, gpu["memory_bytes"])
+        budget = fitting_budget(case, found["memory_bytes"])
     checked = check(case, device)
     console.print(str(checked), markup=False)
     result = measured(case, device, options.rounds, budget, console)
-    console.print(table_of(result, f"{MODEL}, {case.video.tokens((1, 2, 2)):,} tokens, {gpu['name']}"))
-    name = re.sub(r"[^a-z0-9]+", "_", gpu["name"].lower()).strip("_")
-    write_result(options.output or RESULTS / f"gpu_wan_{name}.json", json_of(case, options.rounds, checked, result))
+    console.print(table_of(result, f"{MODEL}, {case.video.tokens((1, 2, 2)):,} tokens, {found['name']}"))
+    name = re.sub(r"[^a-z0-9]+", "_", found["name"].lower()).strip("_")
+    output = options.output.with_name(options.output.name.replace("<GPU>", name))
+    write_result(output, json_of(case, options.rounds, checked, result))
     return 0
 
 

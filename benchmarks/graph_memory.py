@@ -9,7 +9,6 @@ none. Loss and gradients must be bitwise those of eager mode without checkpointi
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import os
@@ -25,7 +24,7 @@ from rich.table import Table
 
 import fastac
 import fastac.graph
-from common import RESULTS, write_result
+from common import parser, positive, write_result
 from held_bytes import CASES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -83,13 +82,9 @@ def measure(name: str, layers: int) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="blocks per model (default: 4)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "graph_memory_cpu.json", help="where the JSON goes")
-    parser.add_argument("--check", action="store_true", help="fail when a graph needs more than eager mode does")
-    options = parser.parse_args()
-    if options.layers < 1:
-        parser.error("--layers must be at least 1")
+    arguments = parser(__doc__, "graph_memory_cpu.json", check="a graph needs more than eager mode does")
+    arguments.add_argument("--layers", type=positive, default=4, help="blocks per model (default: %(default)s)")
+    options = arguments.parse_args()
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
     rows = [row for name in ("Wan", "LTX", "Llama") for row in measure(name, options.layers)]

@@ -17,12 +17,10 @@ no op returns.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastac
-from common import RESULTS, allocated_bytes, build_model, write_result
+from common import allocated_bytes, build_model, parser, positive, write_result
 
 TOLERANCE = 0.01
 
@@ -244,13 +242,9 @@ def measure(case: Case, policy: str, layers: int, dtype: torch.dtype) -> Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4, help="blocks per model (default: 4)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "held_bytes_cpu.json", help="where the JSON goes")
-    parser.add_argument("--check", action="store_true", help=f"fail when a figure is off by more than {TOLERANCE:.0%}")
-    options = parser.parse_args()
-    if options.layers < 1:
-        parser.error("--layers must be at least 1")
+    arguments = parser(__doc__, "held_bytes_cpu.json", check="a figure is off by more than one percent")
+    arguments.add_argument("--layers", type=positive, default=4, help="blocks per model (default: %(default)s)")
+    options = arguments.parse_args()
 
     rows = [
         measure(case, policy, options.layers, dtype)

@@ -7,33 +7,29 @@ of others. All variants take a step in every round, in an order drawn anew, so t
 machine meets all of them; garbage is collected between steps, never within one. The figure of a variant is its fastest
 step, relative to the fastest of `full`; beside it stands the median over rounds of the ratio within a round.
 
-Torch's selective checkpointing (SAC) appears three times with the same policy: as fastac's engine for compiled models,
-and around each block by hand, deciding by a part of the op's name, once with a cache in front and once without.
+Torch's selective checkpointing (SAC) appears twice with the same policy, around each block, deciding by a part of the
+op's name: once with a cache in front and once without.
 
     python benchmarks/host_time.py [--check]
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import gc
-import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from diffusers import WanTransformer3DModel
 from rich.console import Console
 from rich.table import Table
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fastac
-from common import RESULTS, build_model, write_result
+from common import build_model, parser, positive, write_result
+from fastac.cli.measuring import enable_torch_sac, is_attention_by_name, take_turns
 
 
 class Case(NamedTuple):
@@ -73,35 +69,18 @@ TEXT = (1, 12, 16)  # batch, tokens, width
 Enable = Callable[[Any], None]
 
 
-def is_attention_forward(op: Any) -> bool:
-    """By a part of the op's name, as selective policies in training code commonly do it."""
-    name = str(op)
-    return "attention" in name and "backward" not in name
-
-
-def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool]) -> None:
-    """torch's selective checkpointing around each block."""
-
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_saved(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    model.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
-
-
 VARIANTS: dict[str, Enable] = {
     "none": lambda model: model.disable_gradient_checkpointing(),
     "full": lambda model: model.enable_gradient_checkpointing(),
     "attn_only": lambda model: fastac.enable(model, policy="attn_only"),
-    "attn_only, engine sac": lambda model: fastac.enable(model, policy="attn_only", engine="sac"),
-    "torch SAC, cached": lambda model: enable_torch_sac(model, functools.cache(is_attention_forward)),
-    "torch SAC, strings": lambda model: enable_torch_sac(model, is_attention_forward),
+    "torch SAC, cached": lambda model: enable_torch_sac(model, functools.cache(is_attention_by_name)),
+    "torch SAC, strings": enable_torch_sac,
 }
 BEFORE_FASTAC = ("none", "full")
 
 
 class Step:
-    """One variant's model and inputs; calling it runs a step and returns its nanoseconds of CPU time."""
+    """One variant's model and inputs; calling it runs a step. Its gradients are gone with `clear`."""
 
     def __init__(self, enable: Enable, case: Case) -> None:
         self.model = build_model(WanTransformer3DModel, case.dtype, **CONFIG)
@@ -112,43 +91,40 @@ class Step:
         }
         enable(self.model)
 
-    def __call__(self) -> int:
-        start = time.process_time_ns()
+    def __call__(self) -> None:
         (output,) = self.model(**self.inputs, return_dict=False)
         output.sum().backward()
-        elapsed = time.process_time_ns() - start
+
+    def clear(self) -> None:
         self.model.zero_grad(set_to_none=True)
-        return elapsed
 
 
-def measure(names: tuple[str, ...], case: Case, rounds: int) -> dict[str, list[int]]:
-    """Nanoseconds of CPU time of each variant's step in each round."""
+def measure(names: Sequence[str], case: Case, rounds: int) -> dict[str, list[float]]:
+    """Seconds of CPU time of each variant's step in each round."""
     steps = {name: Step(VARIANTS[name], case) for name in names}
+    current = ""
+
+    def switch(name: str) -> None:
+        nonlocal current
+        if current:
+            steps[current].clear()
+        current = name
+
     for step in steps.values():
         for _ in range(3):
             step()
-    times: dict[str, list[int]] = {name: [] for name in names}
-    order = random.Random(0)
-    gc.collect()
-    gc.freeze()  # what is alive by now need not be walked through again in every round
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            for name in order.sample(names, len(names)):
-                gc.collect()
-                times[name].append(steps[name]())
-    finally:
-        gc.enable()
-        gc.unfreeze()
-    return times
+            step.clear()
+    turns = take_turns(names, rounds, switch, lambda: steps[current](), clock=time.process_time)
+    assert not turns.problems, turns.problems
+    return turns.seconds
 
 
-def summarize(times: dict[str, list[int]]) -> dict[str, dict[str, float]]:
+def summarize(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
     fastest_full = min(times["full"])
     return {
         name: {
-            "fastest_ms": min(series) / 1e6,
-            "median_ms": statistics.median(series) / 1e6,
+            "fastest_ms": 1e3 * min(series),
+            "median_ms": 1e3 * statistics.median(series),
             "ratio_of_fastest": min(series) / fastest_full,
             "median_ratio": statistics.median(a / b for a, b in zip(series, times["full"], strict=True)),
         }
@@ -157,13 +133,9 @@ def summarize(times: dict[str, list[int]]) -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help="steps per variant and case (default: 200)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "host_time_cpu.json", help="where the JSON goes")
-    parser.add_argument("--check", action="store_true", help="fail when attn_only takes more than its target")
-    options = parser.parse_args()
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
+    arguments = parser(__doc__, "host_time_cpu.json", check="attn_only takes more than its target")
+    arguments.add_argument("--rounds", type=positive, default=200, help="steps per variant and case (%(default)s)")
+    options = arguments.parse_args()
 
     torch.set_num_threads(1)  # a second thread has nothing to do here and only adds noise
     # fastac leaves its interception in place once it was enabled. What that costs steps without fastac shows here.

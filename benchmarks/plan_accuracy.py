@@ -10,14 +10,12 @@ what a replayed call would have cost is taken off.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +24,12 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
-from common import RESULTS, allocated_bytes, write_result
-from fastac.forecast import Forecast
+from common import allocated_bytes, parser, positive, write_result
 from fastac.models import configurations, videos
-from fastac.policy import Policy, resolve
+from fastac.planning.forecast import Forecast
+from fastac.planning.subject import subject
+from fastac.policy import NAMED, Policy
 from fastac.replay import Replay
-from fastac.subjects import subject
 
 HELD, PEAK = 0.01, 0.03
 """By how much a prediction of bytes may be off; one of FLOPs not at all."""
@@ -156,8 +154,7 @@ def measure(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[int, int, i
         model.zero_grad(set_to_none=True)
         gc.collect()
 
-    for _ in range(2):  # what is built once is built now; a budget is shared out
-        step(model, inputs)
+    step(model, inputs)  # what is built once is built now
     clear()
     with FlopCounterMode(display=False) as counter, replayed_flops() as replayed:
         step(model, inputs)
@@ -173,32 +170,36 @@ def compare(pair: Pair) -> Iterator[Row]:
     model, inputs = build(pair)
     forecast = Forecast(subject(model, inputs))
     tokens = f"{pair.frames}x{pair.height}x{pair.width}"
-    saved = forecast.plan("", forecast.of_policies(dict.fromkeys(forecast.candidates, Policy()))).saved_bytes
-    budget = Policy.budget(int(1.5 * saved))
-    for name, policy in {
-        "none": None,
-        "full": resolve("full"),
+    policies: dict[str, Any] = {
+        "none": "none",
+        "full": NAMED["full"],
         "long_attn_only": Policy("attn_only", min_kv=pair.text_tokens + 1),
         "attn_only": Policy(),
-        "budget": budget,
-    }.items():
+        "within": forecast.within(int(1.5 * forecast.plan("attn_only").saved_bytes)),
+    }
+    for name, policy in policies.items():
         mine = copy.deepcopy(model)
-        if policy is None:
-            plan = forecast.without_checkpointing()
-        else:
-            policies = forecast.budgeted(budget) if policy is budget else dict.fromkeys(forecast.candidates, policy)
-            plan = forecast.plan(name, forecast.of_policies(policies))
+        plan = forecast.plan(policy)
+        if policy != "none":
             fastac.enable(mine, policy)
         held, peak, flops = measure(mine, inputs)
-        yield Row(pair.name, tokens, name, plan.held_bytes, held, plan.peak_bytes, peak, plan.flops, flops)
+        yield Row(
+            pair.name,
+            tokens,
+            name,
+            plan.held_bytes,
+            held,
+            plan.peak_bytes - forecast.states.total,
+            peak,
+            plan.flops,
+            flops,
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / "plan_accuracy_cpu.json", help="where the JSON goes")
-    parser.add_argument("--check", action="store_true", help="fail when a prediction is off by more than it may be")
-    parser.add_argument("--pairs", type=int, default=len(PAIRS), help="only the first so many")
-    options = parser.parse_args()
+    arguments = parser(__doc__, "plan_accuracy_cpu.json", check="a prediction is off by more than it may be")
+    arguments.add_argument("--pairs", type=positive, default=len(PAIRS), help="only the first so many")
+    options = arguments.parse_args()
     rows = [row for pair in PAIRS[: options.pairs] for row in compare(pair)]
     table = Table(title="predicted against measured")
     for heading in ("model", "policy", "held, MiB", "off", "peak, MiB", "off", "GFLOPs", "off"):

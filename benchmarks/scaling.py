@@ -1,7 +1,7 @@
 """What 8 and 64 GPUs do to what selective checkpointing saves: computed from the shapes, not measured.
 
 Wan2.1 14B at 720x1280x77 in bf16, all weights trained, FSDP over all GPUs, Ulysses over up to 8 of them (its 40 heads
-can not be split 64 ways), one video for each group of these. Compute is matrix products and attention at an assumed
+cannot be split 64 ways), one video for each group of these. Compute is matrix products and attention at an assumed
 share of an H100's peak. FSDP's gathers and reductions run beside compute: their time is given as a share of it. The
 all-to-alls of Ulysses do not: their time is added, and given as a share of the step.
 

@@ -1,7 +1,6 @@
 """Writes docs/backends.md, docs/models.md, and the tables of README.md, docs/compile.md and docs/distributed.md.
 
-`tests/test_docs.py` fails when one is stale. The models are tried for it, as `fastac check --all` does; what was
-measured comes from benchmarks/results.
+`tests/test_docs.py` fails when one is stale. What was measured comes from benchmarks/results.
 
 python docs/generate.py
 """
@@ -19,11 +18,12 @@ from types import ModuleType
 import torch
 
 import fastac  # registers the rows
-from fastac import checks, registry
+from fastac import registry
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS
-from fastac.models import MODELS
-from fastac.registry import AttentionOp, DecompositionOp, SelectionOp, Verdict
+from fastac.models import MODELS, containers, tiny_model
+from fastac.remarks import linear_attention
+from fastac.rows import AttentionOp, DecompositionOp, SelectionOp, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"
@@ -33,7 +33,7 @@ DISTRIBUTED = ROOT / "benchmarks" / "results" / "distributed_cpu.json"
 TESTS = {
     "scaled_dot_product_attention": ("test_sdpa.py",),
     "torch.nn.attention.varlen": ("libraries/varlen.py",),
-    "flex_attention, NABLA": ("test_flex.py", "../compile/test_flex.py"),
+    "flex_attention, NABLA": ("test_flex.py", "test_compiled_flex.py"),
     "flash-attn 2": ("libraries/flash_attn_2.py",),
     "flash-attn 3": ("libraries/flash_attn_3.py",),
     "flash-attn 4": ("libraries/flash_attn_4.py",),
@@ -146,54 +146,24 @@ def backends() -> str:
 
 
 def models() -> str:
-    """The models with a catalogue row, and what was found on each, as Markdown."""
+    """The models with a catalogue row as Markdown."""
     return _document(
         "# Models",
-        f"fastac {fastac.__version__}, {_torch()}, diffusers {importlib.metadata.version('diffusers')}. These have a "
-        "catalogue row: a tiny configuration with random weights, by which the parity test and `fastac check` run "
-        "them. Every other diffusers model with gradient checkpointing goes through the generic reading.",
-        "Below is what `fastac check --all` found on a CPU in fp32, with `attn_only`: attention kernels of one step of "
-        "the tiny model, bytes that its blocks held for them, and how many outputs and gradients were compared with "
-        "training without checkpointing (all equal, bit for bit).",
+        f"fastac {fastac.__version__}, diffusers {importlib.metadata.version('diffusers')}. Each of these has a tiny "
+        "model with random weights, on which the tests compare every output and gradient under `attn_only` with "
+        "training without checkpointing, bit for bit, and count attention kernels. Every other diffusers model with "
+        "gradient checkpointing goes through the generic reading.",
         _table(
-            (
-                "model",
-                "block containers",
-                "attention kernels per step",
-                "run again under `full`",
-                "under `attn_only`",
-                "bytes saved",
-                "compared",
-                "attention backend",
-                "remarks",
-            ),
-            (
-                (
-                    f"`{one.name}`",
-                    ", ".join(f"`{name}`" for name in one.containers),
-                    *_counts(one),
-                    *((f"{one.saved_bytes:,}", str(one.compared)) if one.compared else ("", "")),
-                    one.backend,
-                    _remark(one),
-                )
-                for one in _checked()
-            ),
+            ("model", "block containers", "attention backend", "remarks"),
+            ((f"`{name}`", ", ".join(f"`{one}`" for one in of), *rest) for name, of, *rest in _models()),
         ),
     )
 
 
 def readme() -> str:
     """README.md with its table of models made anew."""
-    headings = (
-        "model",
-        "attention kernels per step",
-        "run again under `full`",
-        "under `attn_only`",
-        "attention backend",
-        "remarks",
-    )
-    rows = ((f"`{one.name}`", *_counts(one), one.backend, _remark(one)) for one in _checked())
-    return _with_tables("README.md", {"models": _table(headings, rows)})
+    rows = ((f"`{name}`", *rest) for name, _, *rest in _models())
+    return _with_tables("README.md", {"models": _table(("model", "attention backend", "remarks"), rows)})
 
 
 def compositions() -> str:
@@ -260,18 +230,18 @@ def _with_tables(path: str, tables: Mapping[str, str]) -> str:
 
 
 @functools.cache
-def _checked() -> list[checks.Checked]:
-    torch.set_num_threads(1)
-    return [checks.check(row) for row in MODELS.values()]
-
-
-def _counts(one: checks.Checked) -> tuple[str, str, str]:
-    # Full checkpointing runs what is inside the blocks once more: tests/models/test_parity.py counts it.
-    return (str(one.attention), str(one.in_blocks), str(one.again)) if one.compared else ("", "", "")
-
-
-def _remark(one: checks.Checked) -> str:
-    return one.remark if one.verdict == checks.KEPT else f"{one.verdict}: {one.remark}"
+def _models() -> list[tuple[str, tuple[str, ...], str, str]]:
+    """Name, block containers, attention backend and remarks of every model."""
+    found = []
+    for row in MODELS.values():
+        model, _ = tiny_model(row)
+        uses = [use for use in registry.backend_uses(model) if not use.linear]
+        backend = "always SDPA" if uses and all(use.ignores for use in uses) else "as set"
+        linear = len(linear_attention(model, containers(model, row)))
+        remarks = [f"{linear} linear, recomputed"] * bool(linear)
+        remarks += ["flex_attention has no backward on a CPU"] * row.flex
+        found.append((row.name, row.containers, "always flex" if row.flex else backend, "; ".join(remarks)))
+    return found
 
 
 DOCUMENTS: dict[str, Callable[[], str]] = {

@@ -18,7 +18,7 @@ from fastac.backends import plugins
 from fastac.backends import LIBRARIES
 from fastac.registry import AttentionOp
 from tests.backends import packages
-from tests.planned import CAN_NOT_BE_SIMULATED
+from tests.planning.test_forecast import CANNOT_BE_SIMULATED
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -38,7 +38,6 @@ def made() -> dict[str, str]:
 
 
 def test_made_documents_are_not_stale(made: dict[str, str]) -> None:
-    """The tables of models are what `fastac check --all` finds now."""
     for name, text in made.items():
         assert text == (ROOT / name).read_text(encoding="utf-8"), f"{name} is stale: run python docs/generate.py"
 
@@ -84,7 +83,7 @@ def test_the_compositions_are_measured_as_the_document_says(tmp_path: Path) -> N
 
 def test_models_that_can_not_be_planned_are_named() -> None:
     limits = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8").partition("## What is not in it")[2]
-    assert {name for name in models.MODELS if f"`{name}`" in limits} == set(CAN_NOT_BE_SIMULATED)
+    assert {name for name in models.MODELS if f"`{name}`" in limits} == set(CANNOT_BE_SIMULATED)
 
 
 def test_every_library_with_a_parity_test_is_told_about() -> None:
