@@ -20,7 +20,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +37,7 @@ import fastac
 import fastac.graph
 from common import RESULTS, allocated_bytes, build_model, write_result
 from fastac import interception, scopes
-from fastac.graph.compilation import AS_IT_IS
-from fastac.graph.internals import tracing_autograd_calls
+from fastac.graph.application import KEEP_ORDER
 from held_bytes import (
     BATCH,
     FRAMES,
@@ -191,26 +190,15 @@ def traced(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any
     return step if policy == "none" else fastac.graph.apply(step)
 
 
-def as_fastac_compiles(function: Any) -> Any:
-    """For the reference without a policy, which `fastac.graph.compile` refuses."""
-    return torch.compile(function, fullgraph=True, dynamic=False, options=AS_IT_IS)
-
-
 def traced_and_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
-    step = traced(model, inputs, policy)
-    if policy != "none":
-        return fastac.graph.compile(step)
-    return replace(step, graph_module=as_fastac_compiles(step.graph_module))
+    return fastac.graph.compile(traced(model, inputs, policy))
 
 
 def step_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
-    step = step_of(model, policy)
-    if policy != "none":
-        return fastac.graph.compile_step(step)
-    compiled = as_fastac_compiles(step)
+    compiled = torch.compile(step_of(model, policy), fullgraph=True, dynamic=False, options=KEEP_ORDER)
 
     def call(**inputs: Any) -> Any:
-        with tracing_autograd_calls():
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
             return compiled(**inputs)
 
     return call
@@ -295,7 +283,7 @@ COMPOSITIONS = (
     ),
     Composition(
         "step compiled with its gradients",
-        "fastac.graph.compile_step(step)",
+        "torch.compile(step)",
         eager,
         backends=("inductor",),
         make_step=step_compiled,

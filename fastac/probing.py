@@ -1,7 +1,7 @@
 """Looks up what is private in torch before fastac relies on it: what went away is an error that names it.
 
 The names stand in the modules that use them: `torch_internals` for the dispatcher and autograd, `compiler_internals`
-and `inductor_internals` for the compiler, `graph.internals` for traces.
+and `inductor_internals` for the compiler, `graph.torch_private` for traces.
 """
 
 from __future__ import annotations
