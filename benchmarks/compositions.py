@@ -12,6 +12,7 @@ of experts or a print would make it.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import gc
@@ -19,7 +20,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +35,9 @@ from torch._dynamo.utils import counters
 
 import fastac
 import fastac.graph
-from common import allocated_bytes, build_model, parser, write_result
+from common import RESULTS, allocated_bytes, build_model, write_result
 from fastac import interception, scopes
-from fastac.graph.compilation import AS_IT_IS
+from fastac.graph.application import KEEP_ORDER
 from held_bytes import (
     BATCH,
     FRAMES,
@@ -188,16 +190,18 @@ def traced(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any
     return step if policy == "none" else fastac.graph.apply(step)
 
 
-def as_fastac_compiles(function: Any) -> Any:
-    """For the reference without a policy, which `fastac.graph.compile` refuses."""
-    return torch.compile(function, fullgraph=True, dynamic=False, options=AS_IT_IS)
-
-
 def traced_and_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
-    step = traced(model, inputs, policy)
-    if policy != "none":
-        return fastac.graph.compile(step)
-    return replace(step, graph_module=as_fastac_compiles(step.graph_module))
+    return fastac.graph.compile(traced(model, inputs, policy))
+
+
+def step_compiled(model: Any, inputs: dict[str, Any], policy: str) -> Callable[..., Any]:
+    compiled = torch.compile(step_of(model, policy), fullgraph=True, dynamic=False, options=KEEP_ORDER)
+
+    def call(**inputs: Any) -> Any:
+        with torch._dynamo.config.patch(trace_autograd_ops=True):
+            return compiled(**inputs)
+
+    return call
 
 
 def wrapped_regions() -> AbstractContextManager[Any]:
@@ -276,6 +280,13 @@ COMPOSITIONS = (
         eager,
         backends=("inductor",),
         make_step=traced_and_compiled,
+    ),
+    Composition(
+        "step compiled with its gradients",
+        "torch.compile(step)",
+        eager,
+        backends=("inductor",),
+        make_step=step_compiled,
     ),
 )
 
@@ -441,13 +452,13 @@ def tabulate(rows: list[Row]) -> Table:
 
 
 def main() -> int:
-    arguments = parser(__doc__, "compositions_cpu.json", check="attention ran again, or there are more graphs")
-    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    arguments.add_argument(
-        "--backends", nargs="+", choices=("aot_eager", "inductor"), default=["aot_eager", "inductor"]
-    )
-    arguments.add_argument("--only", default="", help="only compositions whose name holds this")
-    options = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    parser.add_argument("--backends", nargs="+", choices=("aot_eager", "inductor"), default=["aot_eager", "inductor"])
+    parser.add_argument("--only", default="", help="only compositions whose name holds this")
+    parser.add_argument("--output", type=Path, default=RESULTS / "compositions_cpu.json", help="where the JSON goes")
+    parser.add_argument("--check", action="store_true", help="fail when attention ran again, or there are more graphs")
+    options = parser.parse_args()
 
     logging.getLogger("torch").setLevel(logging.ERROR)  # dynamo tells of graph breaks, which are meant
     torch._inductor.config.fx_graph_cache = False

@@ -7,27 +7,20 @@ For compilers on top of AOT: `partitioner`, and `replaying_partitioner` for what
 Not imported by `import fastac`.
 """
 
-from fastac.graph.application import apply, check
-from fastac.graph.compilation import compile, compile_step  # noqa: A004
-from fastac.graph.functionalization import functionalize
-from fastac.graph.gathers import parameter_gathers, recompute_parameter_gathers
-from fastac.graph.marks import held_bytes, mark_saved
-from fastac.graph.partitioning import partitioner
-from fastac.graph.rematerialization import rematerialize
+from fastac.graph.application import apply, compile  # noqa: A004
+from fastac.graph.partitioning import partitioner, recompute_parameter_gathers
+from fastac.graph.passes import functionalize, rematerialize, tag
 from fastac.graph.round_trip import replaying_partitioner
-from fastac.graph.tagging import tag
+from fastac.graph.saved_values import held_bytes, mark_saved
 from fastac.graph.tracing import Traced, trace
 
 __all__ = [
     "Traced",
     "apply",
-    "check",
     "compile",
-    "compile_step",
     "functionalize",
     "held_bytes",
     "mark_saved",
-    "parameter_gathers",
     "partitioner",
     "recompute_parameter_gathers",
     "rematerialize",

@@ -1,24 +1,22 @@
-"""apply: the passes one after the other, and a look at what came out."""
+"""apply: a policy on a traced step, and a check of what came out. compile: the result through inductor."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fastac.compile import tracing as annotation
 from fastac.errors import FastacError, PolicyNotAppliedError
-from fastac.graph.functionalization import functionalize, refuse_writes
-from fastac.graph.nodes import RECOMPUTED, is_backward, marks, regions
-from fastac.graph.rematerialization import rematerialize
-from fastac.graph.summary import attention_calls, is_recomputing, summary
-from fastac.graph.tagging import Policies, decide, own_policies, saves, tag, where
-from fastac.graph.tracing import Traced
+from fastac.graph.nodes import RECOMPUTED, call, is_attention, is_backward, marks, regions
+from fastac.graph.passes import Policies, decide, functionalize, own_policies, refuse_writes, rematerialize, tag, where
+from fastac.graph.tracing import Traced, summary
 from fastac.policy import Policy, resolve, resolve_blocks
+from fastac.registry import classify
 
 logger = logging.getLogger("fastac")
 
@@ -26,35 +24,74 @@ Step = TypeVar("Step", Traced, GraphModule)
 
 AnyPolicy = str | Policy | Mapping[str, str | Policy]
 
+KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+"""Options of inductor: both passes move recomputed operators to where the forward has others with their inputs."""
+
 
 def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
-    """The step with its regions recomputed in the backward, except for what the policy saves. The given one stays.
+    """Recompute the regions of a step in its backward, except for what the policy saves.
 
-    traced: what `trace` returned, or a graph of a training step that was traced elsewhere (see docs/graph.md).
-    policy: a name, a Policy, or a mapping of block-name patterns to these; None for what each region was checkpointed
-    with. Random numbers are drawn in the order of a step without checkpointing.
-    Raises PolicyNotAppliedError for a graph without regions or backward and for attention that can not be saved,
-    UnsupportedBackendError for a kernel that does not train, FastacError for what else can not be exact.
+    Random numbers are drawn in the order of a step without checkpointing.
+
+    Args:
+        traced: what `trace` returned, or the graph of a training step that was traced elsewhere. It stays as it is.
+        policy: a name, a Policy, or a mapping of block-name patterns to these (first match counts); None for what each
+            region was checkpointed with.
+
+    Returns:
+        Another step, or graph, of the same kind as `traced`.
+
+    Raises:
+        PolicyNotAppliedError: a graph without regions or backward, or attention that cannot be saved.
+        UnsupportedBackendError: a kernel that does not train.
+        FastacError: what else cannot be exact; a step that has a policy already.
+
+    Example:
+        >>> train = fastac.graph.apply(traced, "attn_only")
+        >>> loss, gradients = train(**inputs)
     """
     if isinstance(traced, Traced):
-        if not isinstance(traced.graph_module, GraphModule):
-            raise FastacError(
-                "apply: this step is compiled. Apply the policy to what fastac.graph.trace returned, and compile that."
-            )
-        policies = policies_of(traced.graph_module, policy, traced.model)
-        graph_module = apply_to_graph(traced.graph_module, policies)
+        policies = _policies_of(traced.graph_module, policy, traced.model)
+        graph_module = _apply_to_graph(traced.graph_module, policies)
         return dataclasses.replace(traced, graph_module=graph_module, policies=policies)
     if not isinstance(traced, GraphModule):
         raise FastacError(
             f"apply: expected what fastac.graph.trace returned, or a GraphModule, got {type(traced).__name__}: "
             f"fastac.graph.apply(fastac.graph.trace(step, model, ...), policy)"
         )
-    return apply_to_graph(traced, policies_of(traced, policy))
+    return _apply_to_graph(traced, _policies_of(traced, policy))
 
 
-def apply_to_graph(graph_module: GraphModule, policies: Policies) -> GraphModule:
-    """The same for a graph, with the policy of each region."""
-    if is_recomputing(graph_module):
+def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
+    """The same step through inductor, which compiles it at its first call.
+
+    Results are equal up to rounding, and dropout is inductor's own. Two passes that would move the recomputation back
+    to the forward are off; a pass of your own that merges equal operators would undo it as well.
+
+    Args:
+        traced: what `apply` returned.
+        options: of inductor, by their names in torch._inductor.config, such as max_autotune=True.
+
+    Returns:
+        Another step.
+
+    Raises:
+        FastacError: `traced` is not a traced step.
+
+    Example:
+        >>> compiled = fastac.graph.compile(fastac.graph.apply(traced, "attn_only"))
+    """
+    if not isinstance(traced, Traced):
+        raise FastacError(
+            f"compile: expected a step that fastac.graph.apply returned, got {type(traced).__name__}: "
+            f"fastac.graph.compile(fastac.graph.apply(traced, policy))"
+        )
+    compiled = torch.compile(traced.graph_module, fullgraph=True, dynamic=False, options={**KEEP_ORDER, **options})
+    return dataclasses.replace(traced, compiled=compiled)
+
+
+def _apply_to_graph(graph_module: GraphModule, policies: Policies) -> GraphModule:
+    if any(RECOMPUTED in marks(node) for node in graph_module.graph.nodes):
         raise FastacError("apply: this graph was given a policy already. Apply the other one to what was traced.")
     if not any(map(is_backward, graph_module.graph.nodes)):
         raise PolicyNotAppliedError(
@@ -63,71 +100,61 @@ def apply_to_graph(graph_module: GraphModule, policies: Policies) -> GraphModule
         )
     for number, nodes in regions(graph_module).items():
         decide(graph_module, nodes, policies[number])  # refuses, before there is work to lose
-    functional = tag(functionalize(graph_module), policies)
-    after = rematerialize(functional)
-    check(after, graph_module, policies)
+    after = rematerialize(tag(functionalize(graph_module), policies))
+    _check(after, graph_module, policies)
     logger.info("graph: %s", summary(after, policies))
     return after
 
 
-def policies_of(
+def _policies_of(
     graph_module: GraphModule, policy: AnyPolicy | None, model: torch.nn.Module | None = None
 ) -> dict[int, Policy]:
-    """The policy of each region. Raises FastacError for a mapping that does not fit the blocks.
-
-    model: the one whose blocks a mapping names; without it, blocks have the names that fastac.enable gave them.
-    """
+    """The policy of each region. model: whose blocks a mapping names; without it they have the names of `enable`."""
     own = own_policies(graph_module)
     if policy is None:
         return {number: resolve(one) for number, one in own.items()}
     if not isinstance(policy, Mapping):
         return dict.fromkeys(own, resolve(policy))
-    found = regions(graph_module)
     names = {module: name for name, module in model.named_modules()} if model is not None else {}
-    blocks: dict[str, int] = {}
+    first: dict[str, int] = {}
     of_region: dict[int, str] = {}
-    for number, nodes in found.items():
+    for number, nodes in regions(graph_module).items():
         block = annotation.block_of(number)
         recorded = where(nodes)
         name = names.get(block, "") if block is not None else ""
         of_region[number] = name or recorded.partition(".")[2] or recorded
-        blocks.setdefault(of_region[number], number)
-    by_number = resolve_blocks(policy, blocks)
-    return {number: by_number[blocks[name]] for number, name in of_region.items()}
+        first.setdefault(of_region[number], number)
+    by_number = resolve_blocks(policy, first)
+    return {number: by_number[first[name]] for number, name in of_region.items()}
 
 
-def check(after: GraphModule, before: GraphModule, policies: Policies) -> GraphModule:
-    """Raise PolicyNotAppliedError where attention that is saved is run again, or went; return the graph.
+def _check(after: GraphModule, before: GraphModule, policies: Policies) -> None:
+    """Raise where an attention call that is saved is missing in the forward or runs in the backward.
 
-    before: the graph as it was traced. Also raises FastacError where something writes.
+    It does not rely on the tags. A region number that only the backward has is the recompute of a
+    torch.utils.checkpoint around a region, traced along.
     """
     refuse_writes(after)
-    now = attention_calls(after)
-    lost = set(regions(before)) - set(regions(after))
-    if lost:
+    expected, found = _saved_calls(before, policies), _saved_calls(after, policies)
+    again = [node.name for node in found if is_backward(node)]
+    if again or len(found) != len(expected):
+        names = ", ".join(map(str, dict.fromkeys(policies.values())))
         raise PolicyNotAppliedError(
-            f"{len(lost)} of {len(regions(before))} regions lost the marks on their nodes in a pass, so that nothing "
-            f"of them is recomputed. This is not your mistake: torch {torch.__version__} or fastac lost them."
+            f"{names}: {len(expected)} attention calls were to be saved; the graph has {len(found) - len(again)} of "
+            f"them in the forward and runs {len(again)} in the backward ({', '.join(again) or 'none'}). A "
+            f"torch.utils.checkpoint around a block was traced along (take it off), or a pass lost marks."
         )
-    for number, nodes in regions(before).items():
-        policy = policies[number]
-        saved = [node for node in nodes if saves(before, node, policy)]
-        again = [node.name for node in now.get(number, []) if is_backward(node) and saves(after, node, policy)]
-        left = [node.name for node in now.get(number, []) if not is_backward(node) and saves(after, node, policy)]
-        if again or len(left) != len(saved):
-            raise PolicyNotAppliedError(
-                f"{where(nodes)}: {policy} saves {len(saved)} attention calls of this region; the graph has {len(left)}"
-                f" of them in the forward and runs {len(again)} again in the backward ({', '.join(again) or 'none'})."
-            )
-    traced_along = [
-        node.name
-        for number, nodes in now.items()
-        for node in nodes
-        if number is not None and is_backward(node) and RECOMPUTED not in marks(node)
-    ]
-    if traced_along and not all(policy.saves_nothing for policy in policies.values()):
-        raise PolicyNotAppliedError(
-            f"the backward runs attention of checkpointed regions again ({', '.join(traced_along)}): a "
-            f"torch.utils.checkpoint around the block was traced along. Take it off."
-        )
-    return after
+
+
+def _saved_calls(graph_module: GraphModule, policies: Policies) -> list[Node]:
+    """Attention calls of regions that their policy saves; in a region without a policy, that any policy saves."""
+    saved = []
+    for node in graph_module.graph.nodes:
+        number: int | None = marks(node).get(annotation.REGION)
+        resolved = classify(node.target) if is_attention(node) else None
+        if resolved is not None and number is not None:
+            keys = resolved.keys(*call(graph_module, node))
+            possible = [policies[number]] if number in policies else policies.values()
+            if any(policy.saves(keys) for policy in possible):
+                saved.append(node)
+    return saved

@@ -1,25 +1,23 @@
-"""What a node of a traced step tells: whether it is of the backward, its region, its value."""
+"""What a node of a traced graph says of itself: forward or backward, its region, what it computes, its tags."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compile.tracing import REGION
-from fastac.graph.internals import BACKWARD, is_drawing, schema_of
+from fastac import torch_internals
+from fastac.annotation import REGION
+from fastac.graph.torch_private import BACKWARD, is_drawing, is_tangent, schema_of
 from fastac.registry import classify
-from fastac.registry import AttentionOp
-
-Constant = TypeVar("Constant")
+from fastac.rows import AttentionOp
 
 STATE = "fastac_state"
-"""Mark of an input that is the model's: its name."""
+"""Mark of an input that belongs to the model: its name."""
 
 RECOMPUTED = "fastac_recomputed"
 """Mark of a node that was copied into the backward: the name of the node it repeats."""
@@ -40,19 +38,19 @@ def mark(node: Node, **new: Any) -> None:
     node.meta["custom"] = {**marks(node), **new}
 
 
+def is_getitem(node: Node) -> bool:
+    """Whether a node takes one of several outputs of another."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
 def is_backward(node: Node) -> bool:
     """Whether autograd's engine ran the node. torch's own tracing says so in another place than annotations do.
 
-    One of several outputs belongs where its op does: what it is marked with itself may be lost. So with regions.
+    One of several outputs belongs where its op does: its own marks may be lost. The same holds for regions.
     """
     if is_getitem(node) and isinstance(node.args[0], Node):
         return is_backward(node.args[0])
     return marks(node).get("phase") == BACKWARD["phase"] or bool(node.meta.get("autograd_backward"))
-
-
-def is_getitem(node: Node) -> bool:
-    """Whether a node takes one of several outputs of another."""
-    return node.op == "call_function" and node.target is operator.getitem
 
 
 def region_of(node: Node) -> int | None:
@@ -74,43 +72,36 @@ def regions(graph_module: GraphModule) -> dict[int, list[Node]]:
     return found
 
 
-def is_of_region(node: Node) -> bool:
-    """Whether a node is of a checkpointed region, in the forward or recomputed; by our marks or by torch's tags."""
-    return REGION in marks(node) or REGION_TAG in node.meta
-
-
-def recomputed_region(node: Node) -> int | None:
-    """The number of the region that a node of the backward repeats; None for others. torch's pass keeps its own."""
-    if not is_backward(node):
-        return None
-    return marks(node).get(REGION) if RECOMPUTED in marks(node) else node.meta.get(REGION_TAG)
-
-
 def is_recomputed(node: Node) -> bool:
     """Whether a node is tagged to be run again in backward."""
     return node.meta.get(TAG) in _RECOMPUTE
 
 
-def values(graph_module: GraphModule, arguments: Any) -> Any:
-    """Arguments of a node with the traced values (fake tensors) in the place of nodes.
+def value_of(node: Node) -> Any:
+    """What a node returned when it was traced: fake tensors, numbers."""
+    return node.meta.get("val")
 
-    A weight of the model is given as the parameter it was in the trace.
-    """
 
-    def value(node: Node) -> Any:
-        if node.op == "get_attr" and "val" not in node.meta:
-            return getattr(graph_module, str(node.target), None)
-        found = node.meta.get("val")
-        if STATE in marks(node) and isinstance(found, torch.Tensor) and found.is_floating_point():
-            return torch.nn.Parameter(found)
-        return found
-
-    return map_arg(arguments, value)
+def as_parameter(value: Any) -> Any:
+    """A traced value as the parameter it was: a product with a weight is no attention."""
+    return torch.nn.Parameter(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def call(graph_module: GraphModule, node: Node) -> tuple[Any, Any]:
-    """The arguments of a node, by position and by name, as `values` gives them."""
-    return values(graph_module, node.args), values(graph_module, node.kwargs)
+    """The arguments of a node, by position and by name, with traced values in the place of nodes."""
+
+    def value(source: Node) -> Any:
+        if source.op == "get_attr" and "val" not in source.meta:
+            return getattr(graph_module, str(source.target), None)
+        return as_parameter(value_of(source)) if STATE in marks(source) else value_of(source)
+
+    return map_arg(node.args, value), map_arg(node.kwargs, value)
+
+
+def memory_of_value(node: Node) -> object:
+    """What identifies the memory of a node's traced value; None for a value that is no tensor."""
+    value = value_of(node)
+    return torch_internals.memory(value) if isinstance(value, torch.Tensor) else None
 
 
 def is_attention(node: Node) -> bool:
@@ -119,25 +110,22 @@ def is_attention(node: Node) -> bool:
     return resolved is not None and isinstance(resolved.row, AttentionOp)
 
 
-def value_of(node: Node) -> Any:
-    """What a node returned when it was traced: fake tensors, numbers."""
-    return node.meta.get("val")
-
-
 def draws(node: Node) -> bool:
-    """Whether a node draws random numbers: attention, which torch says it of in any case, where its row says so."""
+    """Whether a node draws random numbers. torch says so of all attention; here its row decides."""
     resolved = classify(node.target) if node.op == "call_function" else None
     if resolved is not None and isinstance(resolved.row, AttentionOp):
         return resolved.draws(map_arg(node.args, value_of), map_arg(node.kwargs, value_of))
     return is_drawing(node)
 
 
-def constants(graph_module: GraphModule, kind: type[Constant]) -> Iterator[tuple[Node, Constant]]:
-    """The nodes of a graph that hold a value of a kind that was there before the trace, and the value."""
+def constants(graph_module: GraphModule) -> list[tuple[Node, torch.Tensor]]:
+    """The nodes of a graph that hold a tensor from before the trace, and the tensor."""
+    found = []
     for node in graph_module.graph.nodes:
         constant = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(constant, kind):
-            yield node, constant
+        if isinstance(constant, torch.Tensor):
+            found.append((node, constant))
+    return found
 
 
 def writer_of(node: Node) -> Node | None:
@@ -157,3 +145,27 @@ def writer_of(node: Node) -> Node | None:
             if writer is not None:
                 return writer
     return None
+
+
+# Joint graphs
+
+
+def outputs_of(graph: Graph) -> list[Node | None]:
+    """What a graph returns, flat; None for what is no node."""
+    (output,) = graph.find_nodes(op="output")
+    return [value if isinstance(value, Node) else None for value in _flat(output.args)]
+
+
+def _flat(value: object) -> list[object]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def depends_on_tangents(graph: Graph) -> set[Node]:
+    """Nodes of a joint graph that belong to the backward because of what they are computed from."""
+    dependent: set[Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent

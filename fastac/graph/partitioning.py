@@ -1,29 +1,79 @@
-"""Splits a joint graph as a policy says: attention saved, gathered parameters recomputed, and all saves marked."""
+"""Splits a joint graph as a policy says: attention saved, gathered parameters recomputed, and all saves marked.
+
+FSDP in a traced graph is an all-gather of each parameter, and saving its output pins the unsharded weights. Saving what
+follows does so as well: partitioners that were told to recompute the all-gather saved the transposed weight. So the
+whole chain is tagged: casts and slices before the gather, the gather, its wait, and every layout op after it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compile.tracing import Decisions
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
-from fastac.graph import internals
-from fastac.graph.gathers import drop_dead_collectives, parameters_of, recompute_parameter_gathers
-from fastac.graph.marks import depends_on_tangents, mark_saved, outputs_of, saved_nodes
-from fastac.graph.nodes import REGION_TAG, TAG, draws, is_getitem, value_of
+from fastac.graph.nodes import (
+    REGION_TAG,
+    TAG,
+    as_parameter,
+    depends_on_tangents,
+    draws,
+    is_getitem,
+    outputs_of,
+    value_of,
+)
+from fastac.graph.saved_values import mark_saved, saved_nodes
+from fastac.graph.torch_private import (
+    COLLECTIVES,
+    CustomPartitioner,
+    is_drawing,
+    is_parameter,
+    is_tangent,
+    min_cut,
+    schema_of,
+)
 from fastac.policy import Policy, resolve
 
 Graphs = tuple[GraphModule, GraphModule]
 Partition = Callable[..., Graphs]
 
 
-class _PolicyPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
+def partitioner(
+    policy: str | Policy = "attn_only", *, recompute_gathers: bool = True, then: Partition = min_cut
+) -> Partition:
+    """A partitioner that saves attention as the policy says, never a gathered parameter, and marks what it saved.
+
+    Args:
+        policy: a name or a Policy, for all attention of the graph. What it says nothing about is decided by `then`.
+        recompute_gathers: whether all-gathers of parameters run again in backward, with what lays out their result.
+        then: splits the tagged graph: torch's min-cut, or a partitioner that obeys node.meta["recompute"] as it does.
+
+    Returns:
+        A callable for AOT's `partition_fn` and for inductor's `custom_partitioner_fn`. It raises PolicyNotAppliedError
+        when attention cannot be saved, and FastacError when the backward would draw other random numbers.
+
+    Raises:
+        FastacError: a mapping of block names was given.
+
+    Example:
+        >>> options = {"custom_partitioner_fn": fastac.graph.partitioner("attn_only")}
+        >>> compiled = torch.compile(model, options=options)
+    """
+    if isinstance(policy, Mapping):
+        raise FastacError(
+            "partitioner: a mapping of block names was given, and a joint graph has no blocks. Give a name or a "
+            "fastac.Policy, which holds for all attention of the graph."
+        )
+    made: Partition = _PolicyPartitioner(resolve(policy), recompute_gathers, then)
+    return made
+
+
+class _PolicyPartitioner(CustomPartitioner):  # type: ignore[misc]
     """What `partitioner` returns: a callable for AOT's `partition_fn` and for inductor's `custom_partitioner_fn`."""
 
     def __init__(self, policy: Policy, gathers: bool, then: Partition) -> None:
@@ -75,11 +125,11 @@ class _PolicyPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
 def partition(then: Partition, joint: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
     """Split a tagged joint graph. Raises FastacError where the backward would draw other random numbers.
 
-    torch wraps each op that is recomputed and may draw random numbers, so that its generator is restored, and can not
+    torch wraps each op that is recomputed and may draw random numbers, so that its generator is restored, and cannot
     trace such a wrapped op again. Attention that draws none in this call goes without.
     """
     for node in joint.graph.nodes:
-        if node.meta.get(TAG) is CheckpointPolicy.MUST_RECOMPUTE and internals.is_drawing(node) and not draws(node):
+        if node.meta.get(TAG) is CheckpointPolicy.MUST_RECOMPUTE and is_drawing(node) and not draws(node):
             node.target = _unseeded(node.target)
     forward, backward = then(joint, joint_inputs, **options)
     for module in (forward, backward):
@@ -106,24 +156,6 @@ def _unseeded(op: Any) -> Callable[..., Any]:
     return call
 
 
-def partitioner(
-    policy: str | Policy = "attn_only", *, recompute_gathers: bool = True, then: Partition = internals.min_cut
-) -> Partition:
-    """A partitioner that saves attention as the policy says, never a gathered parameter, and marks what it saved.
-
-    then: what splits the tagged graph: torch's min-cut or a partitioner that obeys node.meta["recompute"] as it does.
-    What the policy says nothing about is its decision. The result serves as AOT's `partition_fn` and as inductor's
-    `custom_partitioner_fn`. Calling it raises PolicyNotAppliedError when attention can not be saved.
-    """
-    if isinstance(policy, Mapping):
-        raise FastacError(
-            "partitioner: a mapping of block names was given, and a joint graph has no blocks. Give a name or a "
-            "fastac.Policy, which counts for all attention of the graph."
-        )
-    made: Partition = _PolicyPartitioner(resolve(policy), recompute_gathers, then)
-    return made
-
-
 def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -134,10 +166,7 @@ def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node], parameter
     decisions = Decisions(policy)
 
     def value(node: Node) -> Any:
-        found = node.meta.get("val")
-        if node in parameters and isinstance(found, torch.Tensor) and found.is_floating_point():
-            return torch.nn.Parameter(found)  # a product with a weight is no attention
-        return found
+        return as_parameter(value_of(node)) if node in parameters else value_of(node)
 
     for node in graph.nodes:
         if node.op != "call_function" or node in dependent or is_getitem(node):
@@ -157,7 +186,7 @@ def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node], parameter
 
 
 def _check_draws(node: Node) -> None:
-    if draws(node) and not internals.is_drawing(node):
+    if draws(node) and not is_drawing(node):
         raise FastacError(
             f"partitioner: {node.target} draws random numbers in this call and the policy lets it run again in "
             f"backward, where it would draw others: the op lacks torch.Tag.nondeterministic_seeded, by which torch "
@@ -169,3 +198,104 @@ def _tag(node: Node, decision: CheckpointPolicy) -> None:
     for one in (node, *(user for user in node.users if is_getitem(user))):
         one.meta[TAG] = decision
         one.meta.pop(REGION_TAG, None)
+
+
+# Gathered parameters
+
+_GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
+_COPIES = {
+    "aten::_to_copy",
+    "aten::_unsafe_view",
+    "aten::cat",
+    "aten::clone",
+    "aten::constant_pad_nd",
+    "aten::contiguous",
+    "aten::copy",
+    "aten::reshape",
+    "aten::split_with_sizes_copy",
+    "aten::stack",
+    "aten::view_copy",
+    "prims::convert_element_type",
+}
+"""Ops that copy and compute nothing. Ops that return views are known by their schema."""
+
+
+def is_gather(node: Node) -> bool:
+    """Whether a node is a functional all-gather."""
+    schema = schema_of(node)
+    return schema is not None and schema.name in {f"{COLLECTIVES}::{name}" for name in _GATHERS}
+
+
+def _is_layout(node: Node) -> bool:
+    if is_getitem(node):
+        return True
+    schema = schema_of(node)
+    if schema is None or schema.is_mutable:
+        return False
+    if schema.name in _COPIES or schema.name == f"{COLLECTIVES}::wait_tensor":
+        return True
+    return any(returned.alias_info is not None for returned in schema.returns)
+
+
+def parameters_of(graph: Graph, static_indices: Iterable[int] | None = None) -> list[Node]:
+    """Placeholders of a joint graph that hold parameters: where AOT says so, or else its inputs that stay in place.
+
+    static_indices: `static_lifetime_input_indices` of a partitioner, which count the inputs of the forward. Inputs
+    that are not described at all count by these alone.
+    """
+    primals = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    static = set(static_indices or ())
+    return [node for i, node in enumerate(primals) if is_parameter(node) or i in static]
+
+
+def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> list[Node]:
+    """Tag the chains from parameters through an all-gather as MUST_RECOMPUTE.
+
+    A node belongs to a chain when all its inputs come from parameters and it gathers, waits, casts, or lays out, so
+    that gathers of activations are in none. Regions of checkpointing do not count for these nodes: torch would save
+    what is gathered in one region and used in the next.
+
+    Args:
+        graph: a joint graph. torch's partitioners and its rematerialization pass read the tags.
+        parameters: its placeholders that hold parameters.
+
+    Returns:
+        The nodes of the chains, in order.
+
+    Example:
+        >>> fastac.graph.recompute_parameter_gathers(joint.graph, parameters)
+    """
+    laid_out = set(parameters)
+    gathered: set[Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op != "call_function" or not inputs or not laid_out.issuperset(inputs):
+            continue
+        if is_gather(node) or _is_layout(node):
+            laid_out.add(node)
+            if is_gather(node) or not gathered.isdisjoint(inputs):
+                gathered.add(node)
+    before = [node for node in gathered if is_gather(node)]
+    while before:
+        for node in before.pop().all_input_nodes:
+            if node not in gathered and node.op == "call_function":
+                gathered.add(node)
+                before.append(node)
+    chain = [node for node in graph.nodes if node in gathered]
+    for node in chain:
+        node.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta.pop(REGION_TAG, None)
+    return chain
+
+
+def drop_dead_collectives(module: GraphModule) -> None:
+    """Take collectives that nobody uses out of a graph. For torch a wait is never dead, so it keeps its gather too."""
+
+    def is_impure(node: Node) -> bool:
+        schema = schema_of(node)
+        return bool(node.is_impure()) and not (
+            schema is not None and schema.name.startswith(f"{COLLECTIVES}::") and not schema.is_mutable
+        )
+
+    module.graph.eliminate_dead_code(is_impure_node=is_impure)
+    module.recompile()

@@ -16,24 +16,21 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.errors import CompiledPolicyNotAppliedError
-from fastac.graph import internals
-from fastac.graph.gathers import parameters_of, recompute_parameter_gathers
-from fastac.graph.marks import (
-    depends_on_tangents,
+from fastac.graph import torch_private
+from fastac.graph.nodes import REGION_TAG, TAG, depends_on_tangents, draws, is_getitem, outputs_of
+from fastac.graph.partitioning import Graphs, parameters_of, partition, recompute_parameter_gathers
+from fastac.graph.saved_values import (
     find_saved,
     held_bytes,
     mark_of,
     memory_of,
-    outputs_of,
     saved_nodes,
 )
-from fastac.graph.nodes import REGION_TAG, TAG, draws, is_getitem
-from fastac.graph.partitioning import Graphs, partition
 
 logger = logging.getLogger("fastac")
 
 
-class _ReplayingPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
+class _ReplayingPartitioner(torch_private.CustomPartitioner):  # type: ignore[misc]
     def __call__(
         self,
         joint: GraphModule,
@@ -65,7 +62,7 @@ class _ReplayingPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
         kept = {first[node.name] for node in needed}
         dropped = {equals[node] for node in recomputed | gathers if memory_of(node) is node}
         forward, backward = partition(
-            internals.min_cut,
+            torch_private.min_cut,
             joint,
             joint_inputs,
             num_fwd_outputs=num_fwd_outputs,
@@ -96,10 +93,14 @@ class _ReplayingPartitioner(internals.CustomPartitioner):  # type: ignore[misc]
 
 
 replaying_partitioner = _ReplayingPartitioner()
-"""Saves in a joint graph exactly what was saved in the marked graphs that were traced into it.
+"""A partitioner that saves in a joint graph exactly what was saved in the marked graphs that were traced into it.
 
-Serves as AOT's `partition_fn` and as inductor's `custom_partitioner_fn`. What comes from no marked graph is for torch's
-min-cut to decide. Raises PolicyNotAppliedError, with their names, when saved values are not found again.
+Serves as AOT's `partition_fn` and as inductor's `custom_partitioner_fn`. torch's min-cut decides about what comes from
+no marked graph. Raises PolicyNotAppliedError, with their names, when saved values are not found again.
+
+Example:
+    >>> options = {"custom_partitioner_fn": fastac.graph.replaying_partitioner}
+    >>> compiled = torch.compile(partitioned_module, options=options)
 """
 
 

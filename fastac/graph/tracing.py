@@ -1,13 +1,16 @@
 """trace: a training step as one graph, with the model's parameters and buffers among its inputs.
 
 It does nothing about checkpointing. Regions are in the graph because `fastac.checkpoint` marks them in any trace.
+What a graph would silently do otherwise than the step is refused here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,169 +18,314 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastac.engine import interception
-from fastac.compile import tracing as annotation
+from fastac import annotation, interception, preservation, torch_internals
 from fastac.errors import FastacError
-from fastac.graph import internals
-from fastac.graph.description import (
-    Description,
-    argument_names,
-    describe,
-    difference,
-    is_as,
-    refuse_strange,
-    state_of,
-    steady,
-)
-from fastac.graph.leftovers import nothing_left, stores_gradients
-from fastac.graph.nodes import STATE, mark, writer_of
-from fastac.graph.refusals import refuse_constants, refuse_generators, refuse_redrawn, running_module
-from fastac.graph.summary import summary
+from fastac.graph import torch_private
+from fastac.graph.nodes import RECOMPUTED, STATE, constants, draws, is_attention, is_backward, mark, marks, regions
 from fastac.policy import Policy
+
+Description = dict[str, object]
+"""What a trace takes for granted, by what it is called in messages."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Traced:
-    """A training step as a graph. Called as the step was, it runs the graph on what the model's state is now.
+    """A training step as a graph. Called as the step was, it runs the graph on the present state of the model.
 
-    graph_module: its inputs are the model's state, then the tensors and numbers of the arguments; its outputs are the
-    leaves of what the step returned. described: what of the model and the arguments the trace took for granted.
-    policies: by region, what `fastac.graph.apply` applied; None before.
+    Attributes:
+        graph_module: the graph. Its inputs are the model's parameters and buffers, then the leaves of the arguments;
+            its outputs are the leaves of what the step returned.
+        model: the module that `trace` was given.
+        described: shapes, dtypes, numbers, train or eval mode and autocast of the trace, which every call must have.
+        returned: the structure of what the step returned.
+        policies: by region, what `apply` applied; None before.
+        compiled: what runs in the place of the graph after `compile`.
     """
 
-    graph_module: Any
+    graph_module: GraphModule
     model: torch.nn.Module
     described: Description
     returned: Any
     policies: Mapping[int, Policy] | None = None
+    compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the step returns, detached. Raises FastacError where the step would have to be traced anew."""
-        state = state_of(self.model)
-        now = describe(self.model, state, args, kwargs, writes=self.described.shared is not None)
-        if not is_as(now, self.described):
-            raise FastacError(f"{self!r}: {difference(self.described, now, args, kwargs)}")
-        leaves, _ = internals.tree_flatten((args, kwargs))
-        with internals.as_traced():
-            outputs = self.graph_module(*state.values(), *leaves)
-        return internals.tree_unflatten(outputs, self.returned)
+        """What the step returns, detached. Raises FastacError where the step would have to be traced again."""
+        state = _state_of(self.model)
+        self._check_call(_describe(self.model, state, args, kwargs))
+        leaves, _ = torch_private.tree_flatten((args, kwargs))
+        with torch_private.running_a_graph():
+            run = self.graph_module if self.compiled is None else self.compiled
+            outputs = run(*state.values(), *leaves)
+        return torch_private.tree_unflatten(outputs, self.returned)
+
+    def _check_call(self, now: Description) -> None:
+        if now == self.described:
+            return
+        absent = object()
+        name = next(n for n in {**now, **self.described} if now.get(n, absent) != self.described.get(n, absent))
+        raise FastacError(
+            f"{self!r} was called in another way than it was traced. {name}: {now.get(name, 'absent')} now, "
+            f"{self.described.get(name, 'absent')} when traced. Call it so, or trace again: fastac.graph.trace(...)."
+        )
 
     def __repr__(self) -> str:
-        graph_module, kind = self.graph_module, "traced"
-        if not isinstance(graph_module, GraphModule):
-            graph_module, kind = graph_module.graph_module, "compiled"
-        return f"{kind} step of {type(self.model).__name__}: {summary(graph_module, self.policies)}"
+        kind = "traced" if self.compiled is None else "compiled"
+        return f"{kind} step of {type(self.model).__name__}: {summary(self.graph_module, self.policies)}"
 
 
 def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Traced:
-    """Trace step(*args, **kwargs): forward, loss, and `torch.autograd.grad`, whose gradients it returns.
+    """Trace a training step: forward, loss, and `torch.autograd.grad`, whose gradients it returns. Nothing runs.
 
-    model: the module that the step uses; its parameters and buffers become inputs. Nothing runs, and no data is looked
-    at: shapes, strides, dtypes, numbers among the arguments, train or eval mode and autocast are those of this call.
-    Tensors that the step holds on to otherwise are constants of the graph: the same tensors, not copies.
-    Raises FastacError for a step that stores gradients (`backward()`), draws random numbers that no operator draws,
-    trains tensors that are neither the model's nor arguments, updates parameters, stores tensors in the model, or has a
-    torch.utils.checkpoint with dropout in it.
+    Args:
+        step: called as step(*args, **kwargs), on fake tensors. Tensors it holds are constants of the graph: the same
+            tensors, not copies. Numbers and flags it reads from elsewhere are those of this call.
+        model: the module that the step uses; its parameters and buffers become inputs of the graph.
+        args: tensors, numbers and strings, alone or in lists, tuples and dicts; modules.
+        kwargs: the same, by name.
+
+    Returns:
+        A `Traced`, to be called as the step is.
+
+    Raises:
+        FastacError: the step stores gradients (`backward()`) or tensors in the model, computes with parameters that
+            are not the model's, looks at the values of a tensor, draws random numbers in Python, or has a
+            torch.utils.checkpoint with dropout in it.
+
+    Example:
+        >>> def step(video, timestep, text):
+        ...     loss = model(video, timestep, text, return_dict=False)[0].square().mean()
+        ...     return loss.detach(), torch.autograd.grad(loss, parameters)
+        >>> traced = fastac.graph.trace(step, model, video, timestep, text)
     """
     if not isinstance(model, torch.nn.Module):
         raise FastacError(
             f"trace: expected a model after the step, got {type(model).__name__}: trace(step, model, ...)"
         )
-    interception.install()  # libraries of attention that were loaded since: not from within the trace
-    refuse_strange(args, kwargs)
-    state = state_of(model)
-    described = describe(model, state, args, kwargs)
-    leaves, structure = internals.tree_flatten((args, kwargs))
-    names = [*state, *argument_names(args, kwargs)]
-    tensors = [each for each in zip(names, (*state.values(), *leaves), strict=True) if _is_tensor(each[1])]
+    interception.install()  # attention libraries that were loaded since: not from within the trace
+    state = _state_of(model)
+    described = _describe(model, state, args, kwargs)
+    leaves, structure = torch_private.tree_flatten((args, kwargs))
+    _refuse_unknown_arguments(args, kwargs)
+    cached = torch.is_autocast_cache_enabled()
+    fakes: dict[int, torch.Tensor] = {}
     returned: list[Any] = []
 
-    stand_ins: dict[int, torch.Tensor] = {}
-    cached = torch.is_autocast_cache_enabled()
-
     def flat(*inputs: Any) -> list[Any]:
-        stand_ins.update(zip(map(id, (*state.values(), *leaves)), inputs, strict=True))
-        with _with_state(model, stand_ins):
+        fakes.update(zip(map(id, (*state.values(), *leaves)), inputs, strict=True))
+        # make_fx hands over a generator in another guise: only tensors are replaced.
+        given = [
+            new if isinstance(old, torch.Tensor) else old for old, new in zip(leaves, inputs[len(state) :], strict=True)
+        ]
+        positional, named = torch_private.tree_unflatten(given, structure)
+        gradients = [_gradient_of(tensor) for tensor in inputs]
+        with _with_state(model, fakes):
             # make_fx turns it off. With it a tensor is cast once, and its gradient summed before it is cast back.
             torch.set_autocast_cache_enabled(cached)
-            positional, named = internals.tree_unflatten(_arguments(leaves, inputs[len(state) :]), structure)
-            outputs = step(*positional, **named)
-        _refuse_stored(names, inputs, gradients)
-        flat_outputs, tree = internals.tree_flatten(outputs)
+            outputs, tree = torch_private.tree_flatten(step(*positional, **named))
+        if any(_gradient_of(tensor) is not before for tensor, before in zip(inputs, gradients, strict=True)):
+            raise _stores_gradients()
         returned.append(tree)
-        return flat_outputs
+        return outputs
 
-    mode = internals.fake_mode()
-    inputs = [internals.fake_of(value, mode) for value in (*state.values(), *leaves)]
-    gradients = [_gradient_of(value) for value in inputs]
+    mode = torch_private.fake_mode()
+    inputs = [torch_private.fake_of(value, mode) for value in (*state.values(), *leaves)]
     drawn = torch.get_rng_state(), random.getstate()
     try:
-        with nothing_left(model, dict(tensors)), annotation.expected(), internals.tracing(mode, stand_ins):
+        with (
+            _nothing_stored(model, [*state.values(), *leaves]),
+            annotation.expected(),
+            torch_private.tracing(mode, fakes),
+        ):
             graph_module = make_fx(flat)(*inputs)
-    except internals.LOOKED_AT_DATA as error:
-        where = running_module(model, error.__traceback__)
+    except torch_private.LOOKED_AT_DATA as error:
         raise FastacError(
-            f"trace: the step looks at the values of a tensor ({error.func}){where}, by .item(), a branch or a boolean "
-            f"mask, and a graph can not do one thing or another. Keep to sizes, or use fastac.enable without a trace."
+            f"trace: the step looks at the values of a tensor ({error.func}), by .item(), a branch or a boolean mask, "
+            f"and a graph cannot do one thing or another. Use sizes instead, or fastac.enable without a trace."
         ) from error
     if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
         raise FastacError(
             "trace: the step seeds a generator or draws random numbers in Python, which would be the same in every "
             "call of the graph. Do that outside the step, and pass what was drawn."
         )
-    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
     for node, name in zip(placeholders, state, strict=False):
         mark(node, **{STATE: name})
-    refuse_constants(graph_module, [*tensors, *(e for e in zip(names, inputs, strict=True) if _is_tensor(e[1]))])
-    refuse_redrawn(graph_module)
-    refuse_generators(graph_module, leaves)
-    described = steady(described, describe(model, state, args, kwargs))
-    if not any(map(writer_of, placeholders)):
-        described = described._replace(shared=None)
+    _refuse_trained_constants(graph_module)
+    _refuse_redrawn(graph_module)
     return Traced(graph_module, model, described, returned[-1])
 
 
-@contextlib.contextmanager
-def _with_state(model: torch.nn.Module, stand_ins: Mapping[int, Any]) -> Iterator[None]:
-    """Give a model and all in it other parameters and buffers, by the id of those they stand in for.
+def summary(graph_module: GraphModule, policies: Mapping[int, Policy] | None) -> str:
+    """One line for the log: 2 regions (attn_only), 4 attention calls, 0 run again, 308 nodes recomputed."""
+    calls = [node for node in graph_module.graph.nodes if is_attention(node)]
+    again = sum(RECOMPUTED in marks(node) for node in calls)
+    recomputed = sum(RECOMPUTED in marks(node) for node in graph_module.graph.nodes)
+    number = len(regions(graph_module) if policies is None else policies)
+    if policies is None and not recomputed:
+        return f"{number} regions, {len(calls)} attention calls, no policy"
+    counts = Counter(map(str, (policies or {}).values()))
+    names = ", ".join(counts) if len(counts) == 1 else ", ".join(f"{count} {name}" for name, count in counts.items())
+    return (
+        f"{number} regions ({names}), {len(calls) - again} attention calls, {again} run again, "
+        f"{recomputed} nodes recomputed"
+    )
 
-    Raises FastacError when the step put another tensor into the place of one.
-    """
+
+# What the trace takes for granted
+
+_PLAIN = (
+    torch.Tensor,
+    torch.Generator,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    range,
+    enum.Enum,
+    type(None),
+)
+
+
+def _refuse_unknown_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise FastacError for an argument that may hold tensors which are not seen: they would be constants."""
+    for name, leaf in _arguments(args, kwargs).items():
+        if not isinstance(leaf, _PLAIN) and not callable(leaf):
+            raise FastacError(
+                f"trace: {name} is a {type(leaf).__name__}, and what is inside would be the same in every call of the "
+                f"graph. Pass tensors, numbers and strings, alone or in lists, tuples and dicts; or register the class "
+                f"by torch.utils._pytree.register_dataclass."
+            )
+
+
+def _state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A model's parameters and buffers by name; a tied one once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of the arguments: argument[0], argument['batch']['video']."""
+    found = {}
+    for path, leaf in torch_private.tree_flatten_with_path((args, dict(kwargs)))[0]:
+        found["argument" + "".join(map(str, path[1:]))] = leaf
+    return found
+
+
+def _describe(
+    model: torch.nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Description:
+    arguments = _arguments(args, kwargs)
+    values = {**state, **arguments}
+    first: dict[int, str] = {}  # a graph has one input for a tensor in two places
+    described: Description = {f"module {name or 'itself'}": _mode(module) for name, module in model.named_modules()}
+    described |= {name: _kind(value, first.setdefault(id(value), name)) for name, value in values.items()}
+    for device in {device.type for device in preservation.devices_of(values.values())}:
+        if torch.amp.is_autocast_available(device):
+            enabled = torch.is_autocast_enabled(device)
+            described[f"autocast on {device}"] = torch.get_autocast_dtype(device) if enabled else "off"
+    return described
+
+
+def _mode(module: torch.nn.Module) -> str:
+    return "train mode" if module.training else "eval mode"
+
+
+def _kind(value: Any, first: str) -> object:
+    """What a graph knows of a value. first: the name of the first place with the same one."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return tuple(value.shape), value.stride(), value.dtype, str(value.device), value.requires_grad, first
+
+
+# Steps that a graph would silently not repeat
+
+
+@contextlib.contextmanager
+def _with_state(model: torch.nn.Module, fakes: Mapping[int, Any]) -> Iterator[None]:
+    """Give a model and all in it other parameters and buffers, by the id of those they replace."""
     places: list[tuple[Any, str]]
     places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
     places += [(module._buffers, name) for module in model.modules() for name in module._buffers]
     places = [(holder, name) for holder, name in places if holder[name] is not None]
     before = [holder[name] for holder, name in places]
     for holder, name in places:
-        holder[name] = stand_ins[id(holder[name])]
+        holder[name] = fakes[id(holder[name])]
     try:
         yield
         for (holder, name), mine in zip(places, before, strict=True):
-            if holder.get(name) is not stand_ins[id(mine)]:
+            if holder.get(name) is not fakes[id(mine)]:
                 raise FastacError(
-                    f"trace: the step puts another tensor into the place of {name!r}, which a graph can not do for the "
-                    f"model. Change it in place: self.{name}.copy_(...)."
+                    f"trace: the step replaces {name!r} of the model by another tensor, which the graph would not do. "
+                    f"Change it in place: self.{name}.copy_(...)."
                 )
     finally:
         for (holder, name), mine in zip(places, before, strict=True):
             holder[name] = mine
 
 
-def _arguments(leaves: Sequence[Any], fakes: Sequence[Any]) -> list[Any]:
-    """Stand-ins for tensors, and all else itself: make_fx gives a generator in another guise."""
-    return [fake if isinstance(leaf, torch.Tensor) else leaf for leaf, fake in zip(leaves, fakes, strict=True)]
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+@contextlib.contextmanager
+def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[None]:
+    """Put back what a trace stores: gradients in `.grad`, fake tensors in attributes of modules. Raise if it did."""
+    gradients = [(value, value.grad) for value in values if isinstance(value, torch.Tensor) and value.is_leaf]
+    attributes = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    stored: list[str] = []
+    wrong = False
+    try:
+        yield
+    finally:
+        for tensor, gradient in gradients:
+            if tensor.grad is not gradient:
+                tensor.grad, wrong = gradient, True
+        for name, module, before in attributes:
+            for key, value in list(vars(module).items()):
+                if value is not before.get(key) and torch_internals.is_fake(value):
+                    stored.append(f"{name}.{key}".lstrip("."))
+                    vars(module).pop(key)
+                    vars(module).update({key: before[key]} if key in before else {})
+    if wrong:
+        raise _stores_gradients()
+    if stored:
+        raise FastacError(
+            f"trace: the step stores a tensor in the model ({stored[0]}), which the graph would not do in its calls. "
+            f"Return it from the step. If it is a cache, call the model once before the trace, so that it is there."
+        )
 
 
 def _gradient_of(value: Any) -> torch.Tensor | None:
     return value.grad if isinstance(value, torch.Tensor) and value.is_leaf else None
 
 
-def _refuse_stored(names: Sequence[str], inputs: Sequence[Any], before: Sequence[torch.Tensor | None]) -> None:
-    """Raise FastacError when the step put gradients into the `.grad` of stand-ins, which the graph would not do."""
-    for name, value, gradient in zip(names, inputs, before, strict=True):
-        if _gradient_of(value) is not gradient:
-            raise stores_gradients(name)
+def _stores_gradients() -> FastacError:
+    return FastacError(
+        "trace: the step stores gradients in .grad, as backward() does, which the graph would not do. Return "
+        "torch.autograd.grad(loss, parameters) from the step, and let the optimizer step outside."
+    )
+
+
+def _refuse_trained_constants(graph_module: GraphModule) -> None:
+    """Raise FastacError for a constant that requires grad: its share of the gradients would be missing."""
+    for _, constant in constants(graph_module):
+        if constant.requires_grad:
+            raise FastacError(
+                f"trace: the step uses a tensor of shape {tuple(constant.shape)} that requires grad and is neither an "
+                f"argument nor taken from the model inside the step. Pass it as an argument, take it by "
+                f"model.get_parameter(...), or pass a module that holds all that is trained as the model."
+            )
+
+
+def _refuse_redrawn(graph_module: GraphModule) -> None:
+    """Raise FastacError when the backward draws random numbers: a recompute that was traced along draws others."""
+    for node in graph_module.graph.nodes:
+        if is_backward(node) and draws(node) and "backward" not in str(node.target):
+            raise FastacError(
+                f"trace: {node.target} draws random numbers in the backward. A torch.utils.checkpoint with dropout "
+                f"inside does so in a graph, with other numbers than the forward's and wrong gradients. Use "
+                f"fastac.checkpoint or fastac.enable in its place."
+            )

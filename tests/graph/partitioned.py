@@ -18,9 +18,10 @@ from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, ao
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastac.graph import internals
+from fastac.graph.torch_private import CustomPartitioner
 from fastac.registry import classify
-from fastac.registry import AttentionOp
+from fastac.rows import AttentionOp
+from tests.support import AttentionBlock, AttentionStack
 
 WORLD = 8
 
@@ -88,7 +89,7 @@ def is_gather(node: Node) -> bool:
     )
 
 
-class Watched(internals.CustomPartitioner):  # type: ignore[misc]
+class Watched(CustomPartitioner):  # type: ignore[misc]
     """A partitioner that keeps what it returned. before: a change of the joint graph that comes first."""
 
     def __init__(self, partition: Partition, before: Callable[[GraphModule], object] | None = None) -> None:
@@ -205,16 +206,6 @@ class ShardedLinear(torch.nn.Module):
         return F.linear(x, self.weight())
 
 
-class ColumnShardedLinear(ShardedLinear):
-    """A linear layer of which each rank holds columns: they come one below the other, and are joined again."""
-
-    def __init__(self, width_in: int, width_out: int) -> None:
-        super().__init__(width_in // WORLD, width_out * WORLD)
-
-    def weight(self) -> torch.Tensor:
-        return torch.cat(super().weight().chunk(WORLD), dim=1)
-
-
 def _norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6).to(x.dtype)
 
@@ -262,8 +253,21 @@ class Llama(torch.nn.Module):
         return self.out(_norm(x))
 
 
-def llama(layers: int = 4, columns: bool = False) -> tuple[Llama, tuple[torch.Tensor]]:
-    """A sharded model in bfloat16, and its input. columns: of each weight a rank holds columns, not rows."""
+def llama(layers: int = 4) -> tuple[Llama, tuple[torch.Tensor]]:
+    """A sharded model in bfloat16, and its input."""
     torch.manual_seed(0)
-    model = Llama(layers, linear=ColumnShardedLinear if columns else ShardedLinear)
-    return model, (torch.randn(2, 32, 64, dtype=torch.bfloat16),)
+    return Llama(layers), (torch.randn(2, 32, 64, dtype=torch.bfloat16),)
+
+
+def small_stack(layers: int = 1, dropout: float = 0.0) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """Blocks with self- and cross-attention that nobody checkpoints, and their inputs."""
+    torch.manual_seed(0)
+    model = AttentionStack(layers, block=lambda: AttentionBlock(dropout=dropout))
+    return model, (torch.randn(2, 8, 16), torch.randn(2, 4, 16))
+
+
+def careless(joint: GraphModule, inputs: Any, **options: Any) -> Any:
+    """A partitioner that does not obey tags."""
+    for node in joint.graph.nodes:
+        node.meta.pop("recompute", None)
+    return min_cut(joint, inputs, **options)

@@ -92,7 +92,6 @@ def test_what_torch_does(context_fn: Any, seen: int, meant: int) -> None:
 @pytest.mark.parametrize("policy", ["full", "attn_only"])
 def test_what_fastac_does(policy: str, caplog: pytest.LogCaptureFixture) -> None:
     """The first product is recomputed, in the graph and in eager mode; there is no attention to save."""
-    fastac.annotation._tell.cache_clear()
     layer, x = Layer(), torch.randn(2, 4)
     step = step_with(layer, lambda x: fastac.checkpoint(layer, x, policy=policy))
     with caplog.at_level(logging.WARNING, "fastac"):

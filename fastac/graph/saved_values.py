@@ -10,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fastac.engine import torch_private
 from fastac.errors import FastacError
-from fastac.graph import internals
-from fastac.graph.nodes import is_getitem
+from fastac.graph.nodes import is_getitem, marks, memory_of_value, outputs_of
+from fastac.graph.torch_private import schema_of
 
 FORWARD, BACKWARD = "fastac_forward", "fastac_backward"
 """Keys of the marks. Two, because AOT copies what a forward node carries onto the backward nodes of its gradient."""
@@ -78,18 +76,6 @@ def _sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
     return tuple(size if isinstance(size, int) else None for size in tensor.shape)
 
 
-def outputs_of(graph: Graph) -> list[Node | None]:
-    """What a graph returns, flat; None for what is no node."""
-    (output,) = graph.find_nodes(op="output")
-    return [value if isinstance(value, Node) else None for value in _flat(output.args)]
-
-
-def _flat(value: object) -> list[object]:
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value]
-
-
 def saved_nodes(forward: GraphModule, num_fwd_outputs: int) -> list[Node]:
     """Tensors that a partitioned forward returns for its backward."""
     extra = outputs_of(forward.graph)[num_fwd_outputs:]
@@ -97,35 +83,39 @@ def saved_nodes(forward: GraphModule, num_fwd_outputs: int) -> list[Node]:
 
 
 def held_bytes(forward: GraphModule, num_fwd_outputs: int) -> int:
-    """Bytes that a partitioned forward keeps for its backward, beyond its inputs; each storage once."""
-    storages = {}
-    inputs = {_storage(node) for node in forward.graph.find_nodes(op="placeholder")}
-    for node in saved_nodes(forward, num_fwd_outputs):
-        if node.op == "call_function" and _storage(node) not in inputs:
-            storages[_storage(node)] = node.meta["val"].untyped_storage().nbytes()
-    return sum(storages.values())
+    """Bytes that a partitioned forward keeps for its backward, beyond its inputs; each storage once.
 
+    Args:
+        forward: what a partitioner returned for the forward.
+        num_fwd_outputs: how many of its outputs are the user's; the others are saved.
 
-def _storage(node: Node) -> Any:
-    value = node.meta.get("val")
-    return torch_private.memory(value) if isinstance(value, torch.Tensor) else node
-
-
-def depends_on_tangents(graph: Graph) -> set[Node]:
-    """Nodes of a joint graph that belong to the backward because of what they are computed from."""
-    dependent: set[Node] = set()
-    for node in graph.nodes:
-        if internals.is_tangent(node) or not dependent.isdisjoint(node.all_input_nodes):
-            dependent.add(node)
-    return dependent
+    Example:
+        >>> forward, backward = partition(joint, inputs, num_fwd_outputs=1)
+        >>> fastac.graph.held_bytes(forward, num_fwd_outputs=1)
+    """
+    inputs = {memory_of_value(node) for node in forward.graph.find_nodes(op="placeholder")}
+    saved = [node for node in saved_nodes(forward, num_fwd_outputs) if node.op == "call_function"]
+    storages = {memory_of_value(node): node.meta["val"].untyped_storage().nbytes() for node in saved}
+    return sum(size for memory, size in storages.items() if memory not in inputs)
 
 
 def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num_fwd_outputs: int) -> int:
     """Mark a partitioned forward, and its backward, so that `replaying_partitioner` can save the same again.
 
-    num_fwd_outputs: how many outputs of the forward are the user's; the others are saved. Without `backward`, what it
-    recomputes is not told from other code. Returns how many values are marked: parameters and other inputs are not
-    counted, they need no mark. Raises FastacError for fewer outputs than that.
+    Args:
+        forward: what a partitioner returned for the forward.
+        backward: and for the backward; without it, what it recomputes cannot be distinguished from other code.
+        num_fwd_outputs: how many outputs of the forward are the user's; the others are saved.
+
+    Returns:
+        How many values are marked. Parameters and other inputs are not counted: they need no mark.
+
+    Raises:
+        FastacError: the forward has fewer outputs.
+
+    Example:
+        >>> forward, backward = my_partitioner(joint, inputs, num_fwd_outputs=1)
+        >>> fastac.graph.mark_saved(forward, backward, num_fwd_outputs=1)
     """
     outputs = outputs_of(forward.graph)
     if num_fwd_outputs > len(outputs):
@@ -165,10 +155,8 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
             reads,
             names,
         )
-        custom = {
-            key: value for key, value in (node.meta.get("custom") or {}).items() if key not in (FORWARD, BACKWARD)
-        }
-        node.meta["custom"] = {**custom, BACKWARD if is_backward else FORWARD: mark}
+        others = {key: value for key, value in marks(node).items() if key not in (FORWARD, BACKWARD)}
+        node.meta["custom"] = {**others, BACKWARD if is_backward else FORWARD: mark}
     return len(names)
 
 
@@ -180,7 +168,7 @@ def _producer(node: Node) -> tuple[Node, int | None]:
 
 @dataclasses.dataclass
 class Found:
-    """What the marks of a graph tell. saved: nodes to save; names: which values they are, by graph; wanted: all."""
+    """What the marks of a graph say. saved: nodes to save; names: which values they are, by graph; wanted: all."""
 
     saved: set[Node] = dataclasses.field(default_factory=set)
     names: dict[int, set[str]] = dataclasses.field(default_factory=dict)
@@ -230,7 +218,7 @@ def find_saved(graph: Graph) -> Found:
 
 def is_alias(node: Node) -> bool:
     """Whether a node is its input under another name: autograd detaches what it keeps."""
-    schema = internals.schema_of(node)
+    schema = schema_of(node)
     return schema is not None and schema.name in ("aten::detach", "aten::alias")
 
 
@@ -238,7 +226,7 @@ def memory_of(node: Node) -> Node:
     """The node that made the memory a view looks at; the node itself for one that is no view."""
     while node.op == "call_function":
         source = node.all_input_nodes[0] if is_getitem(node) else node
-        schema = internals.schema_of(source)
+        schema = schema_of(source)
         if schema is None or schema.is_mutable or all(returned.alias_info is None for returned in schema.returns):
             return node
         node = source.all_input_nodes[0]

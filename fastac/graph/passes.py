@@ -1,0 +1,324 @@
+"""The passes over a traced step: `functionalize`, `tag`, `rematerialize`.
+
+Each takes a GraphModule and may be used alone. Decisions stand in `node.meta` under torch's own names (`recompute`,
+`ac_graph_id`), so that torch's partitioners read them as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fastac import annotation
+from fastac.decisions import Decisions
+from fastac.errors import FastacError, PolicyNotAppliedError
+from fastac.graph import torch_private
+from fastac.graph.nodes import (
+    RECOMPUTED,
+    REGION_TAG,
+    TAG,
+    call,
+    constants,
+    draws,
+    is_backward,
+    is_getitem,
+    is_recomputed,
+    mark,
+    marks,
+    memory_of_value,
+    regions,
+    writer_of,
+)
+from fastac.graph.torch_private import BACKWARD, COLLECTIVES, is_functional, schema_of
+from fastac.policy import Policy
+from fastac.preservation import is_of_torch
+from fastac.registry import classify
+
+Policies = Mapping[int, Policy]
+"""Region -> policy."""
+
+_WRITES_STATISTICS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+"""Operators that change their running statistics although their schema does not say so."""
+
+
+# functionalize
+
+
+def functionalize(graph_module: GraphModule) -> GraphModule:
+    """The same graph without in-place operators, so that what a node computes depends on its inputs alone.
+
+    A recompute that repeats an in-place operator, or leaves one out, is silently wrong. An input that the graph changes
+    is written once, at the end.
+
+    Args:
+        graph_module: a graph with traced values (`node.meta["val"]`), as `trace` makes it. It stays as it is.
+
+    Returns:
+        Another GraphModule with the same inputs and outputs.
+
+    Raises:
+        FastacError: no traced values; an operator whose writes cannot be replaced; a tensor from outside the graph that
+            is written; a changed input that shares its memory with another.
+
+    Example:
+        >>> functional = fastac.graph.functionalize(traced.graph_module)
+    """
+    mode = torch_private.fake_mode_of(graph_module)
+    if mode is None:
+        raise FastacError(
+            "functionalize: the inputs of the graph have no fake tensors as values (node.meta['val']). Trace it with "
+            "fastac.graph.trace, or make_fx on fake tensors."
+        )
+    for node in graph_module.graph.nodes:
+        if not is_functional(node) and not is_of_torch(node.target):
+            raise _writes(node)
+    for node, constant in constants(graph_module):
+        writer = writer_of(node)
+        if writer is not None:
+            raise FastacError(
+                f"functionalize: {writer.target} changes a tensor of shape {tuple(constant.shape)} in place that is "
+                f"neither the model's nor an argument of the step. Pass it as an argument, or make it a buffer."
+            )
+    before = graph_module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in before]
+    inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
+    # Marks of a node are those that are current while it runs.
+    run = torch.func.functionalize(Interpreter(graph_module).run, remove="mutations")
+    with torch_private.retracing(mode):
+        functional = make_fx(run)(*inputs)
+    for old, new in zip(before, functional.graph.find_nodes(op="placeholder"), strict=True):
+        new.name = old.name
+        mark(new, **marks(old))
+    functional.graph.eliminate_dead_code()
+    functional.recompile()
+    refuse_writes(functional)
+    return functional
+
+
+def refuse_writes(graph_module: GraphModule) -> None:
+    """Raise FastacError for an operator that writes, except for an input that gets its new value at the end."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    for node in graph_module.graph.nodes:
+        if is_functional(node):
+            continue
+        written = next((other for other in placeholders if node.args and other is node.args[0]), None)
+        if node.target is not torch.ops.aten.copy_.default or written is None:
+            raise _writes(node)
+        memory = memory_of_value(written)
+        shared = [other for other in placeholders if other is not written and memory_of_value(other) == memory]
+        if memory is not None and shared:
+            raise FastacError(
+                f"the step changes the input {written.name}, which shares its memory with {shared[0].name}: the graph "
+                f"would not see the change there. Pass a copy."
+            )
+
+
+def _writes(node: Node) -> FastacError:
+    return FastacError(
+        f"{node.target} writes its argument, and a graph in which it runs again, or not at all, would be silently "
+        f"wrong. Register the kernel as a functional torch.library.custom_op."
+    )
+
+
+# tag
+
+
+def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphModule:
+    """Tag the nodes of every region as saved or recomputed, in place; earlier tags are removed.
+
+    Saved are the outputs of attention that the policy saves and what it was told to attend to, what sparse attention
+    chose, what draws random numbers, and what leaves its region. The backward has no tags.
+
+    Args:
+        graph_module: a functional graph with marked regions.
+        policies: by region; by default those that the regions were checkpointed with.
+
+    Returns:
+        The same graph.
+
+    Raises:
+        PolicyNotAppliedError: no region, or attention that cannot be saved.
+        UnsupportedBackendError: a kernel that does not train.
+        FastacError: a kernel that was given a tensor to write.
+
+    Example:
+        >>> tagged = fastac.graph.tag(functional)
+    """
+    policies = own_policies(graph_module) if policies is None else policies
+    for node in graph_module.graph.nodes:
+        _untag(node)
+    for number, nodes in regions(graph_module).items():
+        saved = decide(graph_module, nodes, policies[number])
+        for node in nodes:
+            _tag(node, number, saved)
+    _save_boundaries(graph_module)
+    return graph_module
+
+
+def own_policies(graph_module: GraphModule) -> dict[int, Policy]:
+    """The policies that the regions of a traced step were checkpointed with."""
+    found = {number: annotation.policy_of(_marks(nodes)) for number, nodes in regions(graph_module).items()}
+    if not found:
+        raise PolicyNotAppliedError(
+            "the graph has no checkpointed region: nothing would be saved or recomputed. Call fastac.enable(model) or "
+            "fastac.checkpoint(block, ...) before tracing, trace with gradients on, and trace with fastac.graph.trace "
+            "(or make_fx under torch.fx.traceback.preserve_node_meta(), which keeps the marks)."
+        )
+    return found
+
+
+def where(nodes: list[Node]) -> str:
+    """The block that a region, given by its nodes, belongs to: class and name."""
+    return annotation.where(_marks(nodes))
+
+
+def _marks(nodes: list[Node]) -> dict[str, Any]:
+    return next(marks(node) for node in nodes if annotation.REGION in marks(node))
+
+
+def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[Node]:
+    """The nodes of a region that the policy saves. Raises for what cannot be saved: see `tag`."""
+    if policy.saves_nothing:
+        return set()
+    decisions = Decisions(policy)
+    saved = {
+        node
+        for node in nodes
+        if not is_getitem(node) and decisions.of(node.target, *call(graph_module, node), node.meta.get("val"))
+    }
+    failure = decisions.failure()
+    if failure is not None:
+        raise PolicyNotAppliedError(f"{where(nodes)}: {failure}")
+    return saved
+
+
+def _tag(node: Node, number: int, saved: set[Node]) -> None:
+    node.meta[REGION_TAG] = number
+    parent = node.args[0] if is_getitem(node) else None
+    if isinstance(parent, Node):
+        node.meta[TAG] = parent.meta.get(TAG, CheckpointPolicy.MUST_SAVE)
+        return
+    if node in saved:
+        for chosen in _selection(node):
+            chosen.meta[TAG] = CheckpointPolicy.MUST_SAVE
+    if node in saved or _would_differ(node):
+        node.meta[TAG] = CheckpointPolicy.MUST_SAVE
+    else:
+        node.meta.setdefault(TAG, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _untag(node: Node) -> None:
+    for name in (TAG, REGION_TAG):
+        node.meta.pop(name, None)
+
+
+def _selection(node: Node) -> list[Node]:
+    """The nodes that hold the blocks which a sparse attention was told to attend to."""
+    resolved = classify(node.target)
+    chosen: Sequence[object] = resolved.selection(node.args, node.kwargs) if resolved is not None else ()
+    return [one for one in chosen if isinstance(one, Node)]
+
+
+def _would_differ(node: Node) -> bool:
+    """Whether a node would do something else when it ran again, whatever the policy."""
+    schema = schema_of(node)
+    writes = schema is not None and (schema.is_mutable or schema.name in _WRITES_STATISTICS)
+    return writes or draws(node)
+
+
+def _save_boundaries(graph_module: GraphModule) -> None:
+    """Save what a region gives to the rest of the forward: it ends there, as a checkpointed function does."""
+    for node in graph_module.graph.nodes:
+        if node.meta.get(TAG) is CheckpointPolicy.PREFER_RECOMPUTE and any(
+            not is_backward(user) and user.meta.get(REGION_TAG) != node.meta[REGION_TAG] for user in node.users
+        ):
+            node.meta[TAG] = CheckpointPolicy.MUST_SAVE
+
+
+# rematerialize
+
+
+def rematerialize(graph_module: GraphModule) -> GraphModule:
+    """The graph with what is tagged for recomputation copied into each backward, right before its first use there.
+
+    torch has such a pass; this one also takes steps with several backwards (two losses, two micro-batches).
+
+    Args:
+        graph_module: a functional graph with tags. It stays as it is.
+
+    Returns:
+        Another GraphModule, without tags: torch's own passes, which read them, would do it again.
+
+    Raises:
+        FastacError: a node that is to run again writes or draws random numbers.
+
+    Example:
+        >>> graph_module = fastac.graph.rematerialize(tagged)
+    """
+    for node in graph_module.graph.nodes:
+        if is_recomputed(node) and (draws(node) or not is_functional(node)):
+            what = "draws random numbers" if is_functional(node) else "writes its argument"
+            raise FastacError(
+                f"rematerialize: {node.target} is tagged for recomputation and {what}, so that it would not repeat "
+                f"itself. Tag it as saved; fastac.graph.tag does."
+            )
+    order = {node: place for place, node in enumerate(graph_module.graph.nodes)}
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    again: dict[Node, Node] = {}  # recomputed in this backward
+    times: Counter[Node] = Counter()
+    in_backward = False
+
+    def recompute(node: Node) -> None:
+        copy = graph.node_copy(node, lambda used: again.get(used, copied[used]))
+        mark(copy, **BACKWARD, **{RECOMPUTED: node.name})
+        copy.name = f"{node.name}_recomputed" + (f"_{times[node]}" if times[node] else "")
+        times[node] += 1
+        again[node] = copy
+
+    for node in graph_module.graph.nodes:
+        if is_backward(node):
+            if not in_backward:
+                again.clear()
+            in_backward = True
+            for needed in sorted(_needed(node, again), key=order.__getitem__):
+                recompute(needed)
+            copied[node] = graph.node_copy(node, lambda used: again.get(used, copied[used]))
+        else:
+            in_backward = False
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    for node in graph.nodes:
+        _untag(node)
+    after = GraphModule(graph_module, graph)
+    after.graph.eliminate_dead_code(is_impure_node=_stays)
+    after.graph.lint()
+    after.recompile()
+    return after
+
+
+def _needed(node: Node, again: dict[Node, Node]) -> set[Node]:
+    """What must be recomputed, and is not yet, for the inputs of a node of the backward."""
+    found: set[Node] = set()
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        one = waiting.pop()
+        if is_recomputed(one) and one not in found and one not in again:
+            found.add(one)
+            waiting.extend(one.all_input_nodes)
+    return found
+
+
+def _stays(node: Node) -> bool:
+    """Whether a node stays without users: inputs, outputs, writes, and draws, which move the generator for the next."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op == "get_attr":
+        return False
+    is_collective = getattr(node.target, "namespace", "") in (COLLECTIVES, f"{COLLECTIVES}_autograd")
+    return draws(node) or not is_functional(node) or (node.is_impure() and not is_collective)

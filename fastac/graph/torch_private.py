@@ -1,0 +1,180 @@
+"""Private names of torch that `fastac.graph` uses, in one place.
+
+Seen in torch 2.13. Each is looked up at import; one that is gone is an ImportError that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._functorch.partitioners
+import torch._inductor.custom_graph_pass
+import torch.autograd
+import torch.autograd.graph
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from fastac import probing, torch_internals
+from fastac.errors import FastacError
+
+_REQUIRED = (
+    "_C._DisableAutocast",
+    "_dynamo.config.error_on_nested_fx_trace",
+    "_functorch.partitioners.min_cut_rematerialization_partition",
+    "_inductor.config.reorder_for_locality",
+    "_inductor.config.reorder_for_peak_memory",
+    "_inductor.custom_graph_pass.CustomPartitionerFn",
+    "_ops.OpOverload",
+    "_subclasses.FakeTensorMode",
+    "_subclasses.fake_tensor.DataDependentOutputException",
+    "_subclasses.fake_tensor.DynamicOutputShapeException",
+    "autograd._engine_run_backward",
+    "autograd.graph._engine_run_backward",
+    "compiler._non_strict_tracing_context",
+)
+
+probing.require(_REQUIRED, "fastac.graph")
+
+BACKWARD = {"phase": "backward"}
+"""The mark by which torch's own passes know the backward (`node.meta["custom"]`)."""
+
+COLLECTIVES = "_c10d_functional"
+"""Namespace of the functional collectives."""
+
+LOOKED_AT_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a trace raises where the next operator depends on the values of a tensor."""
+
+min_cut = torch._functorch.partitioners.min_cut_rematerialization_partition
+"""torch's partitioner: it decides by dependency which nodes belong to the backward, and obeys meta["recompute"]."""
+
+CustomPartitioner: Any = torch._inductor.custom_graph_pass.CustomPartitionerFn
+"""What inductor's `custom_partitioner_fn` must be an instance of."""
+
+_TRACING = threading.RLock()
+"""One trace at a time: what make_fx and `tracing` change belongs to the process."""
+
+
+# Tracing
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and no data; real ones that a function holds may enter it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_of(value: Any, mode: FakeTensorMode) -> Any:
+    """A fake tensor of constant sizes for a tensor, and one for its gradient; another value as it is."""
+    return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+
+
+def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode | None:
+    """The mode that the values of a graph's inputs were made in."""
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder" and torch_internals.is_fake(node.meta.get("val")):
+            return node.meta["val"].fake_mode  # type: ignore[no-any-return]
+    return None
+
+
+@contextlib.contextmanager
+def tracing(mode: FakeTensorMode, fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """What `make_fx` needs to trace a training step: nodes keep their marks, and the backward is marked.
+
+    A torch.utils.checkpoint in the step recomputes in the graph as it does in eager mode, and leaves nothing in the
+    process that a later compile would read.
+
+    fakes: by the id of a tensor, what is differentiated in its place: a step may hold a list of parameters.
+    """
+    with (
+        _TRACING,
+        mode,
+        preserve_node_meta(),  # restores what is current as well, also where torch's own checkpointing left tags in it
+        _backward_marked(fakes),
+        torch.autograd.set_multithreading_enabled(False),  # the backward in this thread, where the trace is
+        torch.compiler._non_strict_tracing_context(),
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled functions are traced as they are
+        torch.enable_grad(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def retracing(mode: FakeTensorMode) -> Iterator[None]:
+    """What `make_fx` needs to trace a graph again."""
+    with mode, torch.no_grad(), preserve_node_meta():
+        yield
+
+
+@contextlib.contextmanager
+def _backward_marked(fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    engine = torch.autograd.graph._engine_run_backward
+    tracing_thread = threading.get_ident()
+
+    def fake(value: Any) -> Any:
+        found = fakes.get(id(value), value)
+        if isinstance(found, torch.Tensor) and not torch_internals.is_fake(found):
+            raise FastacError(
+                f"trace: the step differentiates by a tensor of shape {tuple(found.shape)} that is neither a parameter "
+                f"of the model nor computed from the arguments. Pass it as an argument, or pass a module that holds "
+                f"all that is trained as the model."
+            )
+        return found
+
+    def run(outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != tracing_thread:  # there is one engine for the process
+            return engine(outputs, gradients, keep, create, inputs, *args, **kwargs)
+        with annotate(BACKWARD):
+            return engine(outputs, gradients, keep, create, tuple(map(fake, inputs)), *args, **kwargs)
+
+    torch.autograd.graph._engine_run_backward = run  # type: ignore[assignment]
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.graph._engine_run_backward = engine
+        torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def running_a_graph() -> Iterator[None]:
+    """What a traced graph runs under: its casts and its backward are nodes of its own."""
+    with torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+# Nodes
+
+
+def schema_of(node: torch.fx.Node) -> torch.FunctionSchema | None:
+    """The schema of the op that a node calls; None for anything that is not an op of the dispatcher."""
+    return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+
+
+def is_functional(node: torch.fx.Node) -> bool:
+    """Whether a node's op changes none of its arguments, as far as its schema says."""
+    schema = schema_of(node)
+    return schema is None or not schema.is_mutable
+
+
+def is_drawing(node: torch.fx.Node) -> bool:
+    """Whether torch says that a node's op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def is_tangent(node: torch.fx.Node) -> bool:
+    """Whether a placeholder of a joint graph holds an incoming gradient."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_parameter(node: torch.fx.Node) -> bool:
+    """Whether AOT describes a placeholder of a joint graph as a parameter."""
+    description = node.meta.get("desc")
+    return description is not None and bool(description.is_param())

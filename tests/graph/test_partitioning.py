@@ -1,0 +1,252 @@
+"""fastac.graph.partitioner: attention is saved as the policy says, gathered parameters never, in whatever layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+import fastac
+from fastac import FastacError, Policy, PolicyNotAppliedError, graph
+from fastac.graph.partitioning import drop_dead_collectives, parameters_of
+from tests.graph.partitioned import (
+    WORLD,
+    Partitioned,
+    Split,
+    Watched,
+    careless,
+    compiled_again,
+    fake_process_group,
+    is_gather,
+    llama,
+    small_stack,
+)
+
+FUNCTIONAL = torch.ops._c10d_functional
+
+
+# Attention
+
+
+def test_a_partitioner_that_recomputes_attention_is_refused() -> None:
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0.05),
+        pytest.raises(PolicyNotAppliedError, match="careless runs attention again in backward: _scaled_dot_product"),
+    ):
+        Partitioned(*small_stack(), graph.partitioner("attn_only", then=careless))
+
+
+def test_dropout_that_would_be_drawn_again_is_refused() -> None:
+    """torch's min-cut under a memory budget recomputes dropout with other numbers."""
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0.3),
+        pytest.raises(FastacError, match=r"min_cut_\w+ runs ops in backward again that draw .*: native_dropout"),
+    ):
+        Partitioned(*small_stack(dropout=0.2), graph.partitioner("attn_only"))
+
+
+class Written(torch.nn.Module):
+    """A softmax between two products: attention by small ops, by hand, or a router, which multiplies by weights."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.router = torch.nn.Parameter(torch.randn(2, 8, 4))
+        self.experts = torch.nn.Parameter(torch.randn(2, 4, 8))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "router":
+            return (x @ self.router).softmax(-1) @ self.experts
+        if self.kind == "written out":
+            return (x @ x.transpose(-1, -2)).softmax(-1) @ x * self.experts.sum()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return F.scaled_dot_product_attention(*[x[None] * self.experts.sum()] * 3)
+
+
+@pytest.mark.parametrize("kind", ["small ops", "written out"])
+def test_attention_that_cannot_be_saved_is_refused(kind: str) -> None:
+    args = (torch.randn(2, 16, 8),)
+    with pytest.raises(PolicyNotAppliedError, match="small ops"):
+        Partitioned(Written(kind), args, graph.partitioner("attn_only"))
+    Partitioned(Written(kind), args, graph.partitioner("full"))
+
+
+def test_a_router_is_no_attention_and_a_joint_graph_has_no_blocks() -> None:
+    Partitioned(Written("router"), (torch.randn(2, 16, 8),), graph.partitioner("attn_only"))
+    with pytest.raises(FastacError, match="a joint graph has no blocks"):
+        graph.partitioner({"blocks.0": "full", "*": "attn_only"})  # type: ignore[arg-type]
+    graph.partitioner(Policy("attn_only", min_kv=8))
+
+
+@pytest.mark.usefixtures("rows_as_before")
+def test_recomputed_attention_that_draws_unknown_to_torch_is_refused() -> None:
+    library = torch.library.Library("round_trip_test", "FRAGMENT")
+    library.define("drawing(Tensor query, Tensor key, Tensor value, float dropout_p) -> Tensor")
+    library.impl("drawing", lambda q, k, v, p: q + k + v, "CompositeExplicitAutograd")
+    library.impl("drawing", torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_autograd(
+        "round_trip_test::drawing", lambda context, grad: (grad, grad, grad, None), lib=library
+    )
+    fastac.register(
+        fastac.AttentionOp(
+            backend="mine", namespace="round_trip_test", name="drawing", layout="bhsd", dropout="dropout_p"
+        )
+    )
+
+    class Drawing(torch.nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.weight, self.dropout = torch.nn.Parameter(torch.randn(4, 4)), dropout
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x @ self.weight
+            return torch.ops.round_trip_test.drawing(x, x, x, self.dropout)
+
+    args = (torch.randn(1, 2, 8, 4),)
+    with pytest.raises(FastacError, match=r"lacks torch\.Tag\.nondeterministic_seeded"):
+        Partitioned(Drawing(0.1), args, graph.partitioner("full"))
+    Partitioned(Drawing(0.0), args, graph.partitioner("full"))
+    Partitioned(Drawing(0.1), args, graph.partitioner("attn_only"))
+
+
+# Gathered parameters
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[None]:
+    with fake_process_group():
+        yield
+
+
+def weights(split: Split) -> list[str]:
+    """Saved values that are gathered weights in some layout."""
+    kinds: dict[Node, set[str]] = {}
+    for node in split.forward.graph.nodes:
+        kinds[node] = set().union(*(kinds[source] for source in node.all_input_nodes))
+        if node.op == "placeholder":
+            kinds[node] = {"parameter" if node.meta["desc"].is_param() else "input"}
+        elif is_gather(node):
+            kinds[node].add("gather")
+    return [node.name for node in split.saved if kinds[node] == {"gather", "parameter"}]
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_gathered_weights_are_not_saved() -> None:
+    """Neither by AOT's own export nor by torch.compile, which describes its inputs in another way."""
+    splits = {}
+    for guarded in (True, False):
+        watched = Watched(graph.partitioner("attn_only", recompute_gathers=guarded))
+        Partitioned(*llama(1), watched)
+        splits[guarded] = watched.split
+    # 7 in the block and the last; q, k and v need no input gradient.
+    assert (splits[True].gathers, splits[True].attention, weights(splits[True])) == ((8, 5), (1, 0), [])
+    assert (splits[False].gathers, len(weights(splits[False]))) == ((8, 0), 5)
+    model, args = llama(1)
+    watched = Watched(graph.partitioner("attn_only"))
+    compiled_again(model, watched)(*args).float().sum().backward()
+    assert (watched.split.gathers, weights(watched.split)) == ((8, 5), [])
+    with pytest.raises(PolicyNotAppliedError, match=r"careless saves gathered parameters: \w+"):
+        Partitioned(model, args, graph.partitioner("attn_only", then=careless))
+
+
+def traced(function: Any, *args: torch.Tensor) -> GraphModule:
+    return make_fx(function, tracing_mode="fake")(*args)
+
+
+def chain_of(function: Any, *args: torch.Tensor, parameters: int = 1) -> tuple[list[str], list[str]]:
+    """Names of what is tagged when the first arguments are parameters, and of the rest."""
+    module = traced(function, *args)
+    for number, node in enumerate(module.graph.nodes):
+        node.meta["ac_graph_id"] = number  # torch saves what one region makes and the next reads
+    chain = graph.recompute_parameter_gathers(module.graph, module.graph.find_nodes(op="placeholder")[:parameters])
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    assert chain == [node for node in calls if node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE]
+    assert chain == [node for node in calls if "ac_graph_id" not in node.meta]
+    return [node.name for node in chain], [node.name for node in calls if node not in chain]
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    group = dist.group.WORLD.group_name
+    return FUNCTIONAL.wait_tensor(FUNCTIONAL.all_gather_into_tensor(tensor, WORLD, group))
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_the_chain_begins_at_the_cast_and_ends_before_the_first_computation() -> None:
+    def function(shard: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        whole = gather(shard[:2].to(torch.bfloat16))
+        return x @ whole.view(4, 4, 4).permute(1, 0, 2).reshape(16, 4).t().contiguous().float() * 2
+
+    names, rest = chain_of(function, torch.randn(3, 4), torch.randn(2, 4))
+    assert names[:4] == ["slice_1", "_to_copy", "all_gather_into_tensor", "wait_tensor"]
+    assert names[-1] == "_to_copy_1"
+    assert rest == ["mm", "mul"]
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_shards_that_are_padded_split_and_joined_again() -> None:
+    def function(shard: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        whole = gather(F.pad(shard, (0, 0, 0, 1)))
+        return x @ torch.cat([part[:3] for part in whole.split(4)]).t()
+
+    names, rest = chain_of(function, torch.randn(3, 4), torch.randn(2, 4))
+    assert {"constant_pad_nd", "cat"} <= set(names)
+    assert rest == ["mm"]
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_coalesced_gathers_and_gathers_in_two_steps() -> None:
+    def function(one: torch.Tensor, two: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        group = dist.group.WORLD.group_name
+        parts = FUNCTIONAL.all_gather_into_tensor_coalesced([one, two], WORLD, group)
+        first, second = (FUNCTIONAL.wait_tensor(part) for part in parts)
+        return x @ gather(first.t().contiguous()).t() + second.sum()
+
+    names, rest = chain_of(function, torch.randn(1, 8), torch.randn(1, 8), torch.randn(2, 8), parameters=2)
+    assert [sum(part in name for name in names) for part in ("all_gather", "getitem", "wait")] == [2, 2, 3]
+    assert rest == ["mm", "sum_1", "add"]
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_activations_are_left_to_the_policy() -> None:
+    def function(shard: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        whole = gather(shard)
+        return gather(x) @ whole + gather(x @ whole).sum() + gather(shard * 2).sum() + shard.t().sum()
+
+    names, _ = chain_of(function, torch.randn(1, 8), torch.randn(1, 8))
+    assert names == ["all_gather_into_tensor", "wait_tensor"]
+
+
+def test_parameters_are_those_that_aot_describes_or_that_stay_in_place() -> None:
+    class Description:
+        def is_param(self) -> bool:
+            return True
+
+    made = Graph()
+    nodes: list[Node] = [made.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1", "primals_3")]
+    nodes[0].meta["desc"] = Description()
+    assert parameters_of(made) == [nodes[0]]
+    assert parameters_of(made, [2]) == [nodes[0], nodes[3]]  # static inputs are counted without tangents
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_a_collective_without_a_reader_is_dropped_and_no_other_op() -> None:
+    """For torch a wait is never dead."""
+
+    def function(shard: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        gather(shard.to(torch.bfloat16))
+        x.add_(1)
+        return gather(x)
+
+    module = traced(function, torch.randn(1, 8), torch.randn(1, 8))
+    drop_dead_collectives(module)
+    names = [node.name for node in module.graph.nodes if node.op == "call_function"]
+    assert names == ["add_", "all_gather_into_tensor_1", "wait_tensor_1"]
