@@ -34,9 +34,9 @@ from common import RESULTS, write_result
 from fastac import machine, scopes
 from fastac.benching import Switch, Workload, measure
 from fastac.measurements import Measurement
-from fastac.models import configurations
-from fastac.models.configurations import Configuration
-from fastac.models.reading import fill_zeros
+from fastac.models import published as configurations
+from fastac.models.published import Configuration
+from fastac.models.published import fill_zeros
 from fastac.models.videos import Video
 from fastac.planning import Planner
 from fastac.sizes import parse_bytes, readable_bytes

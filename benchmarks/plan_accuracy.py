@@ -28,7 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import fastac
 from common import RESULTS, allocated_bytes, write_result
 from fastac.forecast import Forecast
-from fastac.models import configurations, videos
+from fastac.models import published as configurations
+from fastac.models import videos
 from fastac.policy import Policy, resolve
 from fastac.replay import Replay
 from fastac.subjects import subject

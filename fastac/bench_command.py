@@ -16,7 +16,8 @@ from fastac import machine, models
 from fastac.benching import Workload, bench
 from fastac.checks import require_device, set_backend
 from fastac.errors import FastacError
-from fastac.models import ModelRow, configurations, reading
+from fastac.models import ModelRow
+from fastac.models import published as configurations
 from fastac.plan_command import DTYPES, telling, video_of
 from fastac.sizes import parse_bytes
 from fastac.torch_internals import tree_map
@@ -107,7 +108,7 @@ def _published(options: argparse.Namespace) -> tuple[str, Any, dict[str, Any]]:
         found = dataclasses.replace(found, config=configurations.with_layers(found.config, options.layers))
     with torch.device(options.device):
         model = configurations.build(found, DTYPES[options.dtype])
-    reading.fill_zeros(model)
+    configurations.fill_zeros(model)
     sizes = f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} text tokens"
     device = options.device
     inputs = tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, inputs)

@@ -12,7 +12,6 @@ from fastac.comparison import run_step
 from fastac.errors import FastacError
 from fastac.models import ModelRow
 from fastac.policy import resolve
-from fastac.remarks import linear_attention
 
 KEPT, REFUSED, NOT_HERE, FAILED = "kept", "refused", "does not train here", "failed"
 
@@ -81,13 +80,11 @@ def check(
     except BROKEN as error:
         return Checked(row.name, row.containers, blocks=0, verdict=FAILED, problem=f"it can not be built: {error}")
     containers = hook.containers_of(model)
-    linear = linear_attention(model, containers)
     checked = Checked(
         name=row.name,
         containers=tuple(container.name for container in containers),
         blocks=sum(len(container.blocks) for container in containers),
         backend=_backend_of(row, model),
-        linear=len(linear),
     )
     try:
         run_step(model, model, (), inputs)

@@ -28,7 +28,7 @@ from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, Policy, policy_of, resolve, resolve_blocks
 from fastac.preflight import check_backends
 from fastac.ranks import class_name
-from fastac.remarks import refuse_only_linear, remarks
+from fastac.remarks import remarks
 from fastac.shares import as_given, shared, watch
 
 logger = logging.getLogger("fastac")
@@ -62,9 +62,8 @@ def enable(
     matches counts). blocks: for any other model. The dotted name of a module list whose members are the blocks, or of
     one block; a module instead of a name; several of these. Their `forward` is checkpointed, state-dict keys stay.
     Raises UnsupportedBackendError when an attention module's backend can not be honoured, FastacError for a model
-    without gradient checkpointing or blocks, an unknown policy or engine, a policy that would save nothing because
-    the attention is linear, blocks that are checkpointed already, or options of DeepSpeed's checkpointing. The model is
-    as it was then.
+    without gradient checkpointing or blocks, an unknown policy or engine, or
+    blocks that are checkpointed already. The model is as it was then.
     """
     check_module(model, "enable")
     outer, model = model, models.unwrapped(model)
@@ -74,12 +73,10 @@ def enable(
     named = {name: block for container in containers for name, block in container.blocks.items()}
     selected: Policy | BlockPolicies
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
-    models.refuse_other_checkpointing(outer)
     checkpoint_wrappers.check(model, class_name(model), set(named.values()))
     interception.install()
     partitioner.inform_if_loaded()
     check_backends(model, selected)
-    refuse_only_linear(model, containers, selected)
     linear.check_names({block: policy_of(selected, block) for block in named.values()})
     selected = shared(selected, named)
 

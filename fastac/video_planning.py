@@ -10,7 +10,7 @@ import torch
 
 from fastac.errors import FastacError
 from fastac.events import Split
-from fastac.models.configurations import Configuration, add_lora, build
+from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning import Planner, put_together
 from fastac.plans import Plan

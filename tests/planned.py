@@ -19,11 +19,11 @@ import fastac
 from fastac import subjects
 from fastac.forecast import Forecast
 from fastac.models import MODELS
-from fastac.models.configurations import add_lora
-from fastac.models.reading import ModelRow, tiny_model
+from fastac.models.published import add_lora
 from fastac.policy import Policy
 from fastac.subjects import subject
 from tests.live_bytes import LiveBytes
+from tests.models.tiny import tiny_model
 from tests.support import AttentionBlock
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -60,8 +60,7 @@ def tiny(
     name: str, dtype: torch.dtype = torch.float32, lora: int = 0, **config: Any
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A tiny model of the catalogue and its inputs. lora: rank of weights that are trained alone. config: changes."""
-    row: ModelRow = MODELS[name]
-    model, inputs = tiny_model(dataclasses.replace(row, config={**row.config, **config}), dtype)
+    model, inputs = tiny_model(name, dtype, **config)
     if lora:
         add_lora(model, lora)
     return model, inputs
