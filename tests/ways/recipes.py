@@ -70,12 +70,7 @@ def repeated(batch: Batch, times: int) -> Batch:
 def narrow(batch: Batch) -> Batch:
     """The left half of the video, as from another aspect-ratio bucket."""
     video = batch["hidden_states"]
-    if video.dim() == 5:
-        return batch | {"hidden_states": video[..., : video.shape[-1] // 2].contiguous()}
-    # LTX takes tokens, and is told their grid.
-    grid = video.unflatten(1, (batch["num_frames"], batch["height"], batch["width"]))
-    width = batch["width"] // 2
-    return batch | {"hidden_states": grid[:, :, :, :width].flatten(1, 3), "width": width}
+    return batch | {"hidden_states": video[..., : video.shape[-1] // 2].contiguous()}
 
 
 def sampled(model: torch.nn.Module, batch: Batch, mode: Callable[[], Any] = torch.no_grad) -> torch.Tensor:
