@@ -35,8 +35,7 @@ from fastac import machine, scopes
 from fastac.benching import Switch, Workload, measure
 from fastac.measurements import Measurement
 from fastac.models import published as configurations
-from fastac.models.published import Configuration
-from fastac.models.published import fill_zeros
+from fastac.models.published import Configuration, fill_zeros
 from fastac.models.videos import Video
 from fastac.planning import Planner
 from fastac.sizes import parse_bytes, readable_bytes

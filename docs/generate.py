@@ -28,8 +28,8 @@ from fastac.rows import AttentionOp, DecompositionOp, SelectionOp, Verdict
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
-from tests.models import figures
-from tests.models.tiny import TINY
+from tests.models import figures  # noqa: E402
+from tests.models.tiny import TINY  # noqa: E402
 
 HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"
 COMPOSITIONS = ROOT / "benchmarks" / "results" / "compositions_cpu.json"
@@ -65,8 +65,9 @@ VERDICTS = {
 
 def backends() -> str:
     """The attention libraries, ops and diffusers backends as Markdown."""
-    rows = registry.rows()
     files = [value for value in vars(fastac.backends).values() if isinstance(value, ModuleType)]
+    catalogue = [row for file in files for row in getattr(file, "ROWS", ())]
+    rows = [row for row in registry.rows() if row in catalogue]  # tests register others in their process
     functions = [function for file in files for function in getattr(file, "FUNCTIONS", ())]
     order = list(Verdict)
     listed = sorted(BACKENDS.items(), key=lambda item: (order.index(item[1].verdict), item[0]))
@@ -157,20 +158,19 @@ def models() -> str:
         f"fastac {fastac.__version__}, {_torch()}, diffusers {importlib.metadata.version('diffusers')}. These have a "
         "catalogue row. Of every other diffusers model with gradient checkpointing, the outermost lists of modules "
         "that hold attention are taken for its blocks, in policies by block name and in reports.",
-        "Below is what `tests/models/test_parity.py` finds on a CPU in fp32, with `attn_only`: attention kernels of one "
-        "step of a tiny model with random weights, bytes that its blocks held for them, and how many outputs and "
+        "Below is what `tests/models/test_parity.py` finds on a CPU in fp32, with `attn_only`: attention kernels of "
+        "one step of a tiny model with random weights, bytes that its blocks held for them, and how many outputs and "
         "gradients were compared with training without checkpointing (all equal, bit for bit). `flex_attention` has no "
-        "backward on a CPU in torch: the tests add one. Linear attention (Sana-Video, half of the blocks of Sana-WM) has no "
-        "kernel whose output could be saved, and is recomputed.",
+        "backward on a CPU in torch: the tests add one. Linear attention (Sana-Video, half of the blocks of Sana-WM) "
+        "has no kernel whose output could be saved, and is recomputed.",
         _table(figures.HEADINGS, (one.cells() for one in _figures())),
     )
 
 
 def readme() -> str:
     """README.md with its table of models made anew."""
-    columns = (0, 2, 3, 4, 7, 8)
-    rows = (tuple(one.cells()[column] for column in columns) for one in _figures())
-    return _with_tables("README.md", {"models": _table(tuple(figures.HEADINGS[column] for column in columns), rows)})
+    rows = (one.short_cells() for one in _figures())
+    return _with_tables("README.md", {"models": _table(figures.SHORT_HEADINGS, rows)})
 
 
 def compositions() -> str:
