@@ -1,6 +1,7 @@
 """Writes docs/backends.md, docs/models.md, and the tables of README.md, docs/compile.md and docs/distributed.md.
 
-`tests/test_docs.py` fails when one is stale. What was measured comes from benchmarks/results.
+`tests/docs` and `tests/models/test_parity.py` fail when one is stale. The tiny models of the tests are trained for it;
+what was measured comes from benchmarks/results.
 
 python docs/generate.py
 """
@@ -11,6 +12,7 @@ import functools
 import importlib.metadata
 import json
 import runpy
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,11 +23,14 @@ import fastac  # registers the rows
 from fastac import registry
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS
-from fastac.models import MODELS, containers, tiny_model
-from fastac.remarks import linear_attention
 from fastac.rows import AttentionOp, DecompositionOp, SelectionOp, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from tests.models import figures  # noqa: E402
+from tests.models.tiny import TINY  # noqa: E402
+
 HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"
 COMPOSITIONS = ROOT / "benchmarks" / "results" / "compositions_cpu.json"
 DISTRIBUTED = ROOT / "benchmarks" / "results" / "distributed_cpu.json"
@@ -60,8 +65,9 @@ VERDICTS = {
 
 def backends() -> str:
     """The attention libraries, ops and diffusers backends as Markdown."""
-    rows = registry.rows()
     files = [value for value in vars(fastac.backends).values() if isinstance(value, ModuleType)]
+    catalogue = [row for file in files for row in getattr(file, "ROWS", ())]
+    rows = [row for row in registry.rows() if row in catalogue]  # tests register others in their process
     functions = [function for file in files for function in getattr(file, "FUNCTIONS", ())]
     order = list(Verdict)
     listed = sorted(BACKENDS.items(), key=lambda item: (order.index(item[1].verdict), item[0]))
@@ -149,21 +155,22 @@ def models() -> str:
     """The models with a catalogue row as Markdown."""
     return _document(
         "# Models",
-        f"fastac {fastac.__version__}, diffusers {importlib.metadata.version('diffusers')}. Each of these has a tiny "
-        "model with random weights, on which the tests compare every output and gradient under `attn_only` with "
-        "training without checkpointing, bit for bit, and count attention kernels. Every other diffusers model with "
-        "gradient checkpointing goes through the generic reading.",
-        _table(
-            ("model", "block containers", "attention backend", "remarks"),
-            ((f"`{name}`", ", ".join(f"`{one}`" for one in of), *rest) for name, of, *rest in _models()),
-        ),
+        f"fastac {fastac.__version__}, {_torch()}, diffusers {importlib.metadata.version('diffusers')}. These have a "
+        "catalogue row. Of every other diffusers model with gradient checkpointing, the outermost lists of modules "
+        "that hold attention are taken for its blocks, in policies by block name and in reports.",
+        "Below is what `tests/models/test_parity.py` finds on a CPU in fp32, with `attn_only`: attention kernels of "
+        "one step of a tiny model with random weights, bytes that its blocks held for them, and how many outputs and "
+        "gradients were compared with training without checkpointing (all equal, bit for bit). `flex_attention` has no "
+        "backward on a CPU in torch: the tests add one. Linear attention (Sana-Video, half of the blocks of Sana-WM) "
+        "has no kernel whose output could be saved, and is recomputed.",
+        _table(figures.HEADINGS, (one.cells() for one in _figures())),
     )
 
 
 def readme() -> str:
     """README.md with its table of models made anew."""
-    rows = ((f"`{name}`", *rest) for name, _, *rest in _models())
-    return _with_tables("README.md", {"models": _table(("model", "attention backend", "remarks"), rows)})
+    rows = (one.short_cells() for one in _figures())
+    return _with_tables("README.md", {"models": _table(figures.SHORT_HEADINGS, rows)})
 
 
 def compositions() -> str:
@@ -230,27 +237,19 @@ def _with_tables(path: str, tables: Mapping[str, str]) -> str:
 
 
 @functools.cache
-def _models() -> list[tuple[str, tuple[str, ...], str, str]]:
-    """Name, block containers, attention backend and remarks of every model."""
-    found = []
-    for row in MODELS.values():
-        model, _ = tiny_model(row)
-        uses = [use for use in registry.backend_uses(model) if not use.linear]
-        backend = "always SDPA" if uses and all(use.ignores for use in uses) else "as set"
-        linear = len(linear_attention(model, containers(model, row)))
-        remarks = [f"{linear} linear, recomputed"] * bool(linear)
-        remarks += ["flex_attention has no backward on a CPU"] * row.flex
-        found.append((row.name, row.containers, "always flex" if row.flex else backend, "; ".join(remarks)))
-    return found
+def _figures() -> list[figures.Figures]:
+    torch.set_num_threads(1)
+    return [figures.measured(name) for name in TINY]
 
 
-DOCUMENTS: dict[str, Callable[[], str]] = {
+QUICK: dict[str, Callable[[], str]] = {
     "docs/backends.md": backends,
-    "docs/models.md": models,
-    "README.md": readme,
     "docs/compile.md": compositions,
     "docs/distributed.md": distributed,
 }
+"""Documents for which nothing is run."""
+
+DOCUMENTS = QUICK | {"docs/models.md": models, "README.md": readme}
 
 
 def _tested_with(library: str) -> str:

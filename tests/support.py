@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac.models import MODELS, tiny_model
-from fastac.models.reading import fill_zeros as fill_zeros
+from fastac.models.published import fill_zeros as fill_zeros
+from fastac.policy import Policy
+from tests.models.tiny import tiny_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -97,9 +98,9 @@ def count_cpu_attention() -> None:
 # Models
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A tiny model of the catalogue, and its keyword arguments for one call that returns a tuple."""
-    model, inputs = tiny_model(MODELS[name], dtype, seed=seed)
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    """A tiny model, and its keyword arguments for one call that returns a tuple. changes: of its configuration."""
+    model, inputs = tiny_model(name, dtype, seed=seed, **changes)
     if "return_dict" in inspect.signature(model.forward).parameters:
         inputs["return_dict"] = False
     return model, inputs

@@ -54,7 +54,7 @@ def test_top_level_is_fastac_alone(wheel: zipfile.ZipFile) -> None:
 
 def test_wheel_holds_the_whole_package(wheel: zipfile.ZipFile) -> None:
     """Packages are listed by name in pyproject.toml: one that was forgotten there is found here."""
-    files = {*(ROOT / "fastac").rglob("*.py"), *(ROOT / "fastac" / "configurations").iterdir()}
+    files = {*(ROOT / "fastac").rglob("*.py"), *(ROOT / "fastac" / "models" / "configurations").iterdir()}
     expected = {path.relative_to(ROOT).as_posix() for path in files} | {"fastac/py.typed"}
     assert any(name.endswith(".json") for name in expected)
     shipped = {name for name in wheel.namelist() if name.startswith("fastac/")}

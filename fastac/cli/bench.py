@@ -17,7 +17,7 @@ from fastac.cli.measuring import Workload, bench, machine
 from fastac.cli.plan import DTYPES, telling, video_of
 from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError
-from fastac.models import configurations, reading
+from fastac.models import published as configurations
 from fastac.sizes import parse_bytes
 
 SIZES = ("frames", "height", "width", "batch", "text_tokens")
@@ -78,7 +78,7 @@ def workload_of(options: argparse.Namespace) -> tuple[str, Workload]:
         torch.manual_seed(0)
         with torch.device(options.device):
             model: Any = configurations.build(found, DTYPES[options.dtype])
-        reading.fill_zeros(model)
+        configurations.fill_zeros(model)
     if options.backend is not None:
         try:
             model.set_attention_backend(options.backend)

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from fastac.errors import FastacError
-from fastac.models import configurations
+from fastac.models import published as configurations
 from fastac.models.videos import Video
 from fastac.planning import Plan
 from fastac.planning.forecast import OPTIMIZERS

@@ -1,13 +1,12 @@
-"""One file per DiT family: which modules hold its checkpointed blocks, and a tiny configuration to try it with."""
+"""One file per DiT family: which modules hold its checkpointed blocks, and how its inputs follow from a video."""
 
 from fastac.models import (
     allegro,
-    anyflow,
     cogvideox,
     cosmos,
     easyanimate,
-    helios,
     hunyuan_video,
+    images,
     kandinsky,
     latte,
     ltx,
@@ -16,18 +15,13 @@ from fastac.models import (
     motif_video,
     sana_video,
     wan,
-    wan_animate,
 )
-from fastac.models.loops import LISTS
-from fastac.models.reading import BlockContainer, ModelRow, containers, has_switch, is_available, tiny_model
-from fastac.models.wrappers import refuse_other_checkpointing, unwrapped
-from fastac.errors import class_name
+from fastac.models.blocks import LISTS, BlockContainer, containers, has_switch, unwrapped
+from fastac.models.row import ModelRow
+from fastac.ranks import class_name
 
 _FAMILIES = (
     wan,
-    wan_animate,
-    anyflow,
-    helios,
     ltx,
     hunyuan_video,
     cogvideox,
@@ -42,15 +36,15 @@ _FAMILIES = (
     minimax_h3,
 )
 
-MODELS: dict[str, ModelRow] = {row.name: row for family in _FAMILIES for row in family.ROWS}
-"""Name -> row: `WanTransformer3DModel`, and `WanTransformer3DModel:i2v` for another way to use the class."""
+MODELS: dict[str, ModelRow] = {row.class_name: row for family in _FAMILIES for row in family.ROWS}
+"""Class name -> row, of the models for video."""
 
-_OF_CLASS = {row.class_name: row for row in reversed(MODELS.values())}
+_ROWS = MODELS | {row.class_name: row for row in images.ROWS}
 
 
 def row_of(model: object) -> ModelRow | None:
     """The catalogue row of a model, by exact class name: WanVACETransformer3DModel is no WanTransformer3DModel."""
-    return _OF_CLASS.get(class_name(model))
+    return _ROWS.get(class_name(model))
 
 
 __all__ = [
@@ -60,8 +54,6 @@ __all__ = [
     "ModelRow",
     "containers",
     "has_switch",
-    "is_available",
     "row_of",
-    "tiny_model",
     "unwrapped",
 ]

@@ -6,6 +6,8 @@ Tensors are made plainly, on the CPU: under FakeTensorMode they cost nothing.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -82,6 +84,30 @@ class Video:
     def text_mask(self, dtype: torch.dtype, tokens: int | None = None) -> torch.Tensor:
         """Which tokens of the texts are valid: all. batch x tokens"""
         return torch.ones(self.batch, tokens or self.text_tokens, dtype=dtype)
+
+
+def patch_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """How many latent frames, rows and columns one token stands for."""
+    size = config["patch_size"]
+    return tuple(size) if isinstance(size, (list, tuple)) else (config.get("patch_size_t") or 1, size, size)
+
+
+def inputs_of_text_to_video(
+    config: Mapping[str, Any], video: Video, *, text_width: int, times: torch.dtype, mask: torch.dtype | None = None
+) -> dict[str, Any]:
+    """What most transformers take: noisy latents, text, and a timestep for each video. mask: of which tokens of text.
+
+    Shapes: (batch, channels, frames, height, width), (batch, tokens, text_width) and (batch,).
+    """
+    inputs = {
+        "hidden_states": video.features(config["in_channels"], *video.latents(patch_of(config))),
+        "encoder_hidden_states": video.features(video.text_tokens, text_width),
+        "timestep": video.times(times),
+        "return_dict": False,
+    }
+    if mask is not None:
+        inputs["encoder_attention_mask"] = video.text_mask(mask)
+    return inputs
 
 
 def _latents(name: str, asked: int, compression: int, patch: int, first: int = 0) -> int:

@@ -6,76 +6,20 @@ from typing import Any
 import torch
 
 from fastac.errors import FastacError
-from fastac.models.reading import ModelRow
-from fastac.models.videos import Compression, Video
+from fastac.models.row import ModelRow
+from fastac.models.videos import Compression, Video, inputs_of_text_to_video, patch_of
 
-CONFIG = {
-    "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 32,
-    "ffn_dim": 32,
-    "num_layers": 2,
-    "rope_max_seq_len": 32,
-}
-IMAGE = {"image_dim": 16, "added_kv_proj_dim": 24}
 TEXT_TOKENS = 512  # the attention takes what is before the last 512 tokens for the image
-
-
-def _text_to_video_inputs() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 16, 16),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-    }
-
-
-def _short_video_inputs() -> dict[str, Any]:
-    return _text_to_video_inputs() | {"hidden_states": torch.randn(1, 4, 2, 8, 8)}
-
-
-def _image_to_video_inputs() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 8, 8),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, TEXT_TOKENS, 16),
-        "encoder_hidden_states_image": torch.randn(1, 5, 16),
-    }
-
-
-def _control_inputs() -> dict[str, Any]:
-    return _short_video_inputs() | {"control_hidden_states": torch.randn(1, 12, 2, 8, 8)}
-
-
-def _diffusion_forcing_inputs() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 4, 8, 8),
-        "timestep": torch.tensor([[500, 500, 300, 300]]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "enable_diffusion_forcing": True,
-        "fps": [1],
-    }
-
-
 LATENTS_OF_5B = 48
 """Channels of the VAE of Wan 2.2 TI2V 5B alone, which compresses more; its pipeline gives each token a timestep."""
 IMAGE_TOKENS = 257  # of CLIP ViT-H/14 at 224 x 224, and one for the class
 
 
-def inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
+def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     """For text to video, and image to video where the configuration has an encoder of images."""
-    patch = tuple(config["patch_size"])
-    inputs = {
-        "hidden_states": video.features(config["in_channels"], *video.latents(patch)),
-        "timestep": video.times(torch.int64),
-        "encoder_hidden_states": video.features(video.text_tokens, config["text_dim"]),
-        "return_dict": False,
-    }
+    inputs = inputs_of_text_to_video(config, video, text_width=config["text_dim"], times=torch.int64)
     if config["in_channels"] == LATENTS_OF_5B:
-        inputs["timestep"] = torch.full((video.batch, video.tokens(patch)), 500.0)
+        inputs["timestep"] = torch.full((video.batch, video.tokens(patch_of(config))), 500.0)
     if config["image_dim"] is not None:
         if video.text_tokens != TEXT_TOKENS:
             raise FastacError(
@@ -88,7 +32,7 @@ def inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     return inputs
 
 
-def default_video(config: Mapping[str, Any]) -> Video:
+def _default_video(config: Mapping[str, Any]) -> Video:
     """480p of Wan 2.1, or 720p where the VAE is that of the 5B model."""
     if config["in_channels"] == LATENTS_OF_5B:
         return Video(frames=121, height=704, width=1280, text_tokens=TEXT_TOKENS, compression=Compression(4, 16, 16))
@@ -96,7 +40,7 @@ def default_video(config: Mapping[str, Any]) -> Video:
 
 
 def _inputs_of_controlled_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
-    inputs = inputs_of_video(config, video)
+    inputs = _inputs_of_video(config, video)
     control = video.features(config["vace_in_channels"], *inputs["hidden_states"].shape[2:])
     return inputs | {"control_hidden_states": control}
 
@@ -104,7 +48,7 @@ def _inputs_of_controlled_video(config: Mapping[str, Any], video: Video) -> dict
 def _inputs_of_skyreels_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     if config["inject_sample_info"]:
         raise FastacError("video: SkyReels-V2 for diffusion forcing (inject_sample_info) is not known here.")
-    return inputs_of_video(config, video)
+    return _inputs_of_video(config, video)
 
 
 def _default_skyreels_video(config: Mapping[str, Any]) -> Video:
@@ -115,49 +59,32 @@ ROWS = (
     ModelRow(
         class_name="WanTransformer3DModel",
         containers=("blocks",),
-        config=CONFIG,
-        inputs=_text_to_video_inputs,
-        video_inputs=inputs_of_video,
-        default_video=default_video,
-    ),
-    ModelRow(
-        class_name="WanTransformer3DModel",
-        variant="i2v",
-        containers=("blocks",),
-        config=CONFIG | IMAGE,
-        inputs=_image_to_video_inputs,
-        video_inputs=inputs_of_video,
-        default_video=default_video,
+        video_inputs=_inputs_of_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="WanVACETransformer3DModel",
         containers=("blocks", "vace_blocks"),
-        config=CONFIG | {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 12},
-        inputs=_control_inputs,
         video_inputs=_inputs_of_controlled_video,
-        default_video=default_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="ChronoEditTransformer3DModel",
         containers=("blocks",),
-        config=CONFIG,
-        inputs=_short_video_inputs,
-        video_inputs=inputs_of_video,
-        default_video=default_video,
+        video_inputs=_inputs_of_video,
+        default_video=_default_video,
     ),
     ModelRow(
         class_name="SkyReelsV2Transformer3DModel",
         containers=("blocks",),
-        config=CONFIG,
-        inputs=_short_video_inputs,
         video_inputs=_inputs_of_skyreels_video,
         default_video=_default_skyreels_video,
     ),
-    ModelRow(
-        class_name="SkyReelsV2Transformer3DModel",
-        variant="diffusion_forcing",
-        containers=("blocks",),
-        config=CONFIG | {"num_frame_per_block": 2, "inject_sample_info": True},
-        inputs=_diffusion_forcing_inputs,
-    ),
+    # In turn: a face adapter attends outside the blocks; blocks take keyword arguments; a second timestep;
+    # flex_attention alone over the video; a compressed history.
+    ModelRow(class_name="WanAnimateTransformer3DModel", containers=("blocks",)),
+    ModelRow(class_name="WanAnimate2Transformer3DModel", containers=("blocks",)),
+    ModelRow(class_name="AnyFlowTransformer3DModel", containers=("blocks",)),
+    ModelRow(class_name="AnyFlowFARTransformer3DModel", containers=("blocks",)),
+    ModelRow(class_name="HeliosTransformer3DModel", containers=("blocks",)),
 )

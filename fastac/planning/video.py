@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from fastac.errors import FastacError
-from fastac.models.configurations import Configuration, add_lora, build
+from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
 from fastac.planning.plans import WITHIN, Plan, make_plan

@@ -18,7 +18,7 @@ from fastac import cli
 from fastac.cli import measuring
 from fastac.cli.measuring import VARIANTS, Measurements, Switch, Workload, bench
 from fastac.errors import FastacError
-from fastac.models import configurations
+from fastac.models import published as configurations
 from tests import support
 from tests.cli.tables import cells_of
 

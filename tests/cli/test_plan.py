@@ -12,7 +12,7 @@ import pytest
 
 import fastac
 from fastac import cli
-from fastac.models import configurations
+from fastac.models import published as configurations
 from fastac.planning.video import Training
 from fastac.policy import Policy
 from tests.cli.tables import cells_of

@@ -1,4 +1,4 @@
-"""examples/custom_kernel.py shows what it promises, and its exit code tells when it does not."""
+"""examples/custom_kernel.py shows what it promises."""
 
 from __future__ import annotations
 
@@ -22,20 +22,3 @@ def test_both_kernels_run_once_per_call() -> None:
     ]
     assert '[project.entry-points."fastac.backends"]\nmy_kernels = "my_kernels.fastac_rows"' in ran.stdout
     assert ran.stderr == ""
-
-
-def test_it_fails_when_nothing_is_saved() -> None:
-    script = f"""
-import runpy
-import sys
-import fastac
-
-fastac.checkpoint = lambda function, *args, policy: __import__("torch").utils.checkpoint.checkpoint(
-    function, *args, use_reentrant=False
-)
-sys.argv = ["custom_kernel.py"]
-runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
-"""
-    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert re.search(r"attn_only +24 ", ran.stdout)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable
 from types import ModuleType
 
 import diffusers.models.transformers
-import pytest
 from diffusers import ModelMixin
 
 from fastac.models import MODELS
-from fastac.models.loops import loops_of
+from tests.models.tiny import TINY
 
 NO_VIDEO = frozenset(
     {
@@ -82,65 +80,21 @@ def transformers_of(package: ModuleType) -> dict[str, type]:
     return found
 
 
-def problems(defined: Iterable[str], catalogue: Iterable[str], others: Iterable[str]) -> list[str]:
-    """What is to be done, a sentence for each class, so that catalogue and others name what is defined, once."""
-    defined, catalogue, others = set(defined), set(catalogue), set(others)
-    return [
-        *(
-            f"{name} is new: add a row in fastac/models, or its name here"
-            for name in sorted(defined - catalogue - others)
-        ),
-        *(f"{name} is gone from diffusers: take its row away" for name in sorted(catalogue - defined)),
-        *(f"{name} is gone from diffusers: take its name away here" for name in sorted(others - defined)),
-        *(f"{name} has a row: take its name away here" for name in sorted(catalogue & others)),
-    ]
-
-
-IN_CATALOGUE = {row.class_name for row in MODELS.values()}
-
-
 def test_every_transformer_of_diffusers_is_known() -> None:
-    found = problems(transformers_of(diffusers.models.transformers), IN_CATALOGUE, NO_VIDEO | NO_CHECKPOINTING)
-    assert not found, "\n".join(found)
+    defined, catalogue = set(transformers_of(diffusers.models.transformers)), set(MODELS)
+    others = NO_VIDEO | NO_CHECKPOINTING
+    assert not defined - catalogue - others, "new: add a row in fastac/models and a tiny model, or a name here"
+    assert not catalogue - defined, "gone from diffusers: take its row away"
+    assert not others - defined, "gone from diffusers: take its name away here"
+    assert not catalogue & others, "has a row: take its name away here"
 
 
-def test_what_can_not_be_checkpointed_still_can_not() -> None:
+def test_every_row_has_a_tiny_model() -> None:
+    assert {name.partition(":")[0] for name in TINY} == set(MODELS)
+
+
+def test_what_cannot_be_checkpointed_still_cannot() -> None:
     defined = transformers_of(diffusers.models.transformers)
+    assert all(defined[name]._supports_gradient_checkpointing for name in MODELS)
     able = [name for name in NO_CHECKPOINTING if defined[name]._supports_gradient_checkpointing]
     assert not able, f"now with gradient checkpointing, add rows in fastac/models: {', '.join(able)}"
-
-
-def test_the_loops_of_every_class_are_read() -> None:
-    """What of a class without a row is checkpointed is read from its code, which must have such loops."""
-    unread = [
-        name
-        for name, model_class in transformers_of(diffusers.models.transformers).items()
-        if model_class._supports_gradient_checkpointing and not all(loops_of(model_class) or [frozenset()])
-    ]
-    assert not unread, f"fastac.models.loops does not understand {', '.join(unread)}"
-
-
-@pytest.mark.parametrize(
-    ("defined", "catalogue", "others", "problem"),
-    [
-        ({"Wan", "Flux", "New"}, {"Wan"}, {"Flux"}, "New is new: add a row in fastac/models, or its name here"),
-        ({"Flux"}, {"Wan"}, {"Flux"}, "Wan is gone from diffusers: take its row away"),
-        ({"Wan"}, {"Wan"}, {"Flux"}, "Flux is gone from diffusers: take its name away here"),
-        ({"Wan"}, {"Wan"}, {"Wan"}, "Wan has a row: take its name away here"),
-    ],
-    ids=["new", "row of a class that is gone", "name of a class that is gone", "twice"],
-)
-def test_a_difference_is_told(defined: set[str], catalogue: set[str], others: set[str], problem: str) -> None:
-    assert problems(defined, catalogue, others) == [problem]
-
-
-def test_a_class_that_diffusers_adds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from diffusers.models.transformers import transformer_wan
-
-    class NewTransformer3DModel(ModelMixin):
-        pass
-
-    NewTransformer3DModel.__module__ = transformer_wan.__name__
-    monkeypatch.setattr(transformer_wan, "NewTransformer3DModel", NewTransformer3DModel, raising=False)
-    found = problems(transformers_of(diffusers.models.transformers), IN_CATALOGUE, NO_VIDEO | NO_CHECKPOINTING)
-    assert [line.partition(" ")[0] for line in found] == ["NewTransformer3DModel"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import gc
 from collections.abc import Mapping
@@ -15,13 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastac
 from fastac.cli.measuring import allocated_bytes
-from fastac.models import MODELS, tiny_model
-from fastac.models.configurations import add_lora
+from fastac.models.published import add_lora
 from fastac.planning.forecast import Forecast
 from fastac.planning.subject import subject
 from fastac.policy import Policy
 from tests import support
 from tests.live_bytes import LiveBytes
+from tests.models.tiny import tiny_model
 from tests.support import AttentionBlock
 
 WAN, LTX, COGVIDEOX = "WanTransformer3DModel", "LTXVideoTransformer3DModel", "CogVideoXTransformer3DModel"
@@ -32,8 +31,7 @@ def tiny(
     name: str, dtype: torch.dtype = torch.float32, lora: int = 0, **config: Any
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A tiny model of the catalogue and its inputs. lora: rank of weights that are trained alone. config: changes."""
-    row = MODELS[name]
-    model, inputs = tiny_model(dataclasses.replace(row, config={**row.config, **config}), dtype)
+    model, inputs = tiny_model(name, dtype, **config)
     if lora:
         add_lora(model, lora)
     return model, inputs

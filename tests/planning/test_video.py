@@ -17,7 +17,7 @@ import torch
 
 from fastac.errors import FastacError
 from fastac.models import MODELS, configurations
-from fastac.models.configurations import Configuration
+from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import Plan
 from fastac.planning.forecast import Forecast

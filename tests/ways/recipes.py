@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 import fastac
 from tests import support
-from tests.marks import quick
 from tests.support import CPU_ATTENTION, Tensors, assert_same
 
 WAN = "WanTransformer3DModel"
@@ -40,16 +38,10 @@ ATTENTION = {
 FEED_FORWARD = r".*blocks\.\d+\.(ffn|ff|ff_context)\.net\.(0\.proj|2)"
 """The linear layers of the feed-forwards, as peft is told its targets."""
 
-EACH_MODEL = pytest.mark.parametrize("name", quick(ATTENTION, WAN, COGVIDEOX))
-"""`make test` trains one model with text in cross-attention and one with text in its sequence."""
-
-EACH_COMPILED_MODEL = pytest.mark.parametrize("name", quick(ATTENTION, WAN))
-"""For tests that compile."""
-
 Batch = dict[str, Any]
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[torch.nn.Module, Batch]:
+def build(name: str = WAN, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, Batch]:
     """A tiny model and a batch for it. As in a training script, no input requires grad, and the seed is set once."""
     model, inputs = support.build(name, dtype, seed)
     torch.manual_seed(seed)
@@ -78,12 +70,7 @@ def repeated(batch: Batch, times: int) -> Batch:
 def narrow(batch: Batch) -> Batch:
     """The left half of the video, as from another aspect-ratio bucket."""
     video = batch["hidden_states"]
-    if video.dim() == 5:
-        return batch | {"hidden_states": video[..., : video.shape[-1] // 2].contiguous()}
-    # LTX takes tokens, and is told their grid.
-    grid = video.unflatten(1, (batch["num_frames"], batch["height"], batch["width"]))
-    width = batch["width"] // 2
-    return batch | {"hidden_states": grid[:, :, :, :width].flatten(1, 3), "width": width}
+    return batch | {"hidden_states": video[..., : video.shape[-1] // 2].contiguous()}
 
 
 def sampled(model: torch.nn.Module, batch: Batch, mode: Callable[[], Any] = torch.no_grad) -> torch.Tensor:
@@ -154,7 +141,7 @@ Recipe = Callable[[Run], object]
 
 def assert_exact_and_saved(
     recipe: Recipe,
-    name: str,
+    name: str = WAN,
     forwards: int = 1,
     again: int | list[int] | None = None,
     saved_again: int | list[int] = 0,

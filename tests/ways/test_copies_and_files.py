@@ -12,22 +12,20 @@ from typing import Any
 import peft
 import pytest
 import torch
-from diffusers.training_utils import EMAModel
 
 import fastac
 from tests import support
-from tests.support import CPU_ATTENTION, assert_same
-from tests.ways.recipes import ATTENTION, EACH_MODEL, Run, adamw, assert_exact_and_saved, batches, build, sampled
+from tests.support import assert_same
+from tests.ways.recipes import ATTENTION, WAN, Run, adamw, assert_exact_and_saved, batches, build, sampled
 
 Trained = tuple[torch.nn.Module, torch.optim.Optimizer, torch.Generator]
 
 
-@EACH_MODEL
-def test_ema_by_deepcopy(name: str) -> None:
+def test_ema_by_deepcopy() -> None:
     """The average follows and samples, then trains on by itself when fastac is disabled for the other."""
 
     def recipe(run: Run) -> None:
-        model, batch = build(name)
+        model, batch = build()
         run.enable(model)
         average = copy.deepcopy(model).eval()
         optimizer = adamw(model)
@@ -45,45 +43,21 @@ def test_ema_by_deepcopy(name: str) -> None:
         for one in batches(batch, 2):
             run.step(average, one, optimizer=optimizer)
 
-    assert_exact_and_saved(recipe, name)
+    assert_exact_and_saved(recipe)
 
 
-@EACH_MODEL
-def test_a_copy_outlives_its_model(name: str) -> None:
+def test_a_copy_outlives_its_model() -> None:
     """Policies per block stand by block: the copy's are those of its own blocks."""
 
     def recipe(run: Run) -> None:
-        model, batch = build(name)
+        model, batch = build()
         run.enable(model, {"*blocks.0": "full", "*": "attn_only"})
         model = copy.deepcopy(model)
         optimizer = adamw(model)
         for one in batches(batch, 2):
             run.step(model, one, optimizer=optimizer)
 
-    assert_exact_and_saved(recipe, name, saved_again=ATTENTION[name].in_blocks // 2)
-
-
-@EACH_MODEL
-def test_ema_by_diffusers(name: str, tmp_path: Path) -> None:
-    """EMAModel keeps weights alone: they are put into the enabled model for a sample, and taken out again."""
-
-    def recipe(run: Run) -> None:
-        model, batch = build(name)
-        run.enable(model)
-        average = EMAModel(model.parameters(), decay=0.5, model_cls=type(model), model_config=model.config)
-        optimizer = adamw(model)
-        for number, one in enumerate(batches(batch, 3)):
-            run.step(model, one, optimizer=optimizer)
-            average.step(model.parameters())
-            average.store(model.parameters())
-            average.copy_to(model.parameters())
-            run.keep(f"average {number}", {"sample": sampled(model, one)})
-            average.restore(model.parameters())
-        average.save_pretrained(str(tmp_path / str(run.policy)))
-        loaded = EMAModel.from_pretrained(str(tmp_path / str(run.policy)), type(model))
-        run.keep("loaded", {str(number): mean for number, mean in enumerate(loaded.shadow_params)})
-
-    assert_exact_and_saved(recipe, name)
+    assert_exact_and_saved(recipe, saved_again=ATTENTION[WAN].in_blocks // 2)
 
 
 def through_state_dicts(trained: Trained, fresh: Callable[[], Trained], folder: Path) -> Trained:
@@ -135,15 +109,14 @@ FILES: dict[str, Callable[[Trained, Callable[[], Trained], Path], Trained]] = {
 
 
 @pytest.mark.parametrize("files", FILES)
-@EACH_MODEL
-def test_training_that_goes_on_from_files(name: str, files: str, tmp_path: Path) -> None:
+def test_training_that_goes_on_from_files(files: str, tmp_path: Path) -> None:
     """Two steps, all of it to disk and back into a fresh model, two more: as four steps in one go.
 
     Adapters drop out, so that the generators' states count; what save_pretrained writes has no adapters.
     """
 
     def start(seed: int) -> tuple[Trained, Any]:
-        model, batch = build(name, seed=seed)
+        model, batch = build(seed=seed)
         if files != "save_pretrained":
             model.requires_grad_(False)
             model.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
@@ -166,7 +139,7 @@ def test_training_that_goes_on_from_files(name: str, files: str, tmp_path: Path)
             (one,) = batches(batch, 1, noise)
             run.step(model, one, optimizer=optimizer)
 
-    saved = assert_exact_and_saved(recipe, name)
+    saved = assert_exact_and_saved(recipe)
     in_one_go = Run(None)
     recipe(in_one_go, stops=False)
     assert_same(saved.tensors, in_one_go.tensors)
@@ -182,12 +155,11 @@ def content_of(file: Path) -> tuple[Any, bytes]:
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
-@EACH_MODEL
-def test_files_are_those_of_a_model_without_fastac(name: str, adapters: bool, tmp_path: Path) -> None:
+def test_files_are_those_of_a_model_without_fastac(adapters: bool, tmp_path: Path) -> None:
     """Weights, config and adapters that an enabled model writes."""
 
     def recipe(run: Run) -> None:
-        model, batch = build(name)
+        model, batch = build()
         if adapters:
             model.requires_grad_(False)
             model.add_adapter(peft.LoraConfig(r=4, target_modules="all-linear"))
@@ -197,7 +169,7 @@ def test_files_are_those_of_a_model_without_fastac(name: str, adapters: bool, tm
         save = model.save_lora_adapter if adapters else model.save_pretrained
         save(tmp_path / str(run.policy))
 
-    assert_exact_and_saved(recipe, name)
+    assert_exact_and_saved(recipe)
     plain, saved, full = (
         {file.name: content_of(file) for file in (tmp_path / policy).iterdir()}
         for policy in ("None", "attn_only", "full")
@@ -205,15 +177,3 @@ def test_files_are_those_of_a_model_without_fastac(name: str, adapters: bool, tm
     assert any(len(weights) > 1_000 for _, weights in plain.values())
     assert saved == plain
     assert full == plain
-
-
-@EACH_MODEL
-def test_weights_of_an_enabled_model_fit_a_plain_one(name: str, attention_executions: Any) -> None:
-    model, batch = build(name)
-    fastac.enable(model)
-    plain, _ = build(name, seed=5)
-    plain.load_state_dict(model.state_dict())
-    expected = support.train_step(plain, batch)
-    attention_executions.clear()
-    assert_same(support.train_step(model, batch), expected)
-    assert attention_executions == {CPU_ATTENTION: ATTENTION[name].calls}

@@ -12,14 +12,13 @@ from diffusers.hooks.group_offloading import ModuleGroup
 from diffusers.training_utils import cast_training_params
 
 from tests import support
-from tests.ways.recipes import EACH_MODEL, Run, adamw, assert_exact_and_saved, batches, build
+from tests.ways.recipes import Run, adamw, assert_exact_and_saved, batches, build
 
 CPU = torch.device("cpu")
 GROUPS: dict[str, dict[str, Any]] = {
     "blocks": {"offload_type": "block_level", "num_blocks_per_group": 1},
     "leaves": {"offload_type": "leaf_level"},
 }
-EACH_ORDER = pytest.mark.parametrize("order", ["before", "after"])
 
 
 def add_adapter(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
@@ -30,17 +29,15 @@ def add_adapter(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> N
     support.fill_zeros(model)
 
 
-@pytest.mark.parametrize("adapter", ["first", "last"])
-@EACH_ORDER
-@EACH_MODEL
-def test_layerwise_casting(name: str, order: str, adapter: str) -> None:
+@pytest.mark.parametrize(("order", "adapter"), [("before", "first"), ("after", "last")])
+def test_layerwise_casting(order: str, adapter: str) -> None:
     """A frozen base in float8, whose layers are cast to bfloat16 each for its own forward, under adapters.
 
     order: of enable_layerwise_casting, against fastac.enable. adapter: whether it comes before both or after.
     """
 
     def recipe(run: Run) -> None:
-        model, batch = build(name, torch.bfloat16)
+        model, batch = build(dtype=torch.bfloat16)
         if adapter == "first":
             add_adapter(model, torch.bfloat16)  # diffusers then switches off that peft casts its inputs
         if order == "after":
@@ -56,14 +53,14 @@ def test_layerwise_casting(name: str, order: str, adapter: str) -> None:
         for one in batches(batch, 3):
             run.step(model, one, optimizer=optimizer)
 
-    assert_exact_and_saved(recipe, name)
+    assert_exact_and_saved(recipe)
 
 
-@EACH_ORDER
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("trained", ["all", "adapter"])
-@EACH_MODEL
-def test_group_offloading(name: str, trained: str, groups: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("trained", "groups", "order"),
+    [("all", "blocks", "before"), ("adapter", "leaves", "before"), ("all", "leaves", "after")],
+)
+def test_group_offloading(trained: str, groups: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are brought for the forward of a group, and once more for its recompute.
 
     order: of enable_group_offload, against fastac.enable.
@@ -80,7 +77,7 @@ def test_group_offloading(name: str, trained: str, groups: str, order: str, monk
     def recipe(run: Run) -> None:
         nonlocal policy
         policy = str(run.policy)
-        model, batch = build(name)
+        model, batch = build()
         if trained == "adapter":
             add_adapter(model)
         if order == "after":
@@ -93,5 +90,5 @@ def test_group_offloading(name: str, trained: str, groups: str, order: str, monk
             run.step(model, one, optimizer=optimizer)
 
     policy = ""
-    assert_exact_and_saved(recipe, name)
+    assert_exact_and_saved(recipe)
     assert 0 < brought["None"] < brought["attn_only"] <= brought["full"]

@@ -9,25 +9,25 @@ import pytest
 import torch
 
 from tests import support
-from tests.ways.recipes import EACH_MODEL, Batch, Run, adamw, assert_exact_and_saved, batches, build, sampled
+from tests.ways.recipes import Batch, Run, adamw, assert_exact_and_saved, batches, build, sampled
 
 
-def adapted(name: str) -> tuple[torch.nn.Module, Batch]:
+def adapted() -> tuple[torch.nn.Module, Batch]:
     """A model whose adapters drop out, so that it matters whether it is in eval mode."""
-    model, batch = build(name)
+    model, batch = build()
     model.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["to_q", "to_v"]))
     support.fill_zeros(model)
     return model, batch
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@EACH_MODEL
-def test_sampling_between_steps(name: str, mode: Any, training: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "training"), [(torch.no_grad, False), (torch.inference_mode, True)], ids=["no_grad", "inference_mode"]
+)
+def test_sampling_between_steps(mode: Any, training: bool) -> None:
     """A sample runs every attention once, as the plain model does, and leaves the next step as it was."""
 
     def recipe(run: Run) -> None:
-        model, batch = adapted(name)
+        model, batch = adapted()
         run.enable(model)
         optimizer = adamw(model)
         for number, one in enumerate(batches(batch, 3)):
@@ -38,15 +38,14 @@ def test_sampling_between_steps(name: str, mode: Any, training: bool) -> None:
             model.train(training)
             run.keep(f"sample {number}", {"after": sampled(model, one, mode)})
 
-    assert_exact_and_saved(recipe, name)
+    assert_exact_and_saved(recipe)
 
 
-@EACH_MODEL
-def test_gradients_in_eval_mode(name: str) -> None:
+def test_gradients_in_eval_mode() -> None:
     """A frozen dropout, or guidance by the gradient of the input: diffusers checkpoints in eval mode, too."""
 
     def recipe(run: Run) -> None:
-        model, batch = adapted(name)
+        model, batch = adapted()
         run.enable(model)
         optimizer = adamw(model)
         for number, one in enumerate(batches(batch, 4)):
@@ -55,4 +54,4 @@ def test_gradients_in_eval_mode(name: str) -> None:
             run.step(model, one, optimizer=optimizer)
             run.keep(f"guidance {number}", {"gradient": one["hidden_states"].grad})
 
-    assert_exact_and_saved(recipe, name)
+    assert_exact_and_saved(recipe)

@@ -8,16 +8,15 @@ import peft
 import torch
 
 from tests import support
-from tests.ways.recipes import ATTENTION, EACH_MODEL, Run, adamw, assert_exact_and_saved, batches, build
+from tests.ways.recipes import ATTENTION, WAN, Run, adamw, assert_exact_and_saved, batches, build
 
 
-@EACH_MODEL
-def test_a_student_and_its_teacher(name: str) -> None:
+def test_a_student_and_its_teacher() -> None:
     """The teacher is enabled under another policy, and only looks on: it makes N calls more, and never any again."""
 
     def recipe(run: Run) -> None:
-        student, batch = build(name)
-        teacher, _ = build(name, seed=5)
+        student, batch = build()
+        teacher, _ = build(seed=5)
         run.enable(student)
         run.enable(teacher, "full")
         optimizer = adamw(student)
@@ -31,16 +30,15 @@ def test_a_student_and_its_teacher(name: str) -> None:
         for one in batches(batch, 3):
             run.step(student, one, optimizer=optimizer, forward=forward)
 
-    assert_exact_and_saved(recipe, name, forwards=2, again=ATTENTION[name].in_blocks)
+    assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN].in_blocks)
 
 
-@EACH_MODEL
-def test_generator_and_discriminator(name: str) -> None:
+def test_generator_and_discriminator() -> None:
     """They take turns; the generator's gradient comes through the discriminator, which recomputes its attention."""
 
     def recipe(run: Run) -> None:
-        generator, batch = build(name)
-        discriminator, _ = build(name, seed=5)
+        generator, batch = build()
+        discriminator, _ = build(seed=5)
         run.enable(generator)
         run.enable(discriminator, "full")
         optimizer, opponent = adamw(generator), adamw(discriminator)
@@ -61,18 +59,17 @@ def test_generator_and_discriminator(name: str) -> None:
             run.step(generator, one, optimizer=optimizer, forward=generated)
             run.step(discriminator, one, optimizer=opponent, forward=judged)
 
-    blocks = ATTENTION[name].in_blocks
-    assert_exact_and_saved(recipe, name, forwards=2, again=[2 * blocks, blocks] * 2, saved_again=[blocks] * 4)
+    blocks = ATTENTION[WAN].in_blocks
+    assert_exact_and_saved(recipe, forwards=2, again=[2 * blocks, blocks] * 2, saved_again=[blocks] * 4)
 
 
-@EACH_MODEL
-def test_two_forwards_before_either_backward(name: str) -> None:
+def test_two_forwards_before_either_backward() -> None:
     """One loss over two trained models, as of a model and its refiner."""
 
     def recipe(run: Run) -> None:
         both = torch.nn.Module()
-        both.first, batch = build(name)
-        both.second, _ = build(name, seed=5)
+        both.first, batch = build()
+        both.second, _ = build(seed=5)
         run.enable(both.first)
         run.enable(both.second, {"*blocks.0": "full", "*": "attn_only"})
         optimizer = adamw(both)
@@ -81,16 +78,15 @@ def test_two_forwards_before_either_backward(name: str) -> None:
                 both, one, optimizer=optimizer, forward=lambda **inputs: (both.first(**inputs), both.second(**inputs))
             )
 
-    blocks = ATTENTION[name].in_blocks
-    assert_exact_and_saved(recipe, name, forwards=2, again=2 * blocks, saved_again=blocks // 2)
+    blocks = ATTENTION[WAN].in_blocks
+    assert_exact_and_saved(recipe, forwards=2, again=2 * blocks, saved_again=blocks // 2)
 
 
-@EACH_MODEL
-def test_two_adapters_of_one_model(name: str) -> None:
+def test_two_adapters_of_one_model() -> None:
     """As in distribution matching: each step trains one of them, over the same frozen base."""
 
     def recipe(run: Run) -> None:
-        model, batch = build(name)
+        model, batch = build()
         model.requires_grad_(False)
         for adapter in ("generator", "critic"):
             config = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"])
@@ -106,19 +102,18 @@ def test_two_adapters_of_one_model(name: str) -> None:
             model.set_adapter(adapter)
             run.step(model, one, optimizer=optimizers[adapter])
 
-    saved = assert_exact_and_saved(recipe, name)
+    saved = assert_exact_and_saved(recipe)
     for number, adapter in enumerate(("generator", "critic") * 2):
         trained = [key for key in saved.tensors if key.startswith(f"step {number}: gradient of")]
         assert trained
         assert all(adapter in key for key in trained)
 
 
-@EACH_MODEL
-def test_a_reference_that_is_the_model_without_its_adapter(name: str) -> None:
+def test_a_reference_that_is_the_model_without_its_adapter() -> None:
     """As in preference training: the adapter is switched off for a moment, between the forward and its backward."""
 
     def recipe(run: Run) -> None:
-        model, batch = build(name)
+        model, batch = build()
         trained = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
         support.fill_zeros(trained)
         run.enable(trained)
@@ -133,4 +128,4 @@ def test_a_reference_that_is_the_model_without_its_adapter(name: str) -> None:
         for one in batches(batch, 3):
             run.step(trained, one, optimizer=optimizer, forward=forward)
 
-    assert_exact_and_saved(recipe, name, forwards=2, again=ATTENTION[name].in_blocks)
+    assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN].in_blocks)

@@ -10,62 +10,57 @@ import torch
 import fastac
 from tests.model_state import state_of
 from tests.support import assert_same
-from tests.ways.recipes import ATTENTION, EACH_MODEL, Run, adamw, assert_exact_and_saved, batches, build
+from tests.ways.recipes import ATTENTION, WAN, Run, adamw, assert_exact_and_saved, batches, build
 
-SHARES: list[tuple[dict[str, Any], float]] = [
-    ({"policy": "full"}, 1),
-    ({"policy": "attn_only"}, 0),
-    ({"policy": "long_attn_only"}, 1),  # a tiny video is short
-    ({"policy": {"*blocks.0": "full", "*": "attn_only"}}, 0.5),
-    ({"policy": "attn_only", "engine": "sac"}, 0),
-    ({"policy": fastac.Policy("attn_only", min_kv=1)}, 0),
-    ({"policy": {"*blocks.1": "attn_only", "*": "long_attn_only"}}, 0.5),
-    ({"policy": "full", "engine": "sac"}, 1),
+SHARES: list[tuple[Any, float]] = [
+    ("full", 1),
+    ("attn_only", 0),
+    ({"*blocks.0": "full", "*": "attn_only"}, 0.5),
+    (fastac.Policy("attn_only", min_kv=1), 0),
+    ({"*blocks.1": "attn_only", "*": "long_attn_only"}, 0.5),  # a tiny video is short
 ]
-"""Arguments of `enable` and the share of attention in blocks that runs again under them, in the order of a training."""
+"""Policies and the share of attention in blocks that runs again under them, in the order of a training."""
 
 
 def bytes_of(model: torch.nn.Module) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
 
 
-def plainly_trained(name: str, steps: int) -> tuple[Run, torch.nn.Module]:
+def plainly_trained(steps: int) -> tuple[Run, torch.nn.Module]:
     run = Run(None)
-    model, batch = build(name)
+    model, batch = build()
     optimizer = adamw(model)
     for one in batches(batch, steps):
         run.step(model, one, optimizer=optimizer)
     return run, model
 
 
-@EACH_MODEL
-def test_another_policy_in_every_step_and_none_at_last(name: str) -> None:
+def test_another_policy_in_every_step_and_none_at_last() -> None:
     """disable leaves the model as it was before enable, and the weights as they came out of training."""
     steps = len(SHARES) + 1
-    expected, plain = plainly_trained(name, steps)
+    expected, plain = plainly_trained(steps)
     run = Run(None)
-    model, batch = build(name)
+    model, batch = build()
     before = state_of(model)
     optimizer = adamw(model)
     *under_fastac, last = batches(batch, steps)
-    for one, (options, _) in zip(under_fastac, SHARES, strict=True):
-        fastac.enable(model, **options)
+    for one, (policy, _) in zip(under_fastac, SHARES, strict=True):
+        fastac.enable(model, policy)
         run.step(model, one, optimizer=optimizer)
     fastac.disable(model)
     assert state_of(model) == before
     run.step(model, last, optimizer=optimizer)
     assert_same(run.tensors, expected.tensors)
     assert bytes_of(model) == bytes_of(plain)
-    calls, in_blocks = ATTENTION[name]
+    calls, in_blocks = ATTENTION[WAN]
     assert run.executions == [calls + share * in_blocks for _, share in SHARES] + [calls]
 
 
-@EACH_MODEL
-def test_enabled_before_every_step(name: str) -> None:
+def test_enabled_before_every_step() -> None:
     """And twice before the first: enabling again changes nothing, and is undone by one disable."""
 
     def recipe(run: Run) -> None:
-        model, batch = build(name)
+        model, batch = build()
         before = state_of(model)
         optimizer = adamw(model)
         run.enable(model)
@@ -75,16 +70,15 @@ def test_enabled_before_every_step(name: str) -> None:
         fastac.disable(model)
         assert state_of(model) == before
 
-    assert_exact_and_saved(recipe, name)
+    assert_exact_and_saved(recipe)
 
 
 @pytest.mark.parametrize(("first", "second"), [("attn_only", "full"), ("full", "attn_only")])
-@EACH_MODEL
-def test_a_policy_counts_from_the_next_forward_on(name: str, first: str, second: str) -> None:
+def test_a_policy_counts_from_the_next_forward_on(first: str, second: str) -> None:
     """Switched between forward and backward: the step goes on under the policy that its forward ran under."""
-    expected, _ = plainly_trained(name, steps=2)
+    expected, _ = plainly_trained(steps=2)
     run = Run(None)
-    model, batch = build(name)
+    model, batch = build()
     optimizer = adamw(model)
     policies = [second, first]
 
@@ -97,16 +91,15 @@ def test_a_policy_counts_from_the_next_forward_on(name: str, first: str, second:
     for one in batches(batch, 2):
         run.step(model, one, optimizer=optimizer, backward=switch_and_backward)
     assert_same(run.tensors, expected.tensors)
-    calls, in_blocks = ATTENTION[name]
+    calls, in_blocks = ATTENTION[WAN]
     again = {"attn_only": 0, "full": in_blocks}
     assert run.executions == [calls + again[first], calls + again[second]]
 
 
-@EACH_MODEL
-def test_disabled_between_forward_and_backward(name: str) -> None:
-    expected, _ = plainly_trained(name, steps=1)
+def test_disabled_between_forward_and_backward() -> None:
+    expected, _ = plainly_trained(steps=1)
     run = Run(None)
-    model, batch = build(name)
+    model, batch = build()
     before = state_of(model)
     fastac.enable(model)
 
@@ -116,5 +109,5 @@ def test_disabled_between_forward_and_backward(name: str) -> None:
 
     run.step(model, *batches(batch, 1), optimizer=adamw(model), backward=disable_and_backward)
     assert_same(run.tensors, expected.tensors)
-    assert run.executions == [ATTENTION[name].calls]
+    assert run.executions == [ATTENTION[WAN].calls]
     assert state_of(model) == before

@@ -1,4 +1,4 @@
-"""Tiny image DiTs, which have no row in the catalogue: fastac reads their blocks from their code."""
+"""Tiny image DiTs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastac.models import ModelRow
+from tests.models.tiny import Tiny
 
 TOKENS, TEXT = 16, 6
 
@@ -50,51 +50,33 @@ FLUX = HEADS | {
     "axes_dims_rope": (2, 2, 4),
 }
 
-ROWS = (
-    ModelRow(
-        class_name="FluxTransformer2DModel",
-        containers=("transformer_blocks", "single_transformer_blocks"),
-        config=FLUX | {"pooled_projection_dim": 8},
-        inputs=lambda: _tokens(pooled_projections=torch.randn(1, 8), **_positions()),
+IMAGES = {
+    "FluxTransformer2DModel": Tiny(
+        FLUX | {"pooled_projection_dim": 8}, lambda: _tokens(pooled_projections=torch.randn(1, 8), **_positions())
     ),
-    ModelRow(
-        class_name="Flux2Transformer2DModel",
-        containers=("transformer_blocks", "single_transformer_blocks"),
-        config=FLUX | {"axes_dims_rope": (2, 2, 2, 2), "timestep_guidance_channels": 16},
-        inputs=lambda: _tokens(guidance=torch.tensor([4.0]), **_positions(4)),
+    "Flux2Transformer2DModel": Tiny(
+        FLUX | {"axes_dims_rope": (2, 2, 2, 2), "timestep_guidance_channels": 16},
+        lambda: _tokens(guidance=torch.tensor([4.0]), **_positions(4)),
     ),
-    ModelRow(
-        class_name="Flux3Transformer2DModel",
-        containers=("mode_blocks.image", "mode_blocks.image_cond", "txt_mode_blocks", "single_transformer_blocks"),
-        config=FLUX | {"axes_dims_rope": (2, 2, 2, 2), "cond_in_channels": 4, "timestep_channels": 16},
-        inputs=lambda: _tokens(
+    "Flux3Transformer2DModel": Tiny(
+        FLUX | {"axes_dims_rope": (2, 2, 2, 2), "cond_in_channels": 4, "timestep_channels": 16},
+        lambda: _tokens(
             image_cond_hidden_states=torch.randn(1, TOKENS, 4),
             image_cond_ids=_ids(TOKENS, 4).long(),
             **_positions(4),
         ),
     ),
-    ModelRow(
-        class_name="ChromaTransformer2DModel",
-        containers=("transformer_blocks", "single_transformer_blocks"),
-        config=FLUX | {"approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1},
-        inputs=lambda: _tokens(**_positions()),
+    "ChromaTransformer2DModel": Tiny(
+        FLUX | {"approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1},
+        lambda: _tokens(**_positions()),
     ),
-    ModelRow(
-        class_name="LongCatImageTransformer2DModel",
-        containers=("transformer_blocks", "single_transformer_blocks"),
-        config=FLUX | {"axes_dims_rope": [2, 2, 4]},
-        inputs=lambda: _tokens(**_positions()),
+    "LongCatImageTransformer2DModel": Tiny(FLUX | {"axes_dims_rope": [2, 2, 4]}, lambda: _tokens(**_positions())),
+    "BriaFiboTransformer2DModel": Tiny(
+        FLUX | {"axes_dims_rope": [2, 2, 4], "text_encoder_dim": 12},
+        lambda: _tokens(text_encoder_layers=[torch.randn(1, TEXT, 12) for _ in range(3)], **_positions()),
     ),
-    ModelRow(
-        class_name="BriaFiboTransformer2DModel",
-        containers=("transformer_blocks", "single_transformer_blocks"),
-        config=FLUX | {"axes_dims_rope": [2, 2, 4], "text_encoder_dim": 12},
-        inputs=lambda: _tokens(text_encoder_layers=[torch.randn(1, TEXT, 12) for _ in range(3)], **_positions()),
-    ),
-    ModelRow(
-        class_name="QwenImageTransformer2DModel",
-        containers=("transformer_blocks",),
-        config=HEADS
+    "QwenImageTransformer2DModel": Tiny(
+        HEADS
         | {
             "patch_size": 1,
             "in_channels": 4,
@@ -103,12 +85,10 @@ ROWS = (
             "joint_attention_dim": 12,
             "axes_dims_rope": (2, 2, 4),
         },
-        inputs=lambda: _tokens(encoder_hidden_states_mask=(torch.arange(TEXT) < 4)[None], img_shapes=[[(1, 4, 4)]]),
+        lambda: _tokens(encoder_hidden_states_mask=(torch.arange(TEXT) < 4)[None], img_shapes=[[(1, 4, 4)]]),
     ),
-    ModelRow(
-        class_name="Krea2Transformer2DModel",
-        containers=("transformer_blocks",),
-        config={
+    "Krea2Transformer2DModel": Tiny(
+        {
             "in_channels": 4,
             "num_layers": 2,
             "attention_head_dim": 8,
@@ -125,15 +105,13 @@ ROWS = (
             "num_refiner_text_blocks": 1,
             "axes_dims_rope": (4, 2, 2),
         },
-        inputs=lambda: _tokens(
+        lambda: _tokens(
             encoder_hidden_states=torch.randn(1, TEXT, 2, 16),
             position_ids=torch.cat([torch.zeros(TEXT, 3), _ids(TOKENS, 3)]),
         ),
     ),
-    ModelRow(
-        class_name="SD3Transformer2DModel",
-        containers=("transformer_blocks",),
-        config=HEADS
+    "SD3Transformer2DModel": Tiny(
+        HEADS
         | {
             "sample_size": 8,
             "in_channels": 4,
@@ -145,12 +123,10 @@ ROWS = (
             "pos_embed_max_size": 8,
             "dual_attention_layers": (0,),
         },
-        inputs=lambda: _image(pooled_projections=torch.randn(1, 8)),
+        lambda: _image(pooled_projections=torch.randn(1, 8)),
     ),
-    ModelRow(
-        class_name="AuraFlowTransformer2DModel",
-        containers=("joint_transformer_blocks", "single_transformer_blocks"),
-        config=HEADS
+    "AuraFlowTransformer2DModel": Tiny(
+        HEADS
         | {
             "sample_size": 8,
             "num_mmdit_layers": 1,
@@ -159,18 +135,14 @@ ROWS = (
             "caption_projection_dim": 16,
             "pos_embed_max_size": 16,
         },
-        inputs=_image,
+        _image,
     ),
-    ModelRow(
-        class_name="PixArtTransformer2DModel",
-        containers=("transformer_blocks",),
-        config=HEADS | {"num_layers": 2, "cross_attention_dim": 16, "sample_size": 8, "caption_channels": 12},
-        inputs=lambda: _image(added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
+    "PixArtTransformer2DModel": Tiny(
+        HEADS | {"num_layers": 2, "cross_attention_dim": 16, "sample_size": 8, "caption_channels": 12},
+        lambda: _image(added_cond_kwargs={"resolution": None, "aspect_ratio": None}),
     ),
-    ModelRow(
-        class_name="SanaTransformer2DModel",
-        containers=("transformer_blocks",),
-        config=HEADS
+    "SanaTransformer2DModel": Tiny(
+        HEADS
         | {
             "in_channels": 4,
             "out_channels": 4,
@@ -181,12 +153,10 @@ ROWS = (
             "caption_channels": 12,
             "sample_size": 8,
         },
-        inputs=_image,
+        _image,
     ),
-    ModelRow(
-        class_name="CogView4Transformer2DModel",
-        containers=("transformer_blocks",),
-        config=HEADS
+    "CogView4Transformer2DModel": Tiny(
+        HEADS
         | {
             "in_channels": 4,
             "out_channels": 4,
@@ -197,16 +167,14 @@ ROWS = (
             "sample_size": 8,
             "rope_axes_dim": (16, 16),
         },
-        inputs=lambda: _image(
+        lambda: _image(
             original_size=torch.tensor([[64, 64]]),
             target_size=torch.tensor([[64, 64]]),
             crop_coords=torch.tensor([[0, 0]]),
         ),
     ),
-    ModelRow(
-        class_name="HunyuanImageTransformer2DModel",
-        containers=("transformer_blocks", "single_transformer_blocks"),
-        config=HEADS
+    "HunyuanImageTransformer2DModel": Tiny(
+        HEADS
         | {
             "in_channels": 4,
             "out_channels": 4,
@@ -216,12 +184,10 @@ ROWS = (
             "text_embed_dim": 12,
             "rope_axes_dim": (4, 4),
         },
-        inputs=lambda: _image(timestep=torch.tensor([500.0]), encoder_attention_mask=(torch.arange(TEXT) < 4)[None]),
+        lambda: _image(timestep=torch.tensor([500.0]), encoder_attention_mask=(torch.arange(TEXT) < 4)[None]),
     ),
-    ModelRow(
-        class_name="Lumina2Transformer2DModel",
-        containers=("layers",),
-        config={
+    "Lumina2Transformer2DModel": Tiny(
+        {
             "sample_size": 8,
             "in_channels": 4,
             "hidden_size": 24,
@@ -234,14 +200,10 @@ ROWS = (
             "axes_lens": (16, 16, 16),
             "cap_feat_dim": 12,
         },
-        inputs=lambda: _image(
-            timestep=torch.tensor([0.5]), encoder_attention_mask=torch.ones(1, TEXT, dtype=torch.bool)
-        ),
+        lambda: _image(timestep=torch.tensor([0.5]), encoder_attention_mask=torch.ones(1, TEXT, dtype=torch.bool)),
     ),
-    ModelRow(
-        class_name="ZImageTransformer2DModel",
-        containers=("noise_refiner", "context_refiner", "layers"),
-        config={
+    "ZImageTransformer2DModel": Tiny(
+        {
             "in_channels": 4,
             "dim": 24,
             "n_layers": 2,
@@ -252,16 +214,14 @@ ROWS = (
             "axes_dims": [4, 4, 4],
             "axes_lens": [64, 16, 16],
         },
-        inputs=lambda: {
+        lambda: {
             "x": [torch.randn(4, 1, 8, 8)],
             "t": torch.tensor([1]),
             "cap_feats": [torch.randn(TEXT, 12)],
         },
     ),
-    ModelRow(
-        class_name="HiDreamImageTransformer2DModel",
-        containers=("double_stream_blocks", "single_stream_blocks"),
-        config=HEADS
+    "HiDreamImageTransformer2DModel": Tiny(
+        HEADS
         | {
             "patch_size": 2,
             "in_channels": 4,
@@ -276,7 +236,7 @@ ROWS = (
             "max_resolution": (8, 8),
             "llama_layers": (0, 1),
         },
-        inputs=lambda: {
+        lambda: {
             "hidden_states": torch.randn(1, 4, 8, 8),
             "timesteps": torch.tensor([500]),
             "encoder_hidden_states_t5": torch.randn(1, TEXT, 12),
@@ -284,10 +244,8 @@ ROWS = (
             "pooled_embeds": torch.randn(1, 8),
         },
     ),
-    ModelRow(
-        class_name="OmniGenTransformer2DModel",
-        containers=("layers",),
-        config={
+    "OmniGenTransformer2DModel": Tiny(
+        {
             "hidden_size": 16,
             "num_attention_heads": 2,
             "num_key_value_heads": 2,
@@ -301,7 +259,7 @@ ROWS = (
             "time_step_dim": 16,
             "rope_scaling": {"long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
         },
-        inputs=lambda: {
+        lambda: {
             "hidden_states": torch.randn(1, 4, 8, 8),
             "timestep": torch.tensor([500]),
             "input_ids": torch.arange(TEXT)[None],
@@ -311,10 +269,8 @@ ROWS = (
             "position_ids": torch.arange(TEXT + 1 + TOKENS)[None],
         },
     ),
-    ModelRow(
-        class_name="PRXTransformer2DModel",
-        containers=("blocks",),
-        config={
+    "PRXTransformer2DModel": Tiny(
+        {
             "in_channels": 4,
             "context_in_dim": 12,
             "hidden_size": 16,
@@ -322,6 +278,7 @@ ROWS = (
             "depth": 2,
             "axes_dim": [4, 4],
         },
-        inputs=lambda: _image(timestep=torch.tensor([0.5])),
+        lambda: _image(timestep=torch.tensor([0.5])),
     ),
-)
+}
+"""Class -> its tiny model."""

@@ -13,41 +13,32 @@ from pathlib import Path
 
 import pytest
 
-from fastac import models
-from fastac.backends import plugins
+from fastac import plugins
 from fastac.backends import LIBRARIES
 from fastac.registry import AttentionOp
 from tests.backends import packages
-from tests.planning.test_forecast import CANNOT_BE_SIMULATED
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
 GUIDE = ROOT / "docs" / "adding_a_backend.md"
+GENERATE = runpy.run_path(str(ROOT / "docs" / "generate.py"))
 
 
-@pytest.fixture(scope="module")
-def made() -> dict[str, str]:
-    """Documents by name, made in a fresh process: rows that other tests register are left out."""
-    script = (
-        "import json, runpy; documents = runpy.run_path('docs/generate.py')['DOCUMENTS']; "
-        "print(json.dumps({name: make() for name, make in documents.items()}))"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    documents: dict[str, str] = json.loads(ran.stdout)
-    return documents
+@pytest.mark.parametrize("name", GENERATE["QUICK"])
+def test_made_documents_are_not_stale(name: str) -> None:
+    """Tables of models are compared line by line, where tests/models/test_parity.py trains these."""
+    assert GENERATE["QUICK"][name]() == (ROOT / name).read_text(encoding="utf-8"), "run python docs/generate.py"
 
 
-def test_made_documents_are_not_stale(made: dict[str, str]) -> None:
-    for name, text in made.items():
-        assert text == (ROOT / name).read_text(encoding="utf-8"), f"{name} is stale: run python docs/generate.py"
-
-
-def test_every_made_document_is_looked_at(made: dict[str, str]) -> None:
-    assert set(made) == {"docs/backends.md", "docs/models.md", "docs/compile.md", "docs/distributed.md", "README.md"}
+def test_every_made_document_is_looked_at() -> None:
     documents = [path for path in DOCUMENTS if "Written by docs/generate.py" in path.read_text(encoding="utf-8")]
-    assert {path.relative_to(ROOT).as_posix() for path in documents} == set(made)
-    for row in models.MODELS:
-        assert made["README.md"].count(f"| `{row}` |") == made["docs/models.md"].count(f"| `{row}` |") == 1
+    assert {path.relative_to(ROOT).as_posix() for path in documents} == set(GENERATE["DOCUMENTS"])
+
+
+def test_every_library_with_a_parity_test_is_named() -> None:
+    """One whose test files docs/generate.py does not know would be left out."""
+    assert set(GENERATE["TESTS"]) == {library.name for library in LIBRARIES} | {"diffusers"}
+    assert {Path(name).stem for names in GENERATE["TESTS"].values() for name in names} >= set(packages.LIBRARIES)
 
 
 def test_no_composition_is_silently_full() -> None:
@@ -60,37 +51,6 @@ def test_no_composition_is_silently_full() -> None:
         assert row["attention"] > 0, row
         assert row["again"] == 0, row
         assert row["error"] < 1e-6 + 4 * row["plain_error"], row
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(660)
-def test_the_compositions_are_measured_as_the_document_says(tmp_path: Path) -> None:
-    """Fewer of them: attention, graphs and gradients are checked by the benchmark itself."""
-    command = ["benchmarks/compositions.py", "--check", "--models", "Wan", "--backends", "aot_eager"]
-    run = [sys.executable, *command, "--output", str(tmp_path / "measured.json")]
-    ran = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = {row["composition"]: row for row in json.loads((tmp_path / "measured.json").read_text())["results"]}
-    shown = json.loads((ROOT / "benchmarks" / "results" / "compositions_cpu.json").read_text(encoding="utf-8"))
-    for row in shown["results"]:
-        if row["model"] == "Wan" and row["backend"] != "inductor":
-            mine = found[row["composition"]]
-            assert [mine[name] for name in ("attention", "again", "graphs")] == [
-                row[name] for name in ("attention", "again", "graphs")
-            ]
-            assert abs(mine["peak"] / row["peak"] - 1) < 0.02, row["composition"]
-
-
-def test_models_that_can_not_be_planned_are_named() -> None:
-    limits = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8").partition("## What is not in it")[2]
-    assert {name for name in models.MODELS if f"`{name}`" in limits} == set(CANNOT_BE_SIMULATED)
-
-
-def test_every_library_with_a_parity_test_is_told_about() -> None:
-    """docs/generate.py names the test files of a library; one that it does not know would be left out."""
-    told = runpy.run_path(str(ROOT / "docs" / "generate.py"))["TESTS"]
-    assert set(told) == {library.name for library in LIBRARIES} | {"diffusers"}
-    assert {Path(name).stem for names in told.values() for name in names} >= set(packages.LIBRARIES)
 
 
 def test_a_backend_is_added_as_the_guide_says(tmp_path: Path) -> None:

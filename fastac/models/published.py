@@ -1,4 +1,4 @@
-"""Configurations of whole models, without weights: those that come with fastac, of a file, or a class's own."""
+"""Published configurations of models, without weights: those that come with fastac, of a file, or of a class."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from fastac.errors import FastacError
 from fastac.models import MODELS
-from fastac.models.reading import ModelRow, cast, is_available
-from fastac.models.videos import Compression, Video
+from fastac.models.row import ModelRow
+from fastac.models.videos import Compression, Video, patch_of
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 """The Linear modules that the training scripts of diffusers give LoRA weights."""
@@ -30,7 +30,7 @@ BLOCK_COUNTS = (
 )
 """Keyword arguments that say how many blocks a list of a model has."""
 
-_SHIPPED = importlib.resources.files("fastac") / "configurations"
+_SHIPPED = importlib.resources.files("fastac.models") / "configurations"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,7 @@ class Configuration:
     @property
     def patch(self) -> tuple[int, int, int]:
         """How many latent frames, rows and columns one token stands for."""
-        size, frames = self.config["patch_size"], self.config.get("patch_size_t")
-        return tuple(size) if isinstance(size, (list, tuple)) else (frames or 1, size, size)
+        return patch_of(self.config)
 
     def part(self, video: Video, ranks: int) -> Video:
         """A video with the tokens that one of several ranks has when these split it.
@@ -80,7 +79,7 @@ class Configuration:
             if part.tokens(self.patch) * ranks == tokens:
                 return part
         raise FastacError(
-            f"plan: the {tokens} tokens of {video.frames} frames of {video.height} x {video.width} can not be split "
+            f"plan: the {tokens} tokens of {video.frames} frames of {video.height} x {video.width} cannot be split "
             f"into {ranks} equal parts of whole rows, columns or frames. Use another size, or fewer ranks."
         )
 
@@ -132,6 +131,22 @@ def build(configuration: Configuration, dtype: torch.dtype = torch.float32) -> t
     return model.train()
 
 
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """As `from_pretrained(torch_dtype=dtype)` does: what the class keeps in float32 stays so."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
+
+
+def fill_zeros(model: torch.nn.Module) -> None:
+    """Give parameters that begin as zeros a small value: behind them every gradient would be zero, and so equal."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() and not parameter.any():
+                parameter.normal_(0, 0.02)
+
+
 def _part(video: Video, frames: int, height: int, width: int) -> Video:
     """So many times fewer latent frames, rows and columns, rounded down."""
     compression = video.compression
@@ -169,7 +184,7 @@ def add_lora(model: Any, rank: int) -> None:
     try:
         model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=list(LORA_TARGETS)))
     except (AttributeError, ValueError) as error:
-        raise FastacError(f"LoRA of {type(model).__name__}: diffusers and peft can not add it: {error}") from error
+        raise FastacError(f"LoRA of {type(model).__name__}: diffusers and peft cannot add it: {error}") from error
 
 
 def _of_file(name: str, content: Mapping[str, Any]) -> Configuration:
@@ -194,9 +209,7 @@ def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str)
 
 
 def _known() -> dict[str, ModelRow]:
-    return {
-        name: row for name, row in MODELS.items() if name == row.class_name and row.video_inputs and is_available(row)
-    }
+    return {name: row for name, row in MODELS.items() if row.video_inputs and row.is_available}
 
 
 def _defaults(row: ModelRow) -> dict[str, Any]:

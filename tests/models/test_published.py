@@ -1,4 +1,4 @@
-"""The public configurations that come with fastac, and those that are read from elsewhere: figures, shapes, errors."""
+"""The published configurations that come with fastac, and those that are read from elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac.errors import FastacError
 from fastac.models import MODELS
-from fastac.models.configurations import Configuration, build, load, shipped
+from fastac.models.published import Configuration, build, load
 from fastac.models.videos import Compression
+from tests.models.tiny import TINY
 
 # Parameters counted with diffusers 0.42.1; the second figure, in billions, is what the model is published as.
 PARAMETERS = {
@@ -46,7 +47,7 @@ PATCHES = {
 
 
 class AllValid(TorchDispatchMode):
-    """Answers where a mask is not zero as if it were so nowhere: a fake tensor can not tell, and Mochi asks for it."""
+    """Answers where a mask is not zero as if it were so nowhere: a fake tensor cannot tell, and Mochi asks for it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.nonzero.default:
@@ -66,10 +67,6 @@ def warnings_of_diffusers(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.L
     logger.setLevel(level)
 
 
-def test_all_are_known_here() -> None:
-    assert shipped() == sorted(PARAMETERS) == sorted(PATCHES)
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name: str, warnings_of_diffusers: pytest.LogCaptureFixture) -> None:
     configuration = load(name)
@@ -82,19 +79,10 @@ def test_parameters(name: str, warnings_of_diffusers: pytest.LogCaptureFixture) 
     assert not warnings_of_diffusers.records
 
 
-def test_unknown_keys_would_be_seen(warnings_of_diffusers: pytest.LogCaptureFixture) -> None:
-    """What the test above relies on: diffusers warns about a key that its class does not take."""
-    configuration = load("wan2.1-t2v-1.3b")
-    config = {**configuration.config, "num_layers": 1, "ffn_dimension": 8960}
-    with torch.device("meta"):
-        build(dataclasses.replace(configuration, config=config))
-    assert any("ffn_dimension" in record.getMessage() for record in warnings_of_diffusers.records)
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_files(name: str) -> None:
     """A file says all it should, nothing else, and where its figures were found."""
-    path = Path(__file__).resolve().parents[2] / "fastac" / "configurations" / f"{name}.json"
+    path = Path(__file__).resolve().parents[2] / "fastac" / "models" / "configurations" / f"{name}.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     assert set(content) == {"source", "transformer", "compression", "text_tokens", "default"}
     assert set(content["compression"]) == set(content["default"]) == {"frames", "height", "width"}
@@ -137,57 +125,13 @@ def test_forward_of_two_layers(name: str) -> None:
     assert seen[0].shape[:2] == (1, frames * rows * columns)
 
 
-def test_the_video_of_the_goal() -> None:
-    configuration = load("wan2.1-t2v-1.3b")
-    video = dataclasses.replace(configuration.default, frames=77, height=720, width=1280)
-    with FakeTensorMode():
-        inputs = configuration.inputs(video)
-    assert inputs["hidden_states"].shape == (1, 16, 20, 90, 160)
-    assert inputs["encoder_hidden_states"].shape == (1, 512, 4096)
-    assert inputs["timestep"].shape == (1,)
-    assert video.tokens((1, 2, 2)) == 72_000
-
-
-def test_timesteps_of_the_5b_model_are_those_of_its_tokens() -> None:
-    configuration = load("wan2.2-ti2v-5b")
-    with FakeTensorMode():
-        inputs = configuration.inputs(configuration.default)
-    assert inputs["timestep"].shape == (1, 31 * 22 * 40)
-
-
-def test_names_in_any_case() -> None:
-    assert load("Wan2.1-T2V-1.3B") == load("wan2.1-t2v-1.3b")
-
-
-def test_a_class_has_its_defaults() -> None:
-    configuration = load("WanTransformer3DModel")
-    published = load("wan2.1-t2v-14b")
-    assert configuration.row is MODELS["WanTransformer3DModel"]
-    assert configuration.config == {**published.config, "patch_size": (1, 2, 2)}
-    assert configuration.compression == Compression(4, 8, 8)
-    assert configuration.name == "WanTransformer3DModel"
-    assert "diffusers.WanTransformer3DModel" in configuration.source
-
-
 CLASSES = sorted({row.class_name for row in MODELS.values() if row.video_inputs is not None})
-
-
-@pytest.mark.parametrize("class_name", CLASSES)
-def test_every_class(class_name: str) -> None:
-    if class_name in {"LatteTransformer3DModel", "EasyAnimateTransformer3DModel"}:
-        with pytest.raises(FastacError, match="no in_channels, patch_size"):
-            load(class_name)
-        return
-    configuration = load(class_name)
-    with FakeTensorMode():
-        inputs = configuration.inputs(configuration.default)
-        assert set(inputs) >= {"hidden_states", "timestep", "encoder_hidden_states", "return_dict"}
 
 
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_what_diffusers_writes(class_name: str, tmp_path: Path) -> None:
     """The config.json that a model saves is read, and what it says is what is built."""
-    model = getattr(diffusers, class_name)(**MODELS[class_name].config)
+    model = getattr(diffusers, class_name)(**TINY[class_name].config)
     model.save_config(tmp_path)
     configuration = load(str(tmp_path / "config.json"))
     assert configuration.row is MODELS[class_name]
@@ -209,12 +153,8 @@ def test_a_configuration_of_the_5b_model_is_known_by_its_channels(tmp_path: Path
     ("content", "message"),
     [
         ("{", "not JSON"),
-        (b"\xff\xfe{", "not JSON"),
-        ("[1]", "no _class_name"),
         ("{}", "no _class_name"),
-        ('{"_class_name": "FluxTransformer2DModel"}', "inputs of FluxTransformer2DModel .* not known"),
         ('{"_class_name": "HeliosTransformer3DModel"}', "inputs of HeliosTransformer3DModel .* not known"),
-        ('{"_class_name": ["Wan"]}', "inputs of .* not known"),
     ],
 )
 def test_files_that_are_none(content: str | bytes, message: str, tmp_path: Path) -> None:
@@ -227,19 +167,10 @@ def test_files_that_are_none(content: str | bytes, message: str, tmp_path: Path)
     assert "MochiTransformer3DModel" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["wan", "", ".", "nowhere/config.json", "HeliosTransformer3DModel", "WanTransformer3DModel:i2v", "../__init__.py"],
-)
+@pytest.mark.parametrize("name", ["", "nowhere/config.json", "HeliosTransformer3DModel", "../__init__.py"])
 def test_names_that_are_none(name: str) -> None:
+    assert load("Wan2.1-T2V-1.3B") == load("wan2.1-t2v-1.3b")
     with pytest.raises(FastacError, match="no such name, class or file") as raised:
         load(name)
     assert "hunyuanvideo" in str(raised.value)
     assert "LTXVideoTransformer3DModel" in str(raised.value)
-
-
-def test_video_that_does_not_fit() -> None:
-    configuration = load("wan2.2-ti2v-5b")
-    video = dataclasses.replace(configuration.default, height=720)
-    with pytest.raises(FastacError, match=r"height 720 .* Use 704 or 736"):
-        configuration.inputs(video)

@@ -1,0 +1,784 @@
+"""Tiny models, one for each way to use a class of the catalogue: random weights, a configuration and inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fastac.models.published import cast, fill_zeros
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tiny:
+    """config: keyword arguments of the class. inputs: makes those of one call, from the standard normal distribution.
+
+    flex: its self-attention is flex_attention, which has no backward on a CPU: tests/backends/flex_on_cpu.py adds one.
+    """
+
+    config: Mapping[str, Any]
+    inputs: Callable[[], dict[str, Any]]
+    flex: bool = False
+
+
+TIMES = re.compile("timestep|guidance")
+PLACES = re.compile("mask|ind(ic|ex)es|position|rotary|camera")
+"""Arguments whose names have one of these words say how features are to be read, and are none themselves."""
+
+
+def tiny_model(
+    name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, tiny: Tiny | None = None, **changes: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A tiny model with random weights, in training mode, and its keyword arguments for one call.
+
+    name: of a row of TINY, or of a class with a `tiny` of its own. changes: of its configuration.
+
+    Parameters that begin as zeros get small values, since every gradient behind them would be zero. What the class
+    keeps in float32 stays so. Floating inputs, alone or in lists, tuples and dicts, are features, which get the dtype
+    and require grad, but for those of arguments that TIMES names, which get the dtype alone, and of those that PLACES
+    names, which stay as they are: a mask that requires grad would decompose attention.
+    """
+    import diffusers  # not before a test has put kernels where diffusers looks for them
+
+    tiny = tiny or TINY[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(diffusers, name.partition(":")[0])(**{**tiny.config, **changes}).train()
+        fill_zeros(model)
+        inputs = tiny.inputs()
+    for argument, value in inputs.items():
+        is_place, is_time = (words.search(argument) is not None for words in (PLACES, TIMES))
+        inputs[argument] = _typed(value, None if is_place else dtype, requires_grad=not is_place and not is_time)
+    cast(model, dtype)
+    return model, inputs
+
+
+def _typed(value: Any, dtype: torch.dtype | None, requires_grad: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype).requires_grad_(requires_grad) if dtype and value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _typed(item, dtype, requires_grad) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_typed(item, dtype, requires_grad) for item in value)
+    return value
+
+
+WAN = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 16,
+    "freq_dim": 32,
+    "ffn_dim": 32,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+
+WAN_IMAGE = {"image_dim": 16, "added_kv_proj_dim": 24}
+
+
+def _wan_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 2, 16, 16),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+    }
+
+
+def _wan_short_video() -> dict[str, Any]:
+    return _wan_text_to_video() | {"hidden_states": torch.randn(1, 4, 2, 8, 8)}
+
+
+def _wan_image_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 512, 16),
+        "encoder_hidden_states_image": torch.randn(1, 5, 16),
+    }
+
+
+def _wan_control() -> dict[str, Any]:
+    return _wan_short_video() | {"control_hidden_states": torch.randn(1, 12, 2, 8, 8)}
+
+
+def _wan_diffusion_forcing() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 4, 8, 8),
+        "timestep": torch.tensor([[500, 500, 300, 300]]),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "enable_diffusion_forcing": True,
+        "fps": [1],
+    }
+
+
+def _wan_animate_animate() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 12, 3, 8, 8),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 8, 16),
+        "encoder_hidden_states_image": torch.randn(1, 4, 16),
+        "pose_hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "face_pixel_values": torch.randn(1, 3, 5, 8, 8),
+    }
+
+
+def _wan_animate_reference() -> dict[str, Any]:
+    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
+    return {
+        "hidden_states": [torch.randn(4, 2, 8, 8)],
+        "timestep": torch.tensor([1]),
+        "encoder_hidden_states": [torch.randn(6, 16)],
+        "condition_latents": [torch.randn(8, 2, 8, 8)],
+        "encoder_hidden_states_image": torch.randn(1, 4, 1280),
+        "kv_cache": WanAnimate2KVCache(2),
+        "kv_cache_mode": "extract",
+        "seq_len": 32,
+        "offset_grid_sizes": torch.tensor([[2, 4, 4]]),
+    }
+
+
+def _anyflow_flow_map() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 2, 4, 8, 8),
+        "timestep": torch.full((1, 2), 500.0),
+        "r_timestep": torch.full((1, 2), 250.0),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+    }
+
+
+def _anyflow_autoregressive() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 3, 4, 8, 8),
+        "timestep": torch.full((1, 3), 500.0),
+        "r_timestep": torch.full((1, 3), 250.0),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "chunk_partition": [1, 1, 1],
+        "clean_hidden_states": torch.randn(1, 2, 4, 8, 8),
+        "clean_timestep": torch.zeros(1, 2),
+    }
+
+
+HELIOS = {name: value for name, value in WAN.items() if name != "rope_max_seq_len"}
+
+
+def _helios_next_section() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "indices_hidden_states": torch.arange(7, 9).unsqueeze(0),
+        "indices_latents_history_short": torch.arange(6, 7).unsqueeze(0),
+        "indices_latents_history_mid": torch.arange(4, 6).unsqueeze(0),
+        "indices_latents_history_long": torch.arange(4).unsqueeze(0),
+        "latents_history_short": torch.randn(1, 4, 1, 8, 8),
+        "latents_history_mid": torch.randn(1, 4, 2, 8, 8),
+        "latents_history_long": torch.randn(1, 4, 4, 8, 8),
+    }
+
+
+def _ltx_text_to_video() -> dict[str, Any]:
+    mask = torch.ones(2, 16, dtype=torch.bool)
+    mask[:, 12:] = False
+    return {
+        "hidden_states": torch.randn(2, 2 * 8 * 8, 4),
+        "encoder_hidden_states": torch.randn(2, 16, 16),
+        "timestep": torch.tensor([500, 300]),
+        "encoder_attention_mask": mask,
+        "num_frames": 2,
+        "height": 8,
+        "width": 8,
+    }
+
+
+def _ltx_audio_and_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(2, 2 * 4 * 4, 4),
+        "audio_hidden_states": torch.randn(2, 9, 4),
+        "encoder_hidden_states": torch.randn(2, 16, 16),
+        "audio_encoder_hidden_states": torch.randn(2, 16, 16),
+        "timestep": torch.tensor([500, 300]),
+        "encoder_attention_mask": torch.arange(16) < torch.tensor([[12], [8]]),
+        "audio_encoder_attention_mask": torch.arange(16) < torch.tensor([[12], [8]]),
+        "num_frames": 2,
+        "height": 4,
+        "width": 4,
+        "audio_num_frames": 9,
+    }
+
+
+HUNYUAN = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "text_embed_dim": 16,
+    "rope_axes_dim": (2, 2, 4),
+}
+
+HUNYUAN_TWO_STREAMS = HUNYUAN | {"num_single_layers": 2, "pooled_projection_dim": 8}
+
+
+def _padded(tokens: int, valid: int) -> torch.Tensor:
+    return (torch.arange(tokens) < valid).expand(1, tokens)
+
+
+def _hunyuan_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "encoder_attention_mask": _padded(12, 8),
+        "pooled_projections": torch.randn(1, 8),
+        "guidance": torch.tensor([6000]),
+    }
+
+
+def _hunyuan_image_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 2, 4, 4),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 6, 16),
+        "encoder_attention_mask": _padded(6, 4),
+        "encoder_hidden_states_2": torch.randn(1, 4, 10),
+        "encoder_attention_mask_2": _padded(4, 3),
+        "image_embeds": torch.randn(1, 3, 12),
+    }
+
+
+def _hunyuan_next_section() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 3, 4, 4),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "encoder_attention_mask": _padded(12, 8),
+        "pooled_projections": torch.randn(1, 8),
+        "guidance": torch.tensor([6000]),
+        "image_embeds": torch.randn(1, 4, 16),
+        "indices_latents": torch.arange(11, 14),
+        "latents_clean": torch.randn(1, 4, 1, 4, 4),
+        "indices_latents_clean": torch.arange(1),
+        "latents_history_2x": torch.randn(1, 4, 2, 4, 4),
+        "indices_latents_history_2x": torch.arange(9, 11),
+        "latents_history_4x": torch.randn(1, 4, 8, 4, 4),
+        "indices_latents_history_4x": torch.arange(1, 9),
+    }
+
+
+COGVIDEOX = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "time_embed_dim": 2,
+    "text_embed_dim": 8,
+    "num_layers": 2,
+    "sample_width": 8,
+    "sample_height": 8,
+    "sample_frames": 5,
+    "max_text_seq_length": 8,
+}
+
+
+def _cogvideox_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(2, 2, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 8, 8),
+        "timestep": torch.tensor([500, 300]),
+    }
+
+
+def _cogvideox_rotary() -> dict[str, Any]:
+    angles = torch.arange(16.0).unsqueeze(1) / torch.tensor([1, 1, 10, 10, 100, 100, 1000, 1000])
+    return _cogvideox_text_to_video() | {"image_rotary_emb": (angles.cos(), angles.sin())}
+
+
+def _cogvideox_identity() -> dict[str, Any]:
+    return _cogvideox_text_to_video() | {
+        "id_cond": torch.randn(2, 6),
+        "id_vit_hidden": [torch.randn(2, 3, 4)],
+    }
+
+
+def _mochi_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(2, 4, 2, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 16, 16),
+        "timestep": torch.tensor([500, 300]),
+        "encoder_attention_mask": torch.arange(16) < torch.tensor([[12], [8]]),
+    }
+
+
+def _allegro_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(2, 4, 2, 8, 8),
+        "encoder_hidden_states": torch.randn(2, 16, 8),
+        "timestep": torch.tensor([500, 300]),
+        "encoder_attention_mask": torch.arange(16) < torch.tensor([[12], [8]]),
+    }
+
+
+def _latte_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 2, 16, 16),
+        "encoder_hidden_states": torch.randn(1, 8, 8),
+        "timestep": torch.tensor([500]),
+    }
+
+
+def _easyanimate_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(2, 4, 2, 8, 8),
+        "timestep": torch.tensor([500, 300]),
+        "encoder_hidden_states": torch.randn(2, 8, 16),
+        "encoder_hidden_states_t5": torch.randn(2, 4, 12),
+    }
+
+
+COSMOS = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "num_layers": 2,
+    "text_embed_dim": 16,
+    "adaln_lora_dim": 4,
+    "max_size": (4, 32, 32),
+    "concat_padding_mask": False,  # it is resized by torchvision, which need not be there
+}
+
+COSMOS_TEXT, COSMOS_VIDEO, COSMOS_SOUND, COSMOS_ACTION = 4, 16, 2, 2
+
+
+def _cosmos_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "attention_mask": (torch.arange(12) < 8).unsqueeze(0),
+        "fps": 30,
+    }
+
+
+def _cosmos_image_context() -> dict[str, Any]:
+    return _cosmos_text_to_video() | {
+        "timestep": torch.full((1, 1, 2, 1, 1), 500),
+        "encoder_hidden_states": (torch.randn(1, 12, 20), torch.randn(1, 4, 10)),
+        "attention_mask": None,
+    }
+
+
+def _cosmos_omni() -> dict[str, Any]:
+    text, video, sound, action = torch.arange(COSMOS_TEXT + COSMOS_VIDEO + COSMOS_SOUND + COSMOS_ACTION).split(
+        [COSMOS_TEXT, COSMOS_VIDEO, COSMOS_SOUND, COSMOS_ACTION]
+    )
+    return {
+        "input_ids": torch.arange(COSMOS_TEXT),
+        "text_indexes": text,
+        "position_ids": torch.arange(COSMOS_TEXT + COSMOS_VIDEO + COSMOS_SOUND + COSMOS_ACTION).expand(3, -1),
+        "und_len": COSMOS_TEXT,
+        "sequence_length": COSMOS_TEXT + COSMOS_VIDEO + COSMOS_SOUND + COSMOS_ACTION,
+        "vision_tokens": [torch.randn(1, 2, 1, 4, 4)],
+        "vision_token_shapes": [(1, 4, 4)],
+        "vision_sequence_indexes": video,
+        "vision_mse_loss_indexes": video,
+        "vision_timesteps": torch.full((COSMOS_VIDEO,), 500),
+        "vision_noisy_frame_indexes": [torch.arange(1)],
+        "sound_tokens": [torch.randn(3, COSMOS_SOUND)],
+        "sound_token_shapes": [(COSMOS_SOUND, 1, 1)],
+        "sound_sequence_indexes": sound,
+        "sound_mse_loss_indexes": sound,
+        "sound_timesteps": torch.full((COSMOS_SOUND,), 500),
+        "sound_noisy_frame_indexes": [torch.arange(COSMOS_SOUND)],
+        "action_tokens": [torch.randn(COSMOS_ACTION, 3)],
+        "action_token_shapes": [(COSMOS_ACTION, 1, 1)],
+        "action_sequence_indexes": action,
+        "action_mse_loss_indexes": action,
+        "action_timesteps": torch.full((COSMOS_ACTION,), 500),
+        "action_noisy_frame_indexes": [torch.arange(COSMOS_ACTION)],
+        "action_domain_ids": [torch.tensor(1)],
+    }
+
+
+def _sana_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "timestep": torch.tensor([500]),
+        "encoder_attention_mask": (torch.arange(12) < 8).unsqueeze(0),
+    }
+
+
+def _sana_camera() -> dict[str, Any]:
+    frames = 2
+    pose = torch.eye(4).flatten().expand(1, frames, 16) + 0.1 * torch.randn(1, frames, 16)
+    intrinsics = torch.tensor([4.0, 4.0, 2.0, 2.0]).expand(1, frames, 4)
+    return {
+        "hidden_states": torch.randn(1, 4, frames, 4, 4),
+        "timestep": torch.full((1, 1, frames), 500),
+        "encoder_hidden_states": torch.randn(1, 1, 12, 16),
+        "encoder_attention_mask": (torch.arange(12) < 8).unsqueeze(0),
+        "camera_conditions": torch.cat([pose, intrinsics], dim=-1),
+        "chunk_plucker": torch.randn(1, 6, frames, 4, 4),
+    }
+
+
+KANDINSKY = {
+    "in_visual_dim": 4,
+    "out_visual_dim": 4,
+    "in_text_dim": 24,
+    "in_text_dim2": 8,
+    "time_dim": 16,
+    "model_dim": 16,
+    "ff_dim": 32,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+    "axes_dims": (4, 2, 2),
+}
+
+
+def _kandinsky_text_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 2, 8, 8, 4),
+        "encoder_hidden_states": torch.randn(1, 6, 24),
+        "timestep": torch.tensor([500.0]),
+        "pooled_projections": torch.randn(1, 8),
+        "visual_rope_pos": [torch.arange(2), torch.arange(4), torch.arange(4)],
+        "text_rope_pos": torch.arange(6),
+    }
+
+
+def _kandinsky_audio_and_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 2, 8, 8, 9),
+        "encoder_hidden_states": torch.randn(1, 6, 24),
+        "pooled_projections": torch.randn(1, 8),
+        "timestep": torch.tensor([500.0]),
+        "audio_hidden_states": torch.randn(1, 5, 4),
+        "encoder_attention_mask": (torch.arange(6) < 4).unsqueeze(0),
+    }
+
+
+def _kandinsky_super_resolution() -> dict[str, Any]:
+    return {"hidden_states": torch.randn(1, 1, 16, 16, 9), "timestep": torch.tensor([500.0])}
+
+
+def _motif_image_to_video() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 9, 2, 8, 8),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 12, 16),
+        "encoder_attention_mask": (torch.arange(12) < 8).unsqueeze(0),
+        "image_embeds": torch.randn(1, 3, 10),
+    }
+
+
+MINIMAX_TEXT, MINIMAX_AUDIO, MINIMAX_VIDEO = 4, 6, 16
+
+
+def _minimax_audio_and_video() -> dict[str, Any]:
+    rows = torch.arange(MINIMAX_TEXT + MINIMAX_AUDIO + MINIMAX_VIDEO)
+    text, audio, video = rows.split([MINIMAX_TEXT, MINIMAX_AUDIO, MINIMAX_VIDEO])
+    return {
+        "hidden_states": torch.randn(2, MINIMAX_VIDEO, 16),
+        "audio_hidden_states": torch.randn(2, MINIMAX_AUDIO, 6),
+        "encoder_hidden_states": torch.randn(2, MINIMAX_TEXT, 8),
+        "timestep": torch.tensor([0.75, 0.25]),
+        "timestep_indices": ((rows >= MINIMAX_TEXT) & (rows < MINIMAX_TEXT + MINIMAX_AUDIO)).long(),
+        "token_tags": torch.tensor([1] * MINIMAX_TEXT + [2] * MINIMAX_AUDIO + [0] * MINIMAX_VIDEO),
+        "position_ids": torch.stack([rows, rows % 4, rows % 2], dim=-1),
+        "video_indices": video,
+        "audio_indices": audio,
+        "text_indices": text,
+    }
+
+
+TINY = {
+    "WanTransformer3DModel": Tiny(WAN, _wan_text_to_video),
+    "WanTransformer3DModel:i2v": Tiny(WAN | WAN_IMAGE, _wan_image_to_video),
+    "WanVACETransformer3DModel": Tiny(
+        WAN | {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 12}, _wan_control
+    ),
+    "ChronoEditTransformer3DModel": Tiny(WAN, _wan_short_video),
+    "SkyReelsV2Transformer3DModel": Tiny(WAN, _wan_short_video),
+    "SkyReelsV2Transformer3DModel:diffusion_forcing": Tiny(
+        WAN | {"num_frame_per_block": 2, "inject_sample_info": True}, _wan_diffusion_forcing
+    ),
+    "WanAnimateTransformer3DModel": Tiny(
+        WAN
+        | {
+            "in_channels": 12,
+            "latent_channels": 4,
+            "image_dim": 16,
+            "motion_encoder_channel_sizes": {"4": 4, "8": 4},
+            "motion_encoder_size": 8,
+            "motion_style_dim": 4,
+            "motion_dim": 3,
+            "motion_encoder_dim": 6,
+            "face_encoder_hidden_dim": 6,
+            "face_encoder_num_heads": 2,
+            "inject_face_latents_blocks": 2,
+        },
+        _wan_animate_animate,
+    ),
+    "WanAnimate2Transformer3DModel": Tiny(
+        {
+            "text_len": 8,
+            "in_dim": 12,
+            "dim": 16,
+            "ffn_dim": 32,
+            "freq_dim": 32,
+            "text_dim": 16,
+            "out_dim": 4,
+            "num_heads": 2,
+            "num_layers": 2,
+        },
+        _wan_animate_reference,
+    ),
+    "AnyFlowTransformer3DModel": Tiny(WAN, _anyflow_flow_map),
+    "AnyFlowFARTransformer3DModel": Tiny(WAN | {"full_chunk_limit": 2}, _anyflow_autoregressive, flex=True),
+    "HeliosTransformer3DModel": Tiny(HELIOS | {"rope_dim": (4, 4, 4)}, _helios_next_section),
+    "LTXVideoTransformer3DModel": Tiny(
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 8,
+            "cross_attention_dim": 16,
+            "num_layers": 2,
+            "caption_channels": 16,
+        },
+        _ltx_text_to_video,
+    ),
+    "LTX2VideoTransformer3DModel": Tiny(
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 8,
+            "cross_attention_dim": 16,
+            "audio_in_channels": 4,
+            "audio_out_channels": 4,
+            "audio_num_attention_heads": 2,
+            "audio_attention_head_dim": 4,
+            "audio_cross_attention_dim": 8,
+            "num_layers": 2,
+            "caption_channels": 16,
+        },
+        _ltx_audio_and_video,
+    ),
+    "HunyuanVideoTransformer3DModel": Tiny(HUNYUAN_TWO_STREAMS, _hunyuan_text_to_video),
+    "HunyuanVideoTransformer3DModel:token_replace": Tiny(
+        HUNYUAN_TWO_STREAMS | {"image_condition_type": "token_replace"}, _hunyuan_text_to_video
+    ),
+    "HunyuanVideo15Transformer3DModel": Tiny(
+        HUNYUAN | {"text_embed_2_dim": 10, "image_embed_dim": 12}, _hunyuan_image_to_video
+    ),
+    "HunyuanVideoFramepackTransformer3DModel": Tiny(
+        HUNYUAN_TWO_STREAMS | {"has_image_proj": True, "image_proj_dim": 16, "has_clean_x_embedder": True},
+        _hunyuan_next_section,
+    ),
+    "CogVideoXTransformer3DModel": Tiny(COGVIDEOX, _cogvideox_text_to_video),
+    "CogVideoXTransformer3DModel:1.5": Tiny(
+        COGVIDEOX | {"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True},
+        _cogvideox_rotary,
+    ),
+    "ConsisIDTransformer3DModel": Tiny(
+        COGVIDEOX
+        | {
+            "is_train_face": True,
+            "cross_attn_dim_head": 4,
+            "cross_attn_num_heads": 2,
+            "LFE_id_dim": 6,
+            "LFE_vit_dim": 4,
+            "LFE_depth": 1,
+            "LFE_dim_head": 4,
+            "LFE_num_heads": 2,
+            "LFE_num_id_token": 1,
+            "LFE_num_querie": 2,
+            "LFE_output_dim": 10,
+            "LFE_num_scale": 1,
+        },
+        _cogvideox_identity,
+    ),
+    "MochiTransformer3DModel": Tiny(
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 8,
+            "num_layers": 2,
+            "pooled_projection_dim": 16,
+            "in_channels": 4,
+            "text_embed_dim": 16,
+            "time_embed_dim": 4,
+        },
+        _mochi_text_to_video,
+    ),
+    "AllegroTransformer3DModel": Tiny(
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 8,
+            "num_layers": 2,
+            "cross_attention_dim": 16,
+            "caption_channels": 8,
+        },
+        _allegro_text_to_video,
+    ),
+    "LatteTransformer3DModel": Tiny(
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 4,
+            "in_channels": 4,
+            "out_channels": 8,
+            "num_layers": 2,
+            "cross_attention_dim": 8,
+            "attention_bias": True,
+            "sample_size": 16,
+            "patch_size": 2,
+            "activation_fn": "gelu-approximate",
+            "num_embeds_ada_norm": 1000,
+            "norm_type": "ada_norm_single",
+            "norm_elementwise_affine": False,
+            "caption_channels": 8,
+            "video_length": 2,
+        },
+        _latte_text_to_video,
+    ),
+    "EasyAnimateTransformer3DModel": Tiny(
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "in_channels": 4,
+            "out_channels": 4,
+            "patch_size": 2,
+            "num_layers": 2,
+            "mmdit_layers": 1,
+            "time_embed_dim": 8,
+            "text_embed_dim": 16,
+            "text_embed_dim_t5": 12,
+        },
+        _easyanimate_text_to_video,
+    ),
+    "CosmosTransformer3DModel": Tiny(COSMOS, _cosmos_text_to_video),
+    "CosmosTransformer3DModel:2.5": Tiny(
+        COSMOS
+        | {
+            "extra_pos_embed_type": None,
+            "use_crossattn_projection": True,
+            "crossattn_proj_in_channels": 20,
+            "encoder_hidden_states_channels": 16,
+            "img_context_dim_in": 10,
+            "img_context_dim_out": 24,
+        },
+        _cosmos_image_context,
+    ),
+    "Cosmos3OmniTransformer": Tiny(
+        {
+            "head_dim": 6,
+            "hidden_size": 12,
+            "intermediate_size": 24,
+            "latent_channel": 2,
+            "latent_patch_size": 1,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 1,
+            "patch_latent_dim": 2,
+            "action_dim": 3,
+            "action_gen": True,
+            "num_embodiment_domains": 2,
+            "sound_dim": 3,
+            "sound_gen": True,
+            "vocab_size": COSMOS_TEXT,
+            "rope_axes_dim": (1, 1, 1),
+        },
+        _cosmos_omni,
+    ),
+    "SanaVideoTransformer3DModel": Tiny(
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "num_layers": 2,
+            "num_cross_attention_heads": 2,
+            "cross_attention_head_dim": 12,
+            "cross_attention_dim": 24,
+            "caption_channels": 16,
+            "sample_size": 8,
+            "rope_max_seq_len": 32,
+        },
+        _sana_text_to_video,
+    ),
+    "SanaWMTransformer3DModel": Tiny(
+        {
+            "in_channels": 4,
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "softmax_every_n": 2,
+            "linear_head_dim": 16,
+            "chunk_plucker_channels": 6,
+            "caption_channels": 16,
+        },
+        _sana_camera,
+    ),
+    "Kandinsky5Transformer3DModel": Tiny(KANDINSKY, _kandinsky_text_to_video),
+    "Kandinsky6Transformer3DModel": Tiny(
+        KANDINSKY | {"in_audio_dim": 4, "out_audio_dim": 4}, _kandinsky_audio_and_video
+    ),
+    "Kandinsky6SRTransformer3DModel": Tiny(
+        {
+            "in_visual_dim": 4,
+            "out_visual_dim": 4,
+            "time_dim": 16,
+            "model_dim": 16,
+            "ff_dim": 32,
+            "num_visual_blocks": 2,
+            "axes_dims": (4, 2, 2),
+        },
+        _kandinsky_super_resolution,
+        flex=True,
+    ),
+    "MotifVideoTransformer3DModel": Tiny(
+        {
+            "in_channels": 9,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "num_decoder_layers": 1,
+            "text_embed_dim": 16,
+            "image_embed_dim": 10,
+            "rope_axes_dim": (4, 4, 4),
+            "enable_text_cross_attention_dual": True,
+            "enable_text_cross_attention_single": True,
+        },
+        _motif_image_to_video,
+    ),
+    "MiniMaxH3Transformer3DModel": Tiny(
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "hidden_size": 24,
+            "num_layers": 2,
+            "ffn_dim": 32,
+            "in_channels": 4,
+            "audio_in_channels": 6,
+            "text_dim": 8,
+            "freq_dim": 8,
+            "time_embed_hidden_dim": 24,
+            "time_embed_dim": 16,
+            "rope_freq_dim": 2,
+        },
+        _minimax_audio_and_video,
+    ),
+}
+"""Class, and behind a colon the way to use it where there are several -> its tiny model."""
