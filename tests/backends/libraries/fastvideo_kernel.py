@@ -25,7 +25,7 @@ functions = SimpleNamespace()
 flash_on_cpu.substitute("fastvideo_kernel._C").fastvideo_kernel_ops = functions
 triton_on_cpu.takes_for_cuda("fastvideo_kernel")
 
-from fastvideo_kernel import block_sparse_attn_varlen, ops, video_sparse_attn
+from fastvideo_kernel import ops, video_sparse_attn
 from fastvideo_kernel.triton_kernels import block_sparse_attn_triton as kernels
 
 import fastac
@@ -79,25 +79,6 @@ def video(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float)
     return video_sparse_attn(query, key, value, SIZES, SIZES, TOP, (1, 1, BLOCK))
 
 
-LENGTHS = {"query_lengths": (64, 100), "key_lengths": (100, 50)}
-
-
-def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    """Two sequences whose lengths are no multiples of a block, each attending to all of its own blocks."""
-
-    def blocks(length: int) -> torch.Tensor:
-        return torch.tensor([min(BLOCK, length - start) for start in range(0, length, BLOCK)], dtype=torch.int32)
-
-    query_sizes, sizes = ([blocks(length) for length in lengths] for lengths in LENGTHS.values())
-    ends = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in LENGTHS.values()]
-    index = [
-        torch.arange(len(own), dtype=torch.int32).expand(1, query.shape[1], len(mine), -1)
-        for mine, own in zip(query_sizes, sizes, strict=True)
-    ]
-    number = [torch.full(i.shape[:3], i.shape[-1], dtype=torch.int32) for i in index]
-    return block_sparse_attn_varlen(query, key, value, *ends, index, number, sizes, query_sizes)
-
-
 case = functools.partial(
     Case,
     batch=1,
@@ -108,8 +89,9 @@ case = functools.partial(
     sparse=True,
     dtype=torch.bfloat16,  # its kernels take nothing else
 )
-TRITON = "fastvideo_kernel::block_sparse_attn_triton"
-CHOOSES = case(TRITON, video, "video_sparse_attn", heads=1, pairs=TOKENS * TOP * BLOCK)
+CHOOSES = case(
+    "fastvideo_kernel::block_sparse_attn_triton", video, "video_sparse_attn", heads=1, pairs=TOKENS * TOP * BLOCK
+)
 
 INFERENCE = {
     "block_sparse_attn_sm100a_inference": lambda q, k, v: sm100a.block_sparse_attn_sm100a(
@@ -124,7 +106,6 @@ INFERENCE = {
 class TestFastVideoKernel(Parity):
     cases = (
         CHOOSES,
-        case(TRITON, packed, "packed", packed=True, seen=(3 * BLOCK,), pairs=8 * BLOCK**2, **LENGTHS),
         *(
             case(op._qualname, functools.partial(from_indices, op), "from indices")
             for op in (

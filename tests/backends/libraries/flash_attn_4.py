@@ -6,10 +6,6 @@ Both are made visible once their module is loaded. The Python layers are the rea
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
-from collections import Counter
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,10 +24,8 @@ apply = interface.FlashAttnFunc.apply  # as somebody holds it who took it before
 import fastvideo_kernel.block_sparse_attn_cute_fwd as cute
 from fastvideo_kernel import block_sparse_attn_256
 
-import fastac
 from fastac.backends import fastvideo, flash_attn_4
 from tests.backends.parity import KEY_LENGTHS, QUERY_LENGTHS, Case, Parity, ends, swapped
-from tests.support import assert_same, train_step
 
 
 @swapped
@@ -80,26 +74,3 @@ class TestFlashAttn4(Parity):
         ),
     )
     rows = (*flash_attn_4.FUNCTIONS, *(row for row in fastvideo.FUNCTIONS if row.backend == "vsa"))
-
-
-def test_build_from_the_hub_that_is_loaded_later(attention_executions: Counter[str]) -> None:
-    """It has a module of its own. It is found by the first region after its import."""
-    inputs = TestFlashAttn4.cases[0].inputs()
-    train_step(functools.partial(fastac.checkpoint, TestFlashAttn4.cases[0].region), inputs)  # fastac has looked before
-    name = "_flash_attn4_cuda_a005f70.interface"
-    specification = importlib.util.spec_from_file_location(name, interface.__file__)
-    assert specification is not None
-    assert specification.loader is not None
-    sys.modules[name.partition(".")[0]] = ModuleType(name.partition(".")[0])
-    module = sys.modules[name] = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    flash_attn_func = flash_4_on_cpu.with_kernels(module, counted_as="hub").flash_attn_func
-
-    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        tensors = [tensor.transpose(1, 2) for tensor in (torch.tanh(query), key, value)]
-        return torch.tanh(flash_attn_func(*tensors)[0])
-
-    reference = train_step(region, inputs)
-    attention_executions.clear()
-    assert_same(train_step(functools.partial(fastac.checkpoint, region), inputs), reference)
-    assert attention_executions == {"hub": 1}

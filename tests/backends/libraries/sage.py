@@ -84,14 +84,6 @@ def test_refused_by_name(name: str) -> None:
         train_step(checkpointed, inputs())
 
 
-def test_full_checkpointing_leaves_it_alone() -> None:
-    """What refuses it is that its output would be saved. Without that, the gradients behind it are just not there."""
-    run = functools.partial(region, next(iter(OPS)))
-    reference = train_step(run, inputs())
-    assert "gradient of input inputs.value" not in reference
-    assert_same(train_step(functools.partial(fastac.checkpoint, run, policy="full"), inputs()), reference)
-
-
 class Block(torch.nn.Module):
     """Attention by release 1, with one head of 64 dimensions. fastac knows what is attention's by the name."""
 

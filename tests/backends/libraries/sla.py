@@ -27,11 +27,9 @@ flash_on_cpu.substitute("fastvideo.logger").init_logger = logging.getLogger  # t
 from fastvideo.attention.backends import sla
 from fastvideo_kernel.triton_kernels import sla_triton as kernels
 
-import fastac
 from fastac.backends import fastvideo
 from tests.backends.parity import Case, Parity, swapped
 from tests.backends.sparse import assert_choice_is_kept
-from tests.support import assert_same, train_step
 
 LAUNCHES = "sla_triton._attn_fwd"
 BLOCK, BLOCKS, TOP = 64, 3, 2
@@ -49,14 +47,8 @@ def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: flo
     return kernels._attention.apply(*tensors, MAP, chosen, TOP, BLOCK, BLOCK)
 
 
-def layer() -> Any:
-    """Its projection, in float32, it calls under CUDA's autocast, which means nothing here."""
-    found = sla.SLAAttentionImpl(HEADS, DIM, topk_ratio=TOP / BLOCKS, BLKQ=BLOCK)
-    found.proj_l.bfloat16()
-    return found
-
-
-LAYER = layer()
+LAYER = sla.SLAAttentionImpl(HEADS, DIM, topk_ratio=TOP / BLOCKS, BLKQ=BLOCK)
+LAYER.proj_l.bfloat16()  # it calls its projection, in float32, under CUDA's autocast, which means nothing here
 
 
 @swapped
@@ -82,28 +74,6 @@ case = functools.partial(
 class TestSla(Parity):
     cases = (case(function, "function"), case(layer_call, "FastVideo's layer"))
     rows = tuple(row for row in fastvideo.FUNCTIONS if row.backend == "sla")
-
-
-def test_layer_through_its_parameters() -> None:
-    """The layer as a block of its own: also the gradients of its projection."""
-    torch.manual_seed(0)
-    block = layer()
-    torch.nn.init.normal_(block.proj_l.weight)
-    inputs = {name: torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for name in ("query", "key", "value")}
-
-    class Checkpointed(torch.nn.Module):
-        def __init__(self, saves: bool) -> None:
-            super().__init__()
-            self.block, self.saves = block, saves
-
-        def forward(self, **tensors: torch.Tensor) -> Any:
-            if not self.saves:
-                return self.block(**tensors, attn_metadata=None)
-            return fastac.checkpoint(self.block, **tensors, attn_metadata=None)
-
-    reference = train_step(Checkpointed(False), inputs)
-    assert "gradient of block.proj_l.weight" in reference
-    assert_same(train_step(Checkpointed(True), inputs), reference)
 
 
 def test_recompute_keeps_the_chosen_blocks() -> None:

@@ -19,7 +19,7 @@ from torch.nn.attention import (
     register_flash_attention_impl,
     restore_flash_attention_impl,
 )
-from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
+from torch.nn.attention.varlen import varlen_attn
 
 import fastac
 from fastac.backends import varlen
@@ -114,25 +114,3 @@ def test_the_kernel_of_the_moment_is_saved(op: str, attention_executions: Counte
     finally:
         if current_flash_attention_impl() is not None:
             restore_flash_attention_impl()
-
-
-def test_the_variant_that_writes_its_output_is_refused() -> None:
-    """Its op has no backward and no row: a region with it cannot be saved, and says so."""
-    library = torch.library.Library("aten", "IMPL")
-
-    def writes(out: torch.Tensor, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out.copy_(query)
-        return query.new_zeros(query.shape[1], query.shape[0])
-
-    library.impl("_flash_attention_forward_no_dropout_inplace", writes, "CPU")
-
-    def written(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            out = varlen_attn_out(torch.empty_like(query), query, key, value, *LENGTHS)
-        return torch.tanh(query) * out
-
-    try:
-        with pytest.raises(fastac.PolicyNotAppliedError, match="_varlen_attn_out"):
-            train_step(functools.partial(fastac.checkpoint, written), CASES[0].inputs())
-    finally:
-        library._destroy()
