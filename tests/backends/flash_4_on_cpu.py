@@ -10,10 +10,10 @@ import functools
 import importlib
 import importlib.abc
 import sys
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -25,37 +25,21 @@ from tests.backends.sparse import map_of
 KERNEL = "flash_attn.cute._flash_attn_fwd"
 
 
-class _Anything(type):
-    """A class that has every attribute, and is a decorator, a base class, an annotation or empty."""
+class _Anything(MagicMock):
+    """Is also a base class, and a decorator that changes nothing."""
 
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {})
-
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-    def __or__(cls, other: Any) -> Any:
-        return cls
-
-    __ror__ = __or__
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) else cls
-
-    def __iter__(cls) -> Iterator[Any]:
-        return iter(())
-
-    def __mro_entries__(cls, bases: Any) -> tuple[type, ...]:
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
         return (object,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else super().__call__(*args, **kwargs)
 
 
 class _Substitute(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (), {})
+        return _Anything(name=name)
 
 
 class _Substitutes(importlib.abc.MetaPathFinder, importlib.abc.Loader):
