@@ -12,7 +12,7 @@ from rich.table import Table
 from fastac.comparison import Step, differences
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import BlockPolicies, Policy
-from fastac.ranks import Together
+from fastac.ranks import Group
 from fastac.reporting import render
 from fastac.sizes import readable_bytes
 
@@ -74,7 +74,7 @@ def _allowed_again(expected: Step, step: Step, saved: int, policy: Policy | Bloc
 
 
 def compare(
-    together: Together,
+    group: Group,
     reference_step: Callable[[], Step],
     policy_step: Callable[[], Step],
     policy: Any,
@@ -87,9 +87,9 @@ def compare(
     for name, difference in differences(expected, later).items():
         different[name] = max(difference, different.get(name, 0.0))
     # Every rank takes the same steps: they may communicate.
-    noise = differences(expected, reference_step()) if together.any(bool(different)) else {}
+    noise = differences(expected, reference_step()) if group.any(bool(different)) else {}
     allowed = {name: 4 * size for name, size in noise.items()}
-    if eager_reference_step is not None and together.any(bool(different) and later.in_graph):
+    if eager_reference_step is not None and group.any(bool(different) and later.in_graph):
         compiling = differences(expected, eager_reference_step())
         allowed = {
             name: max(allowed.get(name, 0.0), 4 * compiling.get(name, 0.0) + expected.rounding(name))

@@ -35,7 +35,7 @@ class OtherRankFailed(Exception):  # noqa: N818 it carries another rank's error,
         self.kind = kind
 
 
-class Together:
+class Group:
     """Ranks that run the same function: what one of them finds counts for all.
 
     They talk in a group of their own: what failed may have left others inside a collective of the training's.
@@ -63,17 +63,17 @@ class Together:
             except OtherRankFailed:
                 raise
             except Exception as error:
-                self._tell(error)
+                self._report(error)
                 raise
             self._exchange(False)
             return result
         finally:
             dist.destroy_process_group(self._group)
 
-    def _tell(self, error: Exception) -> None:
-        """Tell the others what was raised here; where it was only that a rank was missed, raise what that one says."""
-        kind, told = type(error).__name__, str(error)
-        own = (kind, told if told.startswith(name()) else f"{name()}: {kind}: {told}")
+    def _report(self, error: Exception) -> None:
+        """Report what was raised here; where it was only that another rank was missed, raise what that one says."""
+        kind, text = type(error).__name__, str(error)
+        own = (kind, text if text.startswith(name()) else f"{name()}: {kind}: {text}")
         failed = [other for other in self._exchange(own) if isinstance(other, tuple) and other != own]
         causes = [other for other in failed if other[0] not in _CONNECTION]
         if kind in _CONNECTION and causes:

@@ -16,7 +16,7 @@ from fastac.comparison import Step, as_found, fresh, run_forward, run_step
 from fastac.errors import FastacError
 from fastac.outcome import Verification, compare, raise_if_broken
 from fastac.policy import BlockPolicies, Policy, policies_in, resolve
-from fastac.ranks import OtherRankFailed, Together, class_name
+from fastac.ranks import Group, OtherRankFailed, class_name
 from fastac.reporting import decided
 
 REFERENCES = ("none", "full")
@@ -46,18 +46,16 @@ def verify(
     Parameters' gradients, buffers, generator states and checkpointing are as before afterwards.
     Among several processes every rank must call it, and it raises on all when it raises on one.
     """
-    together = Together()
+    group = Group()
     try:
-        return together.run(
-            lambda: _verify(together, model, args, kwargs, policy, engine, blocks, reference, per_block)
-        )
+        return group.run(lambda: _verify(group, model, args, kwargs, policy, engine, blocks, reference, per_block))
     except OtherRankFailed as failed:
         kind = getattr(errors, failed.kind, FastacError)
         raise kind(f"verify failed on another rank. {failed}") from None
 
 
 def _verify(
-    together: Together,
+    group: Group,
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -83,20 +81,20 @@ def _verify(
         engine = "tape" if setting is None else setting.engine
     with as_found(model):
         if blocks is None and not hasattr(inner, "enable_gradient_checkpointing"):
-            result = _verify_block(together, model, args, kwargs, policy, engine, reference)
+            result = _verify_block(group, model, args, kwargs, policy, engine, reference)
         elif per_block:
             if blocks is not None:
                 raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
-            result = _verify_blocks(together, model, args, kwargs, policy, engine, reference)
+            result = _verify_blocks(group, model, args, kwargs, policy, engine, reference)
         else:
-            result = _verify_model(together, model, args, kwargs, policy, engine, reference, blocks)
+            result = _verify_model(group, model, args, kwargs, policy, engine, reference, blocks)
     result = dataclasses.replace(result, subject=subject)
     raise_if_broken(result)
     return result
 
 
 def _verify_model(
-    together: Together,
+    group: Group,
     model: torch.nn.Module,
     args: Any,
     kwargs: Any,
@@ -139,7 +137,7 @@ def _verify_model(
 
     selected = _selected(inner, policy, engine, blocks)
     selected_is_budget = any(one.is_budget for one in policies_in(selected))
-    return compare(together, reference_step, policy_step, selected, reference, eager_reference_step)
+    return compare(group, reference_step, policy_step, selected, reference, eager_reference_step)
 
 
 def _selected(model: torch.nn.Module, policy: Any, engine: str, blocks: Any = None) -> Policy | BlockPolicies:
@@ -155,7 +153,7 @@ def _setting(model: torch.nn.Module) -> block_forward.Setting:
 
 
 def _verify_block(
-    together: Together, block: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+    group: Group, block: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
 ) -> Verification:
     def reference_step() -> Step:
         checkpoint_wrappers.take_over_all(block, checkpoint_wrappers.call_plainly)
@@ -167,11 +165,11 @@ def _verify_block(
         return run_step(block, function, (block, *args), kwargs)
 
     selected = policy[block] if isinstance(policy, BlockPolicies) else resolve(policy)
-    return compare(together, reference_step, policy_step, selected, reference)
+    return compare(group, reference_step, policy_step, selected, reference)
 
 
 def _verify_blocks(
-    together: Together, model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
+    group: Group, model: torch.nn.Module, args: Any, kwargs: Any, policy: Any, engine: str, reference: str
 ) -> Verification:
     inner: Any = models.unwrapped(model)
     selected = _selected(inner, policy, engine)
@@ -185,10 +183,10 @@ def _verify_blocks(
     checkpoint_wrappers.take_over_all(inner, checkpoint_wrappers.call_plainly)
     inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
     run_forward(model, args, kwargs)
-    if not together.agree(len(regions)):
+    if not group.agree(len(regions)):
         raise FastacError("verify(per_block=True): ranks have different numbers of blocks. Verify without per_block.")
     parts = [
-        _verify_block(together, block, inputs, named, selected, engine, reference) for block, inputs, named in regions
+        _verify_block(group, block, inputs, named, selected, engine, reference) for block, inputs, named in regions
     ]
     if not parts:
         raise FastacError(f"verify(per_block=True): {class_name(model)} checkpointed no block on these inputs")
