@@ -255,7 +255,7 @@ def alone(setup: Setup) -> Tensors:
 
 def plain_name(name: str) -> str:
     """A parameter's name as it is without wrappers."""
-    for part in ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+    for part in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module."):
         name = name.replace(part, "")
     return name
 
