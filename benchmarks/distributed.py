@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -36,7 +34,7 @@ from held_bytes import BATCH, HEAD_DIM, TEXT_TOKENS, TOKENS, WIDTH, build_wan, w
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.distributed import ranks, steps
-from tests.distributed.tensor_parallel import TensorParallel
+from tests.distributed.models import TensorParallel, sharded, sharded_inside
 
 LAYERS = 4
 SIZES = {"float": 4, "c10::BFloat16": 2, "long int": 8, "unsigned char": 1, "double": 8}
@@ -58,19 +56,6 @@ def _in_parallel(model: Any) -> Any:
     return DistributedDataParallel(model)
 
 
-def _sharded(model: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-def _sharded_to_every_linear(model: Any) -> Any:
-    for module in model.blocks.modules():
-        if isinstance(module, torch.nn.Linear):
-            fully_shard(module)
-    return _sharded(model)
-
-
 def _split(model: Any) -> Any:
     with ranks.one_accelerator():
         model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=dist.get_world_size()))
@@ -78,7 +63,7 @@ def _split(model: Any) -> Any:
 
 
 def _split_and_sharded(model: Any) -> Any:
-    return _sharded(_split(model))
+    return sharded(_split(model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +86,8 @@ GATHERS = "tensor and sequence parallel"
 ENGINES = (
     Engine("one process", 1, _alone),
     Engine("DDP", 2, _in_parallel),
-    Engine("FSDP2, blocks", 2, _sharded),
-    Engine("FSDP2, every Linear", 2, _sharded_to_every_linear),
+    Engine("FSDP2, blocks", 2, sharded),
+    Engine("FSDP2, every Linear", 2, sharded_inside),
     Engine("Ulysses", 2, _split, communicates=True),
     Engine("Ulysses in FSDP2, blocks", 2, _split_and_sharded, communicates=True),
     Engine("tensor parallel", 2, _alone, communicates=True, stack="plain"),
@@ -215,9 +200,9 @@ def main() -> int:
     options = parser(__doc__, "distributed_cpu.json", check="attention or collectives run again").parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for engine in ENGINES:
-            rows += ranks.run(Path(folder), measure, engine.name, engine.world, world=engine.world, patience=600)[0]
+    for engine in ENGINES:  # each in new processes: what one left behind would be held in the next
+        found = ranks.outcomes(measure, engine.name, engine.world, world=engine.world, patience=600)
+        rows += ranks.results(found)[0]
     table = Table(title=f"Wan, {LAYERS} blocks, {TOKENS} video tokens, rank 0", title_justify="left")
     for heading in ("engine", "ranks", "policy", "attention", "collectives", "held", "sent"):
         table.add_column(heading)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -33,7 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_fresh_process() -> Iterator[None]:
+def _fresh() -> Iterator[None]:
+    with as_in_a_fresh_process():
+        yield
+
+
+@contextmanager
+def as_in_a_fresh_process() -> Iterator[None]:
     """What one test made known does not change the next, and no test may leave anything open behind."""
     regions.reset()
     before = sys.modules.get("diffusers.models.attention_dispatch")

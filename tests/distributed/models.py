@@ -1,4 +1,4 @@
-"""A stack of DiT blocks whose tokens are split over the ranks, as Ulysses does it: four exchanges per attention."""
+"""Stacks of blocks that communicate, by Ulysses or tensor parallel, and models in the engines that shard them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,36 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-from tests.support import AttentionBlock, AttentionStack, stack, stack_inputs
+from tests.support import AttentionBlock, AttentionStack, run_checkpointed, stack, stack_inputs
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    """FSDP2: every block a unit, and the root."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def sharded_inside(model: Any) -> Any:
+    """Every Linear inside blocks a unit, too, whose parameters are gathered while its block runs."""
+    for module in model.blocks.modules():
+        if isinstance(module, torch.nn.Linear):
+            fully_shard(module)
+    return sharded(model)
+
+
+# Ulysses: the tokens are split over the ranks, with four exchanges per attention
 
 EXCHANGES = 4
 """All-to-alls of one attention: query, key, value, output."""
@@ -48,3 +76,78 @@ def part_of_inputs() -> dict[str, torch.Tensor]:
         name: tensor.detach().chunk(world, dim=1)[rank].clone().requires_grad_()
         for name, tensor in stack_inputs().items()
     }
+
+
+# Tensor parallel
+
+
+class Attention(torch.nn.Module):
+    """Self-attention of as many heads as this rank has."""
+
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.head = head
+        self.q, self.k, self.v, self.out = (torch.nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [linear(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for linear in (self.q, self.k, self.v)]
+        out: torch.Tensor = self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(torch.nn.Module):
+    """A transformer block, as the guides of tensor parallelism have it. affine: whether its norms have weights."""
+
+    def __init__(self, affine: bool, width: int, head: int) -> None:
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width, elementwise_affine=affine) for _ in range(2))
+        self.attention = Attention(width, head)
+        self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norms[0](x))
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
+
+
+def _plan(kind: str) -> dict[str, Any]:
+    plan: dict[str, Any] = {part: ColwiseParallel() for part in ("attention.q", "attention.k", "attention.v", "up")}
+    last = ("attention.out", "down")
+    if kind == "sequence":
+        plan |= {part: RowwiseParallel(output_layouts=Shard(1)) for part in last}
+        plan |= {f"norms.{i}": SequenceParallel() for i in range(2)}
+        taken = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        return plan | {"attention": taken, "up": ColwiseParallel(input_layouts=Shard(1))}
+    if kind == "hidden":
+        return plan | {part: RowwiseParallel(output_layouts=Partial(), use_local_output=False) for part in last}
+    return plan | {part: RowwiseParallel() for part in last}
+
+
+class TensorParallel(torch.nn.Module):
+    """Blocks, each checkpointed.
+
+    kind: how they are parallel over two ranks: "plain", "sequence" with the sequence split between the parts of a
+    block, "hidden" with redistributions inside of DTensor's ops; "single" for not at all.
+    """
+
+    def __init__(self, kind: str, policy: Any, width: int = 16, head: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        affine = kind in ("single", "plain", "sequence")
+        self.blocks = torch.nn.ModuleList(Block(affine, width, head) for _ in range(layers))
+        self.kind, self.policy = kind, policy
+        self.mesh = init_device_mesh("cpu", (2,))
+        if not kind.startswith("single"):
+            for block in self.blocks:
+                parallelize_module(block, self.mesh, _plan(kind))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "sequence":
+            x = x.chunk(2, 1)[dist.get_rank()]
+        if self.kind == "hidden":
+            x = DTensor.from_local(x, self.mesh, [Replicate()])
+        for block in self.blocks:
+            x = run_checkpointed(block, x, policy=self.policy)
+        if self.kind == "sequence":
+            x = DTensor.from_local(x, self.mesh, [Shard(1)])
+        return x.full_tensor() if isinstance(x, DTensor) else x

@@ -1,12 +1,12 @@
-"""Runs a function on several ranks, each a process of its own, in a gloo process group; bounded in time.
+"""Runs functions on several ranks, each a process of its own in one gloo process group; every wait is bounded.
 
-The processes come from a server that has torch, diffusers and fastac loaded, so that they are there in a tenth of a
-second. A rank that is done waits for the others before it closes its connections: gloo aborts a process whose peer goes
-away in the middle of something.
+A pool of ranks is started once and serves every test; one that raised, died or was late is replaced. What breaks its
+ranks on purpose gets new ones. They come from a server that has torch, diffusers and fastac loaded.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime as dt
@@ -15,6 +15,9 @@ import functools
 import multiprocessing
 import os
 import pickle
+import random
+import shutil
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,13 +28,117 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "torch.distributed", "diffusers", "tests.distributed.preloaded"]
+PRELOADED = ["diffusers.models.transformers.transformer_wan", "tests.conftest", "tests.distributed.steps"]
+"""What the server has loaded. Nothing in it may start a thread."""
 
-GROUP_TIMEOUT = 30.0
+GROUP_TIMEOUT = 60.0
 """Seconds that a collective waits for the other ranks."""
 
-PATIENCE = 120.0
+PATIENCE = 200.0
 """Seconds after which ranks that are not done are ended, and the test fails."""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one rank did. error: the traceback of what it raised, or why there is no result; seconds: until then."""
+
+    result: Any = None
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Pool:
+    """Ranks that call one function after another. timeout: of their group, in seconds; backend: "gloo" or "nccl"."""
+
+    def __init__(self, world: int, timeout: float = GROUP_TIMEOUT, backend: str = "gloo") -> None:
+        self.folder = tempfile.mkdtemp(prefix="fastac-ranks-")
+        self.sound = True
+        self.ranks: list[tuple[Connection, Any]] = []
+        for rank in range(world):
+            mine, theirs = _processes().Pipe()
+            args = theirs, rank, world, str(Path(self.folder, "store")), timeout, backend
+            process = _processes().Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self.ranks.append((mine, process))
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], patience: float) -> list[Outcome]:
+        """Call a function of an importable module on every rank. Unless all return in time, the pool is not sound."""
+        began, found = time.monotonic(), [Outcome(error=f"not done after {patience} s") for _ in self.ranks]
+        sound, self.sound = self.sound, False
+        assert sound, "a pool that broke"
+        for connection, _ in self.ranks:
+            with contextlib.suppress(BrokenPipeError):
+                connection.send_bytes(pickle.dumps((function, args)))
+        running = {connection: rank for rank, (connection, _) in enumerate(self.ranks)}
+        while running and (left := began + patience - time.monotonic()) > 0:
+            for connection in wait(list(running), timeout=left):
+                assert isinstance(connection, Connection)
+                rank = running.pop(connection)
+                try:
+                    result, error = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    process = self.ranks[rank][1]
+                    process.join(10)
+                    result, error = None, f"ended with exit code {process.exitcode}"
+                found[rank] = Outcome(result, error, time.monotonic() - began)
+        self.sound = not any(outcome.error for outcome in found)
+        return found
+
+    def close(self) -> None:
+        """End the ranks: those that are sound by themselves, together; all others at once."""
+        for connection, process in self.ranks:
+            if not self.sound:
+                process.kill()
+            connection.close()
+        for _, process in self.ranks:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_pools: dict[int, Pool] = {}
+
+
+def run(function: Callable[..., Any], *args: Any, world: int = 2, patience: float = PATIENCE) -> list[Any]:
+    """Call function(*args) on every rank of the pool. What each returned; an AssertionError where one raised."""
+    pool = _pools.get(world) or _pools.setdefault(world, Pool(world))
+    try:
+        return results(pool.call(function, args, patience))
+    finally:
+        if not pool.sound:
+            _pools.pop(world).close()
+
+
+def outcomes(
+    function: Callable[..., Any],
+    *args: Any,
+    world: int = 2,
+    timeout: float = GROUP_TIMEOUT,
+    patience: float = PATIENCE,
+    backend: str = "gloo",
+) -> list[Outcome]:
+    """Call function(*args) on every rank of a new process group, which ends with it. What each did."""
+    pool = Pool(world, timeout, backend)
+    try:
+        return pool.call(function, args, patience)
+    finally:
+        pool.close()
+
+
+def results(found: list[Outcome]) -> list[Any]:
+    """What each rank returned, where none failed."""
+    for rank, outcome in enumerate(found):
+        assert not outcome.error, f"rank {rank}: {outcome.error}"
+    return [outcome.result for outcome in found]
+
+
+@atexit.register
+def _close_all() -> None:
+    while _pools:
+        _pools.popitem()[1].close()
 
 
 @functools.cache
@@ -41,109 +148,48 @@ def _processes() -> Any:
     return context
 
 
-@dataclasses.dataclass
-class Outcome:
-    """What one rank did. told: whether it came to tell; error: the traceback of what it raised; seconds: until done."""
-
-    told: bool = False
-    result: Any = None
-    error: str = ""
-    exit_code: int | None = None
-    seconds: float = 0.0
+# On a rank
 
 
-def outcomes(
-    folder: Path,
-    function: Callable[..., Any],
-    *args: Any,
-    world: int = 2,
-    timeout: float = GROUP_TIMEOUT,
-    patience: float = PATIENCE,
-    backend: str = "gloo",
-) -> list[Outcome]:
-    """Call function(*args) on every rank of a new process group, and return what each did.
-
-    function: of a module that a new process can import. folder: for what the ranks share; timeout: of the group.
-    backend: "gloo", or "nccl", where each rank has a GPU of its own.
-    """
-    store = folder / f"store-{time.monotonic_ns()}"
-    began = time.monotonic()
-    running: dict[Connection, tuple[int, Any]] = {}
-    for rank in range(world):
-        mine, theirs = _processes().Pipe()
-        process = _processes().Process(
-            target=_rank, args=(theirs, rank, world, str(store), timeout, backend, function, args), daemon=True
-        )
-        process.start()
-        theirs.close()
-        running[mine] = rank, process
-    found = [Outcome() for _ in range(world)]
-    while running and (left := began + patience - time.monotonic()) > 0:
-        for connection in wait(list(running), timeout=left):
-            assert isinstance(connection, Connection)
-            rank, process = running.pop(connection)
-            outcome = found[rank]
-            with contextlib.suppress(EOFError):
-                outcome.result, outcome.error = pickle.loads(connection.recv_bytes())
-                outcome.told = True
-            process.join(max(1.0, began + patience - time.monotonic()))
-            outcome.exit_code = process.exitcode
-            outcome.seconds = time.monotonic() - began
-    for rank, process in running.values():
-        found[rank].error = f"not done after {patience} s"
-        process.kill()
-        process.join()
-    return found
-
-
-def run(folder: Path, function: Callable[..., Any], *args: Any, world: int = 2, **options: Any) -> list[Any]:
-    """As `outcomes`, of ranks that all succeed: what each returned."""
-    found = outcomes(folder, function, *args, world=world, **options)
-    for rank, outcome in enumerate(found):
-        assert not outcome.error, f"rank {rank}: {outcome.error}"
-        when = "after" if outcome.told else "before"
-        assert outcome.exit_code == 0, (
-            f"rank {rank} ended with exit code {outcome.exit_code}, {when} it told its result"
-        )
-    return [outcome.result for outcome in found]
-
-
-def _rank(
-    connection: Connection,
-    rank: int,
-    world: int,
-    store: str,
-    timeout: float,
-    backend: str,
-    function: Any,
-    args: tuple[Any, ...],
-) -> None:
+def _serve(connection: Connection, rank: int, world: int, store: str, timeout: float, backend: str) -> None:
+    """Call what comes until nothing does."""
     faulthandler.enable()  # for where a rank was that is aborted
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    result, error = None, ""
-    try:
-        file_store, limit = dist.FileStore(store, world), dt.timedelta(seconds=timeout)
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(backend, store=file_store, rank=rank, world_size=world, timeout=limit)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    limit = dt.timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+    while True:
         try:
-            result = function(*args)
+            message = connection.recv_bytes()
+        except EOFError:
+            break
+        result, error = None, ""
+        try:
+            function, args = pickle.loads(message)
+            with _as_in_a_fresh_process():
+                result = function(*args)
         except BaseException:
             error = traceback.format_exc()
-        with contextlib.suppress(Exception):
-            _leave_together(file_store, rank, world, None if error else limit)
-    except BaseException:
-        error = error or traceback.format_exc()
-    connection.send_bytes(pickle.dumps((result, error)))  # copies tensors, where send would share their memory
-    connection.close()
-
-
-def _leave_together(store: dist.FileStore, rank: int, world: int, limit: dt.timedelta | None) -> None:
-    store.set(f"done/{rank}", "")
-    if limit is not None:  # one that failed does not wait
-        store.wait([f"done/{other}" for other in range(world)], limit)
+        connection.send_bytes(pickle.dumps((result, error)))  # copies tensors, where send would share their memory
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _as_in_a_fresh_process() -> Iterator[None]:
+    from tests.conftest import as_in_a_fresh_process
+
+    environment = dict(os.environ)
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        with as_in_a_fresh_process():
+            yield
+    finally:
+        torch._dynamo.reset()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One training step on a rank: what it computed, and what ran, by torch's profiler.
+"""Training on a rank: what a step computed, and what ran in it by torch's profiler; trainings beside one process.
 
 Counted are attention kernels and collectives of gloo as they are executed, in forward and backward. A counting kernel
 (tests/support.py) would hold the GIL while it runs, and may hang with collectives.
@@ -7,16 +7,21 @@ Counted are attention kernels and collectives of gloo as they are executed, in f
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+import fastac
 from tests import support
-from tests.support import CPU_ATTENTION, Tensors
+from tests.support import CPU_ATTENTION, Tensors, assert_same
+from tests.ways.recipes import ATTENTION, WAN, Batch, batches, build
 
 Counts = tuple[int, int]
 
@@ -62,7 +67,7 @@ def measured(
     tensors |= {f"gradient of {name}": t.grad for name, t in batch.items() if getattr(t, "grad", None) is not None}
     return Measured(
         {name: whole(tensor) for name, tensor in tensors.items()},
-        (_runs(forward, attention), _runs(backward, attention)),
+        (runs(forward, attention), runs(backward, attention)),
         collectives(forward),
         collectives(backward),
     )
@@ -79,7 +84,7 @@ def _events(profiled: profile) -> list[Any]:
     return list(results.events())
 
 
-def _runs(profiled: profile, attention: str | Collection[str]) -> int:
+def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) -> int:
     """Executions of a kernel. A call whose output is replayed is an event, too; one that runs allocates its output."""
     events = _events(profiled)
     names = (attention,) if isinstance(attention, str) else attention
@@ -100,3 +105,201 @@ def collectives(profiled: profile) -> Counter[str]:
     """Collectives of gloo or NCCL that ran, by name, such as "gloo:all_to_all"."""
     names = [event.name() for event in _events(profiled)]
     return Counter(name for name in names if name.startswith(("gloo:", "nccl:")))
+
+
+# Trainings with a part of the batch on each rank
+
+STEPS = 2
+"""With a change of the weights between them: what an engine sets up in its first step is there in the second."""
+
+LEARNING_RATE = 1e-2
+
+
+class Warnings(logging.Handler):
+    """Keeps what fastac warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("fastac").addHandler(self)
+        return self.messages
+
+    def __exit__(self, *exception: object) -> None:
+        logging.getLogger("fastac").removeHandler(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """How tiny Wan is trained; every function is one of a module, for ranks get them by name.
+
+    wrap: the engine. prepare: called with the bare model, as well in the single process that it is compared with.
+    order: of wrap and enable. enable: in the place of fastac.enable; called with the policy "none", too. last: called
+    before every micro-batch with whether it is the last of a step; may return a context for it. data: what a rank makes
+    of its batch. compiles: in the first step, in which more runs then, the tracing itself to begin with.
+    """
+
+    wrap: Callable[[Any], torch.nn.Module]
+    prepare: Callable[[Any], torch.nn.Module] | None = None
+    order: str = "wrap, enable"
+    enable: Callable[[Any, str], object] | None = None
+    last: Callable[[Any, bool], AbstractContextManager[Any] | None] | None = None
+    micro_batches: int = 1
+    data: Callable[[Batch, int], Batch] | None = None
+    world: int = 2
+    compiles: bool = False
+
+
+@dataclasses.dataclass
+class Trained:
+    """A training on one rank. steps: one for every micro-batch. warnings: those of fastac."""
+
+    steps: list[Measured]
+    report: fastac.Report
+    warnings: list[str]
+
+    @property
+    def tensors(self) -> Tensors:
+        return {f"{number}: {name}": t for number, one in enumerate(self.steps) for name, t in one.tensors.items()}
+
+    @property
+    def attention(self) -> list[Counts]:
+        return [one.attention for one in self.steps]
+
+
+def on_each_rank(setup: Setup, policies: Sequence[str] = ("none", "attn_only")) -> tuple[dict[str, Trained], Tensors]:
+    """What a rank runs: the training under each policy, and this rank's part of what one process computes.
+
+    A policy may be several, by rank: "attn_only|full".
+    """
+    trained = {policy: train(setup, of_rank(policy, dist.get_rank())) for policy in policies}
+    return trained, alone(setup) if setup.data is None else {}
+
+
+def of_rank(policy: str, rank: int) -> str:
+    """The policy of one rank."""
+    each = policy.split("|")
+    return each[rank % len(each)]
+
+
+def train(setup: Setup, policy: str) -> Trained:
+    """The training of this rank's part of the batch."""
+    model, batch = build(WAN)
+    if setup.prepare is not None:
+        model = setup.prepare(model)
+    every = batches(batch, STEPS * setup.micro_batches * setup.world)
+    rank = dist.get_rank()
+    steps = []
+    with Warnings() as warnings:
+        if setup.order == "enable, wrap":
+            enable(model, policy, setup)
+        model = setup.wrap(model)
+        if setup.order == "wrap, enable":
+            enable(model, policy, setup)
+        for number in range(STEPS):
+            for micro in range(setup.micro_batches):
+                one = every[(number * setup.micro_batches + micro) * setup.world + rank]
+                one = one if setup.data is None else setup.data(one, rank)
+                context = setup.last(model, micro == setup.micro_batches - 1) if setup.last is not None else None
+                with context or nullcontext():
+                    steps.append(measured(model, one, accumulate=micro > 0))
+            descend(model)
+        report = fastac.report(model)
+    for step in steps:
+        step.tensors = {plain_name(name): tensor for name, tensor in step.tensors.items()}
+    return Trained(steps, report, warnings)
+
+
+def enable(model: torch.nn.Module, policy: str, setup: Setup) -> None:
+    """Switch a policy on, "none" for none."""
+    if setup.enable is not None:
+        setup.enable(model, policy)
+    elif policy != "none":
+        fastac.enable(model, policy)
+
+
+def descend(model: torch.nn.Module) -> None:
+    """Change what is trained by its gradients."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
+
+
+def alone(setup: Setup) -> Tensors:
+    """One process with every rank's batch in turn: losses and outputs of this rank's, and all gradients, averaged."""
+    model, batch = build(WAN)
+    if setup.prepare is not None:
+        model = setup.prepare(model)
+    every = batches(batch, STEPS * setup.micro_batches * setup.world)
+    rank = dist.get_rank()
+    tensors: Tensors = {}
+    for number in range(STEPS):
+        model.zero_grad()
+        for micro in range(setup.micro_batches):
+            index = number * setup.micro_batches + micro
+            for other, part in enumerate(every[index * setup.world :][: setup.world]):
+                outputs = model(**part)
+                loss = support.loss_of(outputs)
+                (loss / setup.world).backward()
+                if other == rank:
+                    tensors |= {f"{index}: loss": loss.detach(), f"{index}: output.0": outputs[0].detach()}
+        tensors |= {f"{index}: {name}": t for name, t in support.gradients(support.leaves_of(model, {})).items()}
+        descend(model)
+    return tensors
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as it is without wrappers."""
+    for part in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module."):
+        name = name.replace(part, "")
+    return name
+
+
+def assert_trained_alike(
+    found: list[tuple[dict[str, Trained], Tensors]], setup: Setup, rounding: float = 1e-5, shards: bool = False
+) -> None:
+    """On each rank: every policy has the bits of no checkpointing, and these are the single process's but for rounding.
+
+    Attention runs once under attn_only, twice under full; no policy adds a collective; fastac warns of nothing and
+    reports what was saved.
+    shards: gradients are shards, so that only losses and outputs can be compared, which depend on those before.
+    """
+    attention = ATTENTION[WAN]
+    for rank, (trained, expected) in enumerate(found):
+        plain = trained["none"]
+        if setup.data is None:
+            whole = {name: t for name, t in expected.items() if not shards or "gradient" not in name}
+            # A micro-batch that is not the last has gradients of this rank alone.
+            assert whole.keys() <= plain.tensors.keys(), sorted(whole.keys() - plain.tensors.keys())
+            assert_close({name: plain.tensors[name] for name in whole}, whole, rounding)
+        counted = plain.steps[1 if setup.compiles else 0 :]
+        assert [one.attention for one in counted] == [(attention.calls, 0)] * len(counted), plain.attention
+        assert all(one.backward for one in plain.steps[setup.micro_batches - 1 :: setup.micro_batches])
+        for several, one in trained.items():
+            policy = of_rank(several, rank)
+            assert_same(one.tensors, plain.tensors)
+            again = attention.in_blocks if policy == "full" else 0
+            assert one.attention[-len(counted) :] == [(attention.calls, again)] * len(counted), (policy, one.attention)
+            for step, other in zip(one.steps[-len(counted) :], counted, strict=True):
+                assert step.forward == other.forward, f"{policy}: {step.forward}, not {other.forward}"
+                assert step.backward == other.backward, f"{policy}: {step.backward}, not {other.backward}"
+            assert not one.warnings, f"{policy}: {one.warnings}"
+            if policy == "attn_only":
+                assert one.report.active
+                assert sum(row.saved for row in one.report.rows) == attention.in_blocks, str(one.report)
+
+
+def assert_close(found: Tensors, expected: Tensors, rounding: float) -> None:
+    """All names are there, and differ by no more than rounding of their largest number."""
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    largest = max((float(t.abs().max()) for name, t in expected.items() if "gradient" in name), default=0.0)
+    for name, tensor in expected.items():
+        # The bias of a key has no part in a softmax: what it gets is the rounding of others.
+        scale = max(float(tensor.abs().max()), 1e-3 * largest)
+        difference = float((found[name].double() - tensor.double()).abs().max())
+        assert difference <= rounding * scale, f"{name}: {difference:.3g} of {scale:.3g}"

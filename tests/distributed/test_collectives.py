@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,10 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parametrize
-from torch.profiler import ProfilerActivity, profile
 
 import fastac
-from fastac.engine import collectives
 from fastac.policy import Policy
 from tests import support
 from tests.distributed import ranks, steps
@@ -33,13 +30,7 @@ from tests.live_bytes import LiveBytes
 ROWS, COLUMNS = 8, 8
 
 RECOMPUTED = Policy("attn_only", collectives="recompute")
-WAYS: dict[str, tuple[str | Policy, str]] = {
-    "none": ("none", ""),
-    "full": ("torch", ""),
-    "tape": ("attn_only", "tape"),
-    "sac": ("attn_only", "sac"),
-    "repeated": (RECOMPUTED, "tape"),
-}
+WAYS: dict[str, str | Policy] = {"none": "none", "full": "torch", "attn_only": "attn_only", "repeated": RECOMPUTED}
 
 _c10d = torch.ops._c10d_functional
 Op = Callable[[torch.Tensor], torch.Tensor]
@@ -148,8 +139,8 @@ CASES = {
 # Ways to call them
 
 
-def _differentiable(case: Case) -> Op:
-    return lambda x: _Differentiable.apply(x, case.op, case.backward)
+def _function(op: Op, backward: Op = _all_reduce) -> Op:
+    return lambda x: _Differentiable.apply(x, op, backward)  # type: ignore[no-any-return]
 
 
 def _late(x: torch.Tensor) -> torch.Tensor:
@@ -201,12 +192,15 @@ def _gathered_by_autograd(x: torch.Tensor) -> torch.Tensor:
     return _wait(torch.ops._c10d_functional_autograd.all_gather_into_tensor(x, 2, _group()))
 
 
-CALLS: dict[str, tuple[Op, int]] = {
-    "late": (_late, 1),
-    "several": (_several, 3),
-    "of autograd": (_of_autograd, 2),
+CALLS: dict[str, tuple[Op, tuple[int, int, int]]] = {
+    "waited for late": (_late, (1, 1, 0)),
+    "several in flight": (_several, (3, 3, 0)),
+    "written after its wait": (_written_after, (1, 1, 0)),
+    "never waited for": (_never_waited, (1, 1, 0)),
+    "of autograd": (_of_autograd, (2, 2, 0)),
+    "gathered by autograd": (_gathered_by_autograd, (1, 0, 1)),
 }
-"""Name -> a call, and how many collectives it issues, all of them exchanges."""
+"""Name -> a call, and what is reported of it: issued, saved, again."""
 
 
 # Calls that write a buffer
@@ -229,18 +223,17 @@ def _functional_in_place(x: torch.Tensor) -> torch.Tensor:
 
 
 WRITING: dict[str, Op] = {
-    "all_to_all_single": lambda x: _Differentiable.apply(x, _all_to_all_out, _all_to_all_out),  # type: ignore[no-any-return]
-    "all_reduce": lambda x: _Differentiable.apply(x, _reduced_in_place, _reduced_in_place),  # type: ignore[no-any-return]
-    "all_reduce_": lambda x: _Differentiable.apply(x, _functional_in_place, _functional_in_place),  # type: ignore[no-any-return]
+    "all_to_all_single": _function(_all_to_all_out, _all_to_all_out),
+    "all_reduce": _function(_reduced_in_place, _reduced_in_place),
+    "all_reduce_": _function(_functional_in_place, _functional_in_place),
 }
 
 
 class Block(torch.nn.Module):
-    """A linear layer, a collective, attention over the rows, or the first of them, a linear layer."""
+    """A linear layer, a collective, attention over the rows, a linear layer."""
 
-    def __init__(self, call: Op, rows: int | None = None) -> None:
+    def __init__(self, call: Op) -> None:
         super().__init__()
-        self.rows = rows
         torch.manual_seed(0)
         self.before, self.after = torch.nn.Linear(COLUMNS, COLUMNS), torch.nn.LazyLinear(COLUMNS)
         self.call = call
@@ -248,8 +241,7 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         moved = torch.tanh(self.call(torch.sin(self.before(x))))
         heads = moved[None, None]
-        seen = heads[:, :, : self.rows]
-        attended = F.scaled_dot_product_attention(heads, seen * 2, seen)[0, 0]
+        attended = F.scaled_dot_product_attention(heads, heads * 2, heads)[0, 0]
         out: torch.Tensor = self.after(attended * moved)
         return out
 
@@ -260,10 +252,12 @@ class Region(torch.nn.Module):
     def __init__(self, call: Op, way: str) -> None:
         super().__init__()
         self.block = Block(call)
-        self.policy, self.engine = WAYS[way]
+        self.policy = WAYS[way]
+        with torch.no_grad():
+            self.block(batch_of(0)["x"])  # its last layer is as wide as it needs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = support.run_checkpointed(self.block, x, policy=self.policy, engine=self.engine)
+        out: torch.Tensor = support.run_checkpointed(self.block, x, policy=self.policy)
         return out
 
 
@@ -284,8 +278,6 @@ class Did(NamedTuple):
 def measured(call: Op, way: str) -> Did:
     """One step of a region on this rank."""
     region = Region(call, way)
-    with torch.no_grad():
-        region.block(batch_of(dist.get_rank())["x"])  # its last layer is as wide as it needs
     step = steps.measured(region, batch_of(dist.get_rank()))
     with support.reported_blocks({"block": region.block}):
         row = fastac.report(region).rows[0]
@@ -296,118 +288,65 @@ def measured(call: Op, way: str) -> Did:
     return Did(step, numbers, (found.issued_bytes, found.saved_bytes, found.again_bytes), row.writing)
 
 
-def _each_way(table: str, name: str) -> dict[str, Did]:
-    call: Op = {
-        "cases": lambda: _differentiable(CASES[name]),
-        "calls": lambda: CALLS[name][0],
-        "writing": lambda: WRITING[name],
-    }[table]()
-    return {way: measured(call, way) for way in WAYS}
-
-
 def _every(table: str, names: list[str]) -> dict[str, dict[str, Did]]:
-    torch.manual_seed(0)
-    return {name: _each_way(table, name) for name in names}
-
-
-def assert_exact(found: dict[str, Did], name: str) -> None:
-    """No way of checkpointing changes a bit."""
-    for way, did in found.items():
-        try:
-            support.assert_same(did.step.tensors, found["none"].step.tensors)
-        except AssertionError as error:
-            raise AssertionError(f"{name}, {way}: {error}") from None
+    calls: dict[str, Callable[[str], Op]] = {
+        "cases": lambda name: _function(CASES[name].op, CASES[name].backward),
+        "calls": lambda name: CALLS[name][0],
+        "writing": lambda name: WRITING[name],
+    }
+    return {name: {way: measured(calls[table](name), way) for way in WAYS} for name in names}
 
 
 def assert_issued(found: dict[str, Did], again: dict[str, bool], name: str) -> None:
-    """Collectives in backward: those of the backward itself, and those of the forward where they are issued again."""
-    forward, backward = found["none"].step.forward, found["none"].step.backward
-    assert forward, name
+    """No bit is changed. Collectives in backward are its own, and those of the forward where they are issued again."""
+    plain = found["none"].step
+    assert plain.forward, name
     for way, did in found.items():
-        assert did.step.forward == forward, f"{name}, {way}: {did.step.forward}"
-        expected = backward + forward if again[way] else backward
+        try:
+            support.assert_same(did.step.tensors, plain.tensors)
+        except AssertionError as error:
+            raise AssertionError(f"{name}, {way}: {error}") from None
+        assert did.step.forward == plain.forward, f"{name}, {way}: {did.step.forward}"
+        expected = plain.backward + plain.forward if again[way] else plain.backward
         assert did.step.backward == expected, f"{name}, {way}: {did.step.backward}, not {expected}"
         assert did.step.attention == ((1, 1) if way == "full" else (1, 0)), f"{name}, {way}: {did.step.attention}"
 
 
-def check_every_op(folder: Path) -> None:
-    """Exchanges are saved, gathers issued again, and the report tells it, with bytes."""
-    for rank, every in enumerate(ranks.run(folder, _every, "cases", list(CASES))):
+def test_exchanges_are_saved_and_gathers_issued_again() -> None:
+    for rank, every in enumerate(ranks.run(_every, "cases", list(CASES))):
         for name, found in every.items():
-            saved, size = CASES[name].saved, CASES[name].returned[rank]
-            assert_exact(found, name)
-            assert_issued(
-                found, {"none": False, "full": True, "tape": not saved, "sac": not saved, "repeated": True}, name
-            )
-            for way in ("tape", "sac", "repeated"):
-                kept = saved and way != "repeated"
-                repeated = int(not kept)
-                assert found[way].numbers == (1, int(kept), repeated), f"{name}, {way}: {found[way].numbers}"
-                assert found[way].sizes == (size, size * kept, size * repeated), f"{name}, {way}: {found[way].sizes}"
+            case, size = CASES[name], CASES[name].returned[rank]
+            assert_issued(found, {"none": False, "full": True, "attn_only": not case.saved, "repeated": True}, name)
+            count = found["attn_only"].numbers[0] if found["attn_only"].numbers else 0
+            assert count, name
+            for way, saved in (("attn_only", case.saved), ("repeated", False)):
+                assert found[way].numbers == (count, count * saved, count * (not saved)), f"{name}, {way}"
+                assert found[way].sizes == (size, size * saved, size * (not saved)), f"{name}, {way}"
                 assert not found[way].writing
 
 
-def test_every_op(tmp_path: Path) -> None:
-    check_every_op(tmp_path)
-
-
-def check_every_call(folder: Path) -> None:
-    for every in ranks.run(folder, _every, "calls", list(CALLS)):
+def test_pending_results_are_copied_at_their_wait() -> None:
+    """In a Function autograd has no objection to a change, and what is in flight is not there yet."""
+    for every in ranks.run(_every, "calls", list(CALLS)):
         for name, found in every.items():
-            assert_exact(found, name)
-            assert_issued(found, {"none": False, "full": True, "tape": False, "sac": False, "repeated": True}, name)
-            count = CALLS[name][1]
-            assert found["tape"].numbers == found["sac"].numbers == (count, count, 0), name
+            numbers = CALLS[name][1]
+            assert found["attn_only"].numbers == numbers, name
+            assert_issued(found, {"none": False, "full": True, "attn_only": numbers[2] > 0, "repeated": True}, name)
 
 
-def test_every_call(tmp_path: Path) -> None:
-    check_every_call(tmp_path)
-
-
-def check_what_writes_a_buffer(folder: Path) -> None:
+def test_what_writes_a_buffer_is_never_saved() -> None:
     """Its result is not what it returns: saved, it would be what the buffer held before."""
-    for every in ranks.run(folder, _every, "writing", list(WRITING)):
+    for every in ranks.run(_every, "writing", list(WRITING)):
         for name, found in every.items():
-            assert_exact(found, name)
             assert_issued(found, {way: way != "none" for way in WAYS}, name)
-            for way in ("tape", "sac", "repeated"):
+            for way in ("attn_only", "repeated"):
                 assert (found[way].numbers, found[way].writing) == (None, 1), f"{name}, {way}"
 
 
-def test_what_writes_a_buffer(tmp_path: Path) -> None:
-    check_what_writes_a_buffer(tmp_path)
+# Errors
 
 
-def _odd_calls() -> dict[str, dict[str, Did]]:
-    ways = [way for way in WAYS if way != "sac"]
-    return {
-        "written": {way: measured(_written_after, way) for way in ways},
-        "never waited": {way: measured(_never_waited, way) for way in WAYS},
-        "gathered": {way: measured(_gathered_by_autograd, way) for way in WAYS},
-    }
-
-
-def test_results_that_are_written_later_or_never_waited_for(tmp_path: Path) -> None:
-    """In a Function autograd has no objection to a change: what is kept is a copy, made at the wait."""
-    for every in ranks.run(tmp_path, _odd_calls):
-        for name, found in every.items():
-            assert_exact(found, name)
-            assert found["tape"].numbers == ((1, 0, 1) if name == "gathered" else (1, 1, 0)), name
-            assert found["repeated"].numbers == (1, 0, 1), name
-
-
-def _errors() -> dict[str, str]:
-    """What is refused, by what it says."""
-    found = {}
-    for name, (call, way) in REFUSED.items():
-        try:
-            measured(call(), way)
-        except fastac.FastacError as error:
-            found[name] = str(error)
-    return found
-
-
-def _written_where_autograd_looks(x: torch.Tensor) -> torch.Tensor:
+def _changed_in_place(x: torch.Tensor) -> torch.Tensor:
     """No Function around it: torch's own op without a derivative, on what requires grad."""
     moved = _shard_dim(x)
     with torch.no_grad():
@@ -415,100 +354,121 @@ def _written_where_autograd_looks(x: torch.Tensor) -> torch.Tensor:
     return x * moved.detach().reshape(x.shape)
 
 
-def _other_group(x: torch.Tensor) -> torch.Tensor:
-    return _wait(_c10d.all_reduce(x, "sum", _second_group()))
+def _other_in_recompute(other: Op, first: Op) -> Op:
+    calls = iter([first, first, other])  # when the region is made, in the forward, in recompute
+    return lambda x: _function(next(calls))(x)
 
 
-@functools.cache
-def _second_group() -> str:
-    name: str = dist.new_group([0, 1]).group_name
-    return name
-
-
-def _function(op: Op) -> Op:
-    return lambda x: _Differentiable.apply(x, op, _all_reduce)  # type: ignore[no-any-return]
-
-
-def _third_is(other: Op, first: Op) -> Callable[[], Op]:
-    """Calls: a dry run, the forward, the recompute. The recompute makes another."""
-
-    def made() -> Op:
-        calls = iter([first, first, other])
-        return lambda x: _function(next(calls))(x)
-
-    return made
-
-
-REFUSED: dict[str, tuple[Callable[[], Op], str]] = {
-    "another group": (_third_is(_other_group, _all_reduce), "tape"),
-    "another op": (_third_is(_all_to_all, _all_reduce), "tape"),
-    "other splits": (_third_is(functools.partial(_uneven, back=True), _uneven), "tape"),
-    "other splits, nothing saved": (_third_is(functools.partial(_uneven, back=True), _uneven), "repeated"),
-    "changed in place": (lambda: _written_where_autograd_looks, "tape"),
-    "changed in place under sac": (lambda: _written_after, "sac"),
+REFUSED: dict[str, tuple[Callable[[], Op], str, str]] = {
+    "another op": (lambda: _other_in_recompute(_all_to_all, _all_reduce), "attn_only", "collective"),
+    "other splits": (
+        lambda: _other_in_recompute(functools.partial(_uneven, back=True), _uneven),
+        "attn_only",
+        "collective",
+    ),
+    "other splits, nothing saved": (
+        lambda: _other_in_recompute(functools.partial(_uneven, back=True), _uneven),
+        "repeated",
+        "collective",
+    ),
+    "changed in place": (lambda: _changed_in_place, "attn_only", "changed in place"),
 }
+"""What is refused -> a call, the way it is checkpointed, and the key word of the error."""
 
 
-def test_errors(tmp_path: Path) -> None:
-    """A recompute that communicates otherwise is an error on every rank, before it could hang."""
-    for found in ranks.run(tmp_path, _errors, timeout=10):
+def _errors() -> dict[str, str]:
+    found = {}
+    for name, (call, way, _) in REFUSED.items():
+        try:
+            measured(call(), way)
+        except fastac.FastacError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_recompute_that_communicates_otherwise_is_an_error() -> None:
+    """On every rank, before it could hang."""
+    for found in ranks.run(_errors):
         assert found.keys() == REFUSED.keys(), found
-        for name in ("another group", "another op", "other splits", "other splits, nothing saved"):
-            assert "collective 0 of recompute is not the one of the forward" in found[name], found[name]
-        assert "was changed in place after it was saved" in found["changed in place"]
-        assert "a saved output, of attention or a collective, was changed" in found["changed in place under sac"]
+        for name, (_, _, said) in REFUSED.items():
+            assert said in found[name], found[name]
 
 
-class Nested(torch.nn.Module):
-    """A block in a checkpoint of its own, inside another with a collective before it."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.region = Region(_late, way)
-        self.outer = torch.nn.Linear(COLUMNS, COLUMNS)
-        self.policy, self.engine = WAYS[way]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def both(x: torch.Tensor) -> torch.Tensor:
-            moved = _function(_all_reduce)(torch.sin(self.outer(x)))
-            inner: torch.Tensor = self.region(moved)
-            return inner * torch.cos(moved)
-
-        out: torch.Tensor = support.run_checkpointed(both, x, policy=self.policy, engine=self.engine)
-        return out
-
-
-def _nested_and_twice() -> tuple[dict[str, Measured], dict[str, Any]]:
-    """Steps of nested regions, and of a graph that is gone through twice: gradients and collectives of the second."""
-    nested, twice = {}, {}
-    for way in ("none", "full", "tape"):
-        model = Nested(way)
-        with torch.no_grad():
-            model.region.block(batch_of(0)["x"])
-        nested[way] = steps.measured(model, batch_of(dist.get_rank()))
-        region = Region(_several, way)
-        with torch.no_grad():
-            region.block(batch_of(0)["x"])
-        x = batch_of(dist.get_rank())["x"]
+def _second_backward() -> dict[str, tuple[support.Tensors, int]]:
+    found = {}
+    for way in ("none", "full", "attn_only"):
+        region, x = Region(_several, way), batch_of(dist.get_rank())["x"]
         loss = region(x).square().sum()
         loss.backward(retain_graph=True)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as second:
             loss.backward()
-        twice[way] = support.gradients(support.leaves_of(region, {"x": x})), steps.collectives(second).total()
-    return nested, twice
+        found[way] = support.gradients(support.leaves_of(region, {"x": x})), steps.collectives(second).total()
+    return found
 
 
-def test_nested_regions_and_a_second_backward(tmp_path: Path) -> None:
-    for nested, twice in ranks.run(tmp_path, _nested_and_twice):
-        for way in ("full", "tape"):
-            support.assert_same(nested[way].tensors, nested["none"].tensors)
-            support.assert_same(twice[way][0], twice["none"][0])
-        assert nested["tape"].collectives == nested["none"].collectives == (2, 2)
-        assert nested["full"].collectives[1] > 2
-        assert [twice[way][1] for way in ("none", "full", "tape")] == [1, 4, 1]
+def test_a_second_backward_issues_nothing_again() -> None:
+    for found in ranks.run(_second_backward):
+        assert [count for _, count in found.values()] == [1, 4, 1]
+        support.assert_same(found["attn_only"][0], found["none"][0])
 
 
-# Parameters that are gathered where they are used, as by SimpleFSDP
+def _waited_outside(policy: str) -> tuple[support.Tensors, int]:
+    """A region returns what is not waited for yet."""
+    x = batch_of(dist.get_rank())["x"]
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_to_all_single_autograd(torch.sin(x), [4, 4], [4, 4], _group())
+
+    moved = support.run_checkpointed(region, x, policy=policy)
+    assert isinstance(moved, functional.AsyncCollectiveTensor)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        torch.cos(moved).sum().backward()
+    sent = steps.collectives(profiled)["gloo:all_to_all"]
+    return {"result": torch.Tensor(moved.trigger_wait().detach()), "gradient": x.grad}, sent
+
+
+def test_a_result_that_is_waited_for_after_its_region() -> None:
+    for (expected, _), (found, sent) in zip(
+        ranks.run(_waited_outside, "none"), ranks.run(_waited_outside, "attn_only"), strict=True
+    ):
+        support.assert_same(found, expected)
+        assert sent == 1
+
+
+# FSDP, and parameters that are gathered where they are used, as by SimpleFSDP
+
+
+class Shards(torch.nn.Module):
+    """A block of units of FSDP2 that also sums over the ranks in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(COLUMNS, COLUMNS), torch.nn.Linear(COLUMNS, COLUMNS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = WRITING["all_reduce"](self.first(x))[None, None]
+        out: torch.Tensor = self.second(F.scaled_dot_product_attention(heads, heads * 2, heads)[0, 0])
+        return out
+
+
+def _sharded(engine: str) -> tuple[int, Any, int]:
+    block: Any = Shards()
+    if engine == "fsdp1":
+        block = FullyShardedDataParallel(block, device_id=torch.device("cpu"))
+    else:
+        for unit in (block.first, block.second):
+            fully_shard(unit)
+    with support.reported_blocks({"block": block}):
+        support.loss_of(fastac.checkpoint(block, batch_of(dist.get_rank())["x"])).backward()
+        (row,) = fastac.report(block).rows
+    return row.saved, row.communication, row.writing
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_what_fsdp_gathers_for_itself_is_not_counted(engine: str) -> None:
+    """FSDP1's forward is around the model's own, whose collectives count."""
+    assert ranks.run(_sharded, engine) == [(1, None, 1)] * 2
 
 
 class _Unsharded(torch.nn.Module):
@@ -568,112 +528,14 @@ def _held_each_way() -> dict[tuple[str, bool], tuple[int, support.Tensors]]:
     }
 
 
-def check_gathered_parameters(folder: Path) -> None:
+def test_gathered_parameters_are_not_held() -> None:
     """Held are block inputs, attention outputs and statistics: not a byte of what was gathered."""
     video = support.VIDEO_TOKENS * support.WIDTH * 2
     statistics = support.VIDEO_TOKENS * 2 * 4  # of two heads
     inputs, attention = 2 * video, 2 * 2 * (video + statistics)
     inputs += 2 * torch.get_rng_state().nbytes  # torch's checkpoint keeps it
-    for found in ranks.run(folder, _held_each_way):
+    for found in ranks.run(_held_each_way):
         held = {way: size for way, (size, _) in found.items()}
         assert held["torch", True] == held["torch", False] == inputs, f"held: {held}"
         assert held["attn_only", True] == held["attn_only", False] == inputs + attention, f"held: {held}"
         support.assert_same(found["attn_only", True][1], found["torch", True][1])
-
-
-def test_gathered_parameters_are_not_held(tmp_path: Path) -> None:
-    check_gathered_parameters(tmp_path)
-
-
-# What ends outside of its region
-
-
-def _waited_outside(policy: str) -> tuple[dict[str, torch.Tensor], int]:
-    """A region returns what is not waited for yet; what comes after it waits, and then writes."""
-    x = batch_of(dist.get_rank())["x"]
-    made: list[collectives.Communication] = []
-    original = collectives.Communication.__init__
-    collectives.Communication.__init__ = lambda self: (made.append(self), original(self))[1]  # type: ignore[assignment]
-
-    def region(x: torch.Tensor) -> torch.Tensor:
-        return functional.all_to_all_single_autograd(torch.sin(x), [4, 4], [4, 4], _group())
-
-    moved = support.run_checkpointed(region, x, policy=policy)
-    assert isinstance(moved, functional.AsyncCollectiveTensor)
-    assert all(not one.pending for one in made), "kept until the next forward"
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        torch.cos(moved).sum().backward()
-    assert bool(made) == (policy == "attn_only")
-    events: Any = profiled.profiler.kineto_results  # type: ignore[union-attr]
-    sent = sum(event.name() == "gloo:all_to_all" for event in events.events())
-    return {"result": torch.Tensor(moved.trigger_wait().detach()), "gradient": x.grad}, sent
-
-
-def test_a_result_that_is_waited_for_after_its_region(tmp_path: Path) -> None:
-    found = {policy: ranks.run(tmp_path, _waited_outside, policy) for policy in ("none", "torch", "attn_only")}
-    for rank in range(2):
-        (expected, _), (full, _), (saved, _) = (found[policy][rank] for policy in found)
-        support.assert_same(full, expected)
-        support.assert_same(saved, expected)
-    assert [found[policy][0][1] for policy in found] == [1, 1, 1], "torch's recompute ends before it would send again"
-
-
-class Shards(torch.nn.Module):
-    """A block of units of FSDP2 that also sums over the ranks in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = torch.nn.Linear(COLUMNS, COLUMNS), torch.nn.Linear(COLUMNS, COLUMNS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = WRITING["all_reduce"](self.first(x))[None, None]
-        out: torch.Tensor = self.second(F.scaled_dot_product_attention(heads, heads * 2, heads)[0, 0])
-        return out
-
-
-def _sharded(engine: str) -> tuple[int, Any, int]:
-    block: Any = Shards()
-    if engine == "fsdp1":
-        block = FullyShardedDataParallel(block, device_id=torch.device("cpu"))
-    else:
-        for unit in (block.first, block.second):
-            fully_shard(unit)
-    with support.reported_blocks({"block": block}):
-        support.loss_of(fastac.checkpoint(block, batch_of(dist.get_rank())["x"])).backward()
-        (row,) = fastac.report(block).rows
-    return row.saved, row.communication, row.writing
-
-
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
-def test_what_fsdp_gathers_for_itself_is_not_counted(engine: str, tmp_path: Path) -> None:
-    """FSDP1's forward is around the model's own, whose collectives count."""
-    assert ranks.run(tmp_path, _sharded, engine) == [(1, None, 1)] * 2
-
-
-def _writing_later() -> list[int]:
-    """Two blocks of a class, the second with a shorter attention: what is reported after each of three steps."""
-    blocks = [Block(WRITING["all_reduce"], rows) for rows in (None, 2)]
-    x = batch_of(dist.get_rank())["x"].detach()
-    with torch.no_grad():
-        for block in blocks:
-            block(x)
-    found = []
-    for tokens in (ROWS, ROWS, ROWS // 2):
-        for block in blocks:
-            fastac.checkpoint(block, x[:tokens].clone().requires_grad_()).sum().backward()
-        with support.reported_blocks({f"blocks.{i}": block for i, block in enumerate(blocks)}):
-            found.append(fastac.report(blocks[0]).rows[0].writing)
-    return found
-
-
-def test_what_writes_a_buffer_is_reported_of_every_block(tmp_path: Path) -> None:
-    """Only the first of a class is watched."""
-    assert ranks.run(tmp_path, _writing_later) == [[2, 2, 2]] * 2
-
-
-def test_what_is_sent_to_one_rank_is_never_saved() -> None:
-    for name in ("isend", "irecv", "batch_p2p_ops", "all_reduce_"):
-        assert collectives.writes_its_buffer(getattr(_c10d, name).default), name
-    for op in (torch.ops.c10d.barrier.default, _c10d.all_reduce.default, torch.ops.aten.add_.Tensor):
-        assert not collectives.writes_its_buffer(op), op

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import ContextParallelConfig
-from torch.distributed.fsdp import fully_shard
 
 import fastac
 from tests import support
 from tests.distributed import ranks, steps
+from tests.distributed.models import sharded
 from tests.ways.recipes import WAN, build
 
 pytestmark = pytest.mark.gpu
@@ -30,9 +29,7 @@ def _steps(engine: str) -> dict[str, steps.Measured]:
         if policy != "none":
             fastac.enable(model, policy)
         if engine == "fsdp2":
-            for block in model.blocks:
-                fully_shard(block)
-            fully_shard(model)
+            sharded(model)
         else:
             world = torch.distributed.get_world_size()
             model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=world))
@@ -43,9 +40,9 @@ def _steps(engine: str) -> dict[str, steps.Measured]:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "ulysses"])
-def test_wan(engine: str, tmp_path: Path) -> None:
+def test_wan(engine: str) -> None:
     world = min(2, torch.cuda.device_count())
-    for found in ranks.run(tmp_path, _steps, engine, world=world, backend="nccl"):
+    for found in ranks.results(ranks.outcomes(_steps, engine, world=world, backend="nccl")):
         none, full, saved = (found[policy] for policy in POLICIES)
         assert saved.attention == none.attention
         assert full.attention[1] == none.attention[1] + none.attention[0]

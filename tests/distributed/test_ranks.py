@@ -1,10 +1,9 @@
-"""The harness itself: results in the order of ranks, errors with their traceback, an end to what hangs."""
+"""The harness: results in the order of ranks, errors with their traceback, an end to what hangs, and new ranks."""
 
 from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,50 +12,42 @@ import torch.distributed as dist
 from tests.distributed import ranks
 
 
-def _sum(start: int) -> tuple[int, float]:
+def _sum(start: int) -> tuple[int, float, int]:
     tensor = torch.tensor([float(start + dist.get_rank())])
     dist.all_reduce(tensor)
-    return dist.get_rank(), tensor.item()
+    return dist.get_rank(), tensor.item(), os.getpid()
 
 
-def test_results(tmp_path: Path) -> None:
-    assert ranks.run(tmp_path, _sum, 3, world=3) == [(0, 12.0), (1, 12.0), (2, 12.0)]
-
-
-def _one_fails() -> None:
+def _one(what: str) -> None:
     if dist.get_rank() == 1:
+        if what == "hangs":
+            time.sleep(60)
+        if what == "leaves":
+            os._exit(7)
         raise ValueError("this rank's own")
-    dist.all_reduce(torch.ones(1))
+    if what == "raises":
+        dist.all_reduce(torch.ones(1))
 
 
-def test_errors(tmp_path: Path) -> None:
-    first, second = ranks.outcomes(tmp_path, _one_fails, timeout=5)
-    assert "ValueError: this rank's own" in second.error
-    assert "RuntimeError" in first.error
-    assert first.seconds < 15
+def test_ranks_stay_until_one_raises() -> None:
+    first, again = ranks.run(_sum, 3), ranks.run(_sum, 4)
+    assert [rank[:2] for rank in first] == [(0, 7.0), (1, 7.0)]
+    assert [rank[:2] for rank in again] == [(0, 9.0), (1, 9.0)]
+    with pytest.raises(AssertionError, match=r"(?s)rank 1: Traceback.*ValueError: this rank's own"):
+        ranks.run(_one, "raises alone")
+    new = ranks.run(_sum, 3)
+    processes = [{rank[2] for rank in found} for found in (first, again, new)]
+    assert processes[0] == processes[1]
+    assert not processes[0] & processes[2]
 
 
-def _one_hangs() -> None:
-    if dist.get_rank() == 1:
-        time.sleep(60)
-
-
-def test_what_hangs_is_ended(tmp_path: Path) -> None:
-    first, second = ranks.outcomes(tmp_path, _one_hangs, patience=3)
-    assert second.error == "not done after 3 s"
-    assert not first.error or "not done" in first.error
-
-
-def _one_leaves() -> None:
-    if dist.get_rank() == 1:
-        os._exit(7)
-
-
-def test_one_that_is_gone(tmp_path: Path) -> None:
-    _, second = ranks.outcomes(tmp_path, _one_leaves, timeout=2)
-    assert (second.exit_code, second.told) == (7, False)
-
-
-def test_one_that_is_gone_without_a_word_is_no_success(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="rank 1 ended with exit code 7, before it told its result"):
-        ranks.run(tmp_path, _one_leaves, timeout=2)
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("raises", "ValueError: this rank's own"), ("leaves", "exit code 7"), ("hangs", "not done after")],
+)
+def test_every_end_of_a_rank_is_reported(what: str, said: str) -> None:
+    first, second = ranks.outcomes(_one, what, timeout=2, patience=4)
+    assert said in second.error
+    assert ("RuntimeError" in first.error) == (what == "raises"), first.error
+    with pytest.raises(AssertionError, match=said):
+        ranks.results([second])
