@@ -1,4 +1,4 @@
-"""enable as the gradient checkpointing function of a diffusers model: its own switches, wrappers around it, refusals."""
+"""enable as the gradient checkpointing function of a diffusers model: its switches, wrappers around it, refusals."""
 
 from __future__ import annotations
 
