@@ -1,4 +1,4 @@
-"""Policies: values that say which attention calls are saved, and their names. What is saved: tests/engine, tests/hook."""
+"""Policies: values that say which attention calls are saved, and their names. What is saved: tests/engine and hook."""
 
 from __future__ import annotations
 
