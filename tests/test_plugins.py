@@ -1,6 +1,6 @@
-"""Plugins: real packages, built and installed, that bring rows by their entry points; and those that are broken.
+"""Plugins: installed packages that bring rows by their entry points, and those that are broken.
 
-Every run is a process of its own: a package is found where Python looks for packages, and rows stay for the process.
+A package is found where Python looks for packages, and rows stay for the process: a process of its own runs it all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fastac.engine import interception, opaque
-from fastac.backends import plugins
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,9 +69,9 @@ class OpaqueAttention(torch.autograd.Function):
 '''
 
 GOOD = {
-    "attention_plugin/__init__.py": "",
-    "attention_plugin/kernel.py": KERNEL,
-    "attention_plugin/fastac_rows.py": """
+    "__init__.py": "",
+    "kernel.py": KERNEL,
+    "fastac_rows.py": """
         from fastac import AttentionOp, OpaqueFunction
 
         ROWS = (
@@ -89,10 +86,11 @@ GOOD = {
             ),
         )
     """,
-    "attention_plugin/more_rows.py": """
+    "more_rows.py": """
         import time
 
-        import attention_plugin.kernel
+        import torch
+
         import fastac
         from fastac import AttentionOp
 
@@ -102,8 +100,8 @@ GOOD = {
         TWO = [row("second"), row("third")]
 
         def slowly():
-            fastac.interception.install()  # as by a plugin that enables fastac while it is loaded
-            time.sleep(0.5)
+            fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))  # a plugin that uses fastac itself
+            time.sleep(0.3)
             yield row("fourth")
     """,
 }
@@ -114,17 +112,16 @@ GOOD_ENTRY_POINTS = {
 }
 
 BROKEN = {
-    "broken_plugin/__init__.py": """
+    "__init__.py": """
         from fastac import AttentionOp
 
         def row(name, **options):
             return AttentionOp(backend="broken", namespace="broken_plugin", name=name, **options)
     """,
-    "broken_plugin/no_import.py": "import a_library_that_was_uninstalled",
-    "broken_plugin/exits.py": "raise SystemExit('no GPU')",
-    "broken_plugin/empty.py": "",
-    "broken_plugin/rows.py": """
-        import torch
+    "no_import.py": "import a_library_that_was_uninstalled",
+    "exits.py": "raise SystemExit('no GPU')",
+    "empty.py": "",
+    "rows.py": """
         from broken_plugin import row
         from fastac import AttentionOp, OpaqueFunction
 
@@ -137,56 +134,33 @@ BROKEN = {
         FUNCTION = (
             row("before_a_function"), OpaqueFunction(backend="broken", module="x", name="F", layout="sideways")
         )
-        NO_TEXT = (row("before_no_text"), AttentionOp(backend="broken", namespace=None, name="no_text"))
-        NO_NAME = (row("before_no_name"), OpaqueFunction(backend="broken", module="x", name=None))
-        PATTERN = (row("before_a_pattern"), OpaqueFunction(backend="broken", module="(", name="F"))
-
-        library = torch.library.Library("broken_plugin", "DEF")
-        library.define("writes(Tensor query, Tensor key, Tensor value, Tensor(a!) out) -> Tensor")
-        WRITES = (row("before_one_that_writes"), row("writes", dropout=None))
 
         def raises():
             yield row("before_it_raises")
             raise KeyError("of its own")
     """,
 }
-BROKEN_ENTRY_POINTS = {
-    "no_import": "broken_plugin.no_import",
-    "exits": "broken_plugin.exits",
-    "empty": "broken_plugin.empty",
-    "no_attribute": "broken_plugin.rows:ROWS_AND_ROWS",
-    "number": "broken_plugin.rows:NUMBER",
-    "texts": "broken_plugin.rows:TEXTS",
-    "duplicate": "broken_plugin.rows:DUPLICATE",
-    "malformed": "broken_plugin.rows:MALFORMED",
-    "function": "broken_plugin.rows:FUNCTION",
-    "pattern": "broken_plugin.rows:PATTERN",
-    "no_text": "broken_plugin.rows:NO_TEXT",
-    "no_name": "broken_plugin.rows:NO_NAME",
-    "writes": "broken_plugin.rows:WRITES",
-    "raises": "broken_plugin.rows:raises",
-}
 REASONS = {
-    "no_import": "ModuleNotFoundError: No module named 'a_library_that_was_uninstalled'",
-    "exits": "SystemExit: no GPU",
-    "empty": "neither ROWS nor FUNCTIONS",
-    "no_attribute": "has no attribute 'ROWS_AND_ROWS'",
-    "number": "'int' object is not iterable",
-    "texts": "expected a fastac.AttentionOp, got str",
-    "duplicate": "there is a row for aten::_flash_attention_forward already",
-    "malformed": "layout 'sideways'",
-    "function": "layout 'sideways'",
-    "pattern": "is no regular expression",
-    "no_text": "namespace is no text",
-    "no_name": "name is no text",
-    "writes": "writes its argument 'out'",
-    "raises": "KeyError: 'of its own'",
+    "no_import": ("broken_plugin.no_import", "No module named 'a_library_that_was_uninstalled'"),
+    "exits": ("broken_plugin.exits", "no GPU"),
+    "empty": ("broken_plugin.empty", "ROWS"),
+    "no_attribute": ("broken_plugin.rows:ROWS_AND_ROWS", "ROWS_AND_ROWS"),
+    "number": ("broken_plugin.rows:NUMBER", "'int'"),
+    "texts": ("broken_plugin.rows:TEXTS", "str"),
+    "duplicate": ("broken_plugin.rows:DUPLICATE", "_flash_attention_forward"),
+    "malformed": ("broken_plugin.rows:MALFORMED", "'sideways'"),
+    "function": ("broken_plugin.rows:FUNCTION", "'sideways'"),
+    "raises": ("broken_plugin.rows:raises", "of its own"),
 }
+"""Entry point -> what it names, and what is said of it. The well-formed rows beside are not registered either."""
 
-TRAIN = """
+PROGRAM = """
+    import contextlib
+    import io
     import json
     import logging
     import sys
+    import threading
 
     import fastac
 
@@ -197,9 +171,30 @@ TRAIN = """
     early = [name for name in sys.modules if name.partition(".")[0] in ("attention_plugin", "broken_plugin")]
 
     import torch
+
+    def is_registered(namespace, name):
+        try:
+            fastac.register(fastac.AttentionOp(backend="mine", namespace=namespace, name=name))
+        except fastac.FastacError as error:
+            return "already" in str(error)
+        return False
+
+    # Threads that use fastac first wait for a plugin that is being loaded.
+    waited = []
+
+    def first_use():
+        fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))
+        waited.append(True)
+
+    threads = [threading.Thread(target=first_use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
     from attention_plugin import kernel
 
-    def step(function, counted, policy, engine):
+    def step(function, counted, policy):
         torch.manual_seed(0)
         weight = torch.randn(8, 8, requires_grad=True)
         inputs = torch.randn(1, 2, 16, 8, requires_grad=True)
@@ -208,196 +203,120 @@ TRAIN = """
             return torch.tanh(function(torch.tanh(x @ weight), torch.sin(x), torch.cos(x)))
 
         kernel.executions[counted] = 0
-        if policy == "none":
-            output = block(inputs)
-        else:
-            output = fastac.checkpoint(block, inputs, policy=policy, engine=engine)
+        output = block(inputs) if policy == "none" else fastac.checkpoint(block, inputs, policy=policy)
         (output * torch.linspace(-1, 1, 8)).sum().backward()
         return kernel.executions[counted], [inputs.grad, weight.grad]
 
     executions, equal = {}, []
     for function, counted in ((kernel.Attention.apply, "op"), (kernel.OpaqueAttention.apply, "opaque")):
-        none, expected = step(function, counted, "none", "tape")
-        for engine in ("tape", "sac"):
-            ran = [none]
-            for policy in ("full", "attn_only", "attn_only"):
-                count, found = step(function, counted, policy, engine)
-                ran.append(count)
-                equal += [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
-            executions[f"{counted} {engine}"] = ran
-    rows = [row.name for row in fastac.registry.rows() if row.namespace in ("attention_plugin", "broken_plugin")]
-    print(json.dumps({
-        "early": early, "executions": executions, "equal": all(equal), "compared": len(equal), "rows": rows,
-        "logged": list(logged), "broken": fastac.plugins.broken(),
-    }))
+        ran = []
+        for policy in ("none", "full", "attn_only", "attn_only"):
+            count, found = step(function, counted, policy)
+            expected = found if policy == "none" else expected
+            ran.append(count)
+            equal += [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+        executions[counted] = ran
+
+    @torch.library.custom_op("no_row::attention_forward", mutates_args=())
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return (query @ key.transpose(-1, -2)) @ value
+
+    attention.register_autograd(lambda ctx, grad: (grad, grad, grad))
+    try:
+        fastac.checkpoint(attention, *[torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3)])
+        message = ""
+    except fastac.PolicyNotAppliedError as error:
+        message = str(error)
+
+    from fastac import cli
+
+    said, listed = list(logged), {}
+    for options in ([], ["--json"]):
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+            cli.main(["backends", *options])
+        listed["".join(options)] = printed.getvalue()
+    good = {name: is_registered("attention_plugin", name) for name in ("attention", "second", "third", "fourth")}
+    before = ("text", "duplicate", "malformed_one", "function")
+    broken = [is_registered("broken_plugin", "before_a_" + name) for name in before]
+    broken.append(is_registered("broken_plugin", "before_it_raises"))
+    print(json.dumps(dict(
+        early=early, waited=waited, executions=executions, equal=all(equal), compared=len(equal), good=good,
+        broken=broken, logged=said, message=message, table=listed[""], json=listed["--json"],
+    )))
 """
 
-ENGINES = ("tape", "sac")
-ROWS = ["attention", "second", "third", "fourth"]
-"""Those of the good plugins. Nothing of a broken one is registered, not even the rows that are well-formed."""
+
+def install(folder: Path, package: str, files: Mapping[str, str], entry_points: Mapping[str, str]) -> None:
+    """Leave a package and its metadata in a folder, as pip does."""
+    metadata = folder / f"{package}-1.5.dist-info"
+    for path, text in {
+        **{folder / package / name: textwrap.dedent(text) for name, text in files.items()},
+        metadata / "METADATA": f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 1.5\n",
+        metadata / "entry_points.txt": "[fastac.backends]\n"
+        + "".join(f"{name} = {value}\n" for name, value in entry_points.items()),
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
-def install(folder: Path, distribution: str, files: Mapping[str, str], entry_points: Mapping[str, str]) -> Path:
-    """Build a wheel of a package with entry points and install it. Returns the folder it is in."""
-    source, target = folder / "source", folder / "installed"
-    package = next(iter(files)).partition("/")[0]
-    for name, text in files.items():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text(textwrap.dedent(text), encoding="utf-8")
-    (source / "pyproject.toml").write_text(
-        textwrap.dedent(f"""
-            [build-system]
-            requires = ["setuptools"]
-            build-backend = "setuptools.build_meta"
-
-            [project]
-            name = "{distribution}"
-            version = "1.5"
-
-            [tool.setuptools]
-            packages = ["{package}"]
-
-            [project.entry-points."fastac.backends"]
-        """)
-        + "".join(f'{name} = "{value}"\n' for name, value in entry_points.items()),
-        encoding="utf-8",
-    )
-    run_python("-m", "build", "--no-isolation", "--wheel", "--outdir", folder, source)
-    (wheel,) = folder.glob("*.whl")
-    quiet = ("--quiet", "--disable-pip-version-check")
-    run_python("-m", "pip", "install", *quiet, "--no-deps", "--no-index", "--target", target, wheel)
-    return target
-
-
-def run_python(*arguments: object, paths: tuple[Path, ...] = (), **environment: str) -> str:
-    """Run this Python in a process of its own, with more folders to import from. Returns what it printed."""
+def run(folder: Path, **environment: str) -> dict[str, Any]:
     ran = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT)))},
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))},
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran.stdout
-
-
-def train(*paths: Path, **environment: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(run_python("-c", textwrap.dedent(TRAIN), paths=paths, **environment))
+    result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return result
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("good"), "attention-plugin", GOOD, GOOD_ENTRY_POINTS)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    install(folder, "attention_plugin", GOOD, GOOD_ENTRY_POINTS)
+    install(folder, "broken_plugin", BROKEN, {name: value for name, (value, _) in REASONS.items()})
+    return folder
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return install(tmp_path_factory.mktemp("broken"), "broken-plugin", BROKEN, BROKEN_ENTRY_POINTS)
+def result(installed: Path) -> dict[str, Any]:
+    return run(installed)
 
 
-def test_installing_a_plugin_is_enough(good: Path) -> None:
-    result = train(good)
-    assert result["early"] == [], "loaded at `import fastac`"
-    assert result["executions"] == {f"{kind} {engine}": [1, 2, 1, 1] for kind in ("op", "opaque") for engine in ENGINES}
-    assert (result["equal"], result["compared"]) == (True, 24)
-    assert sorted(result["rows"]) == sorted(ROWS)
-    assert (result["logged"], result["broken"]) == ([], {})
+def test_installing_a_plugin_is_enough(result: dict[str, Any]) -> None:
+    """Its ops and its Functions are saved. Nothing of it is loaded at `import fastac`; threads wait until it is."""
+    assert result["early"] == []
+    assert result["waited"] == [True] * 3
+    assert result["executions"] == {"op": [1, 2, 1, 1], "opaque": [1, 2, 1, 1]}
+    assert (result["equal"], result["compared"]) == (True, 16)
+    assert all(result["good"].values())
 
 
-def test_a_broken_plugin_is_named_and_takes_no_other_down(good: Path, broken: Path) -> None:
-    result = train(broken, good)
-    assert sorted(result["rows"]) == sorted(ROWS)
-    assert set(map(tuple, result["executions"].values())) == {(1, 2, 1, 1)}
-    assert result["equal"]
-    assert set(result["broken"]) == {f"{name} (broken-plugin 1.5)" for name in REASONS}
+def test_a_broken_plugin_is_named_and_takes_no_other_down(result: dict[str, Any]) -> None:
+    """In the log, once, in the listing of backends, and where an attention has no row: it may have been for that."""
+    assert result["broken"] == [False] * 5
     assert len(result["logged"]) == len(REASONS)
-    for name, reason in REASONS.items():
-        assert reason in result["broken"][f"{name} (broken-plugin 1.5)"]
-        (line,) = (line for line in result["logged"] if f"plugin {name} (broken-plugin 1.5)" in line)
-        assert BROKEN_ENTRY_POINTS[name] in line
+    for name, (entry_point, reason) in REASONS.items():
+        (line,) = (line for line in result["logged"] if f"{name} (broken-plugin 1.5)" in line)
+        assert entry_point in line
         assert reason in line
+        assert f"{name} (broken-plugin 1.5)" in result["table"]
+    assert "no_row::attention_forward" in result["message"]
+    assert "no_import" in result["message"]
 
 
-def test_nothing_is_loaded_where_fastac_is_ruled_out(good: Path, broken: Path) -> None:
-    result = train(broken, good, FASTAC_DISABLE="1")
-    assert (result["rows"], result["logged"]) == ([], [])
+def test_the_command_line_lists_plugins(result: dict[str, Any]) -> None:
+    found = json.loads(result["json"])
+    assert {f"{name} (attention-plugin 1.5)" for name in GOOD_ENTRY_POINTS} <= {one["name"] for one in found["plugins"]}
+    assert set(found["broken_plugins"]) == {f"{name} (broken-plugin 1.5)" for name in REASONS}
+    assert "attention_plugin::attention" in result["table"]
+
+
+def test_nothing_is_loaded_where_fastac_is_ruled_out(installed: Path) -> None:
+    result = run(installed, FASTAC_DISABLE="1")
+    assert result["logged"] == []
     assert set(map(tuple, result["executions"].values())) == {(1, 2, 2, 2)}
     assert result["equal"]
-
-
-def test_threads_wait_for_plugins_that_are_being_loaded(good: Path) -> None:
-    script = """
-        import threading
-        import attention_plugin.kernel
-        import fastac
-
-        seen = []
-
-        def first_use():
-            fastac.interception.install()
-            seen.append(any(row.name == "fourth" for row in fastac.registry.rows()))
-
-        threads = [threading.Thread(target=first_use) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        print(seen, "fastac_opaque::attention_plugin_kernel_OpaqueAttention" in fastac.interception.intercepted())
-    """
-    assert run_python("-c", textwrap.dedent(script), paths=(good,)).strip() == f"{[True] * 4} True"
-
-
-def test_an_attention_that_a_broken_plugin_was_for_names_it(broken: Path) -> None:
-    script = """
-        import fastac
-        import torch
-
-        @torch.library.custom_op("no_row::attention_forward", mutates_args=())
-        def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return (query @ key.transpose(-1, -2)) @ value
-
-        attention.register_autograd(lambda ctx, grad: (grad, grad, grad))
-        inputs = [torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3)]
-        try:
-            fastac.checkpoint(attention, *inputs)
-        except fastac.PolicyNotAppliedError as error:
-            print(error)
-    """
-    message = run_python("-c", textwrap.dedent(script), paths=(broken,))
-    assert "no_row::attention_forward" in message
-    assert "plugin no_import (broken-plugin 1.5)" in message
-    assert REASONS["no_import"] in message
-
-
-def test_plugins_are_loaded_before_functions_are_made_visible() -> None:
-    """So that those which a plugin names are made visible in the same installation, not in a later one."""
-    listeners = interception.before_installation
-    assert listeners.index(plugins.load) < listeners.index(opaque.make_known_visible)
-
-
-def test_the_command_line_lists_plugins(good: Path, broken: Path) -> None:
-    found = json.loads(run_python("-m", "fastac.cli", "backends", "--json", paths=(broken, good)))
-    listed = {plugin["name"]: plugin for plugin in found["plugins"]}
-    assert set(listed) == {f"{name} (attention-plugin 1.5)" for name in GOOD_ENTRY_POINTS}
-    assert listed["a_module (attention-plugin 1.5)"] == {
-        "name": "a_module (attention-plugin 1.5)",
-        "entry_point": "attention_plugin.fastac_rows",
-        "distribution": "attention-plugin",
-        "installed": "1.5",
-        "backends": ["plugin"],
-        # Its kernel is loaded by another of the entry points: listing backends imports no library.
-        "ops": ["attention_plugin::attention", "fastac_opaque::attention_plugin_kernel_OpaqueAttention"],
-        "verdict": "savable",
-        "how": "its ops; made visible when it is loaded: OpaqueAttention",
-        "advice": "",
-    }
-    assert set(found["broken_plugins"]) == {f"{name} (broken-plugin 1.5)" for name in REASONS}
-    assert REASONS["exits"] in found["broken_plugins"]["exits (broken-plugin 1.5)"]
-
-    table = run_python("-m", "fastac.cli", "backends", paths=(broken, good))
-    assert "attention_plugin::attention" in table
-    for name in REASONS:
-        assert f"{name} (broken-plugin 1.5)" in table

@@ -433,11 +433,11 @@ def test_attention_in_another_thread_of_other_kinds(over: str, pool: ThreadPoolE
         return x + pool.submit(lambda t: sdpa(t, t, t), context * 2).result()
 
     first, second, third = tensors()
+    run = functools.partial(fastac.checkpoint, own, first, second, third)
+    if over == "a keyword argument":
+        run = functools.partial(fastac.checkpoint, keyword, first, context=second)
     with pytest.raises(PolicyNotAppliedError, match="thread"):
-        if over == "a keyword argument":
-            fastac.checkpoint(keyword, first, context=second)
-        else:
-            fastac.checkpoint(own, first, second, third)
+        run()
 
 
 def test_another_model_that_is_trained_meanwhile_is_no_error(pool: ThreadPoolExecutor) -> None:

@@ -5,7 +5,8 @@ Each row is a run that gave wrong gradients, a false alarm or a leak while fasta
 | hazard | test, here unless it says where |
 |---|---|
 | the output is changed in place after it was saved | test_output_changed_in_place |
-| nobody guards the output: inside an autograd.Function | test_output_of_a_function_changed_in_place, test_buffer_reused_inside_a_function |
+| nobody guards the output: inside an autograd.Function | test_output_of_a_function_changed_in_place |
+| and there another tensor takes its memory | test_buffer_reused_inside_a_function |
 | nobody guards the output: no input requires grad, or no_grad | test_output_outside_the_graph_changed_in_place |
 | inductor reuses a buffer that the op's backward does not need | tests/compile, frozen inputs |
 | wrap_inductor_compiled_regions hides attention | tests/compile, wrapped regions |

@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
@@ -192,31 +191,6 @@ def test_in_place_change_of_an_output_outside_the_graph(change: Change) -> None:
     assert_exact(lambda: One(change, before=torch.Tensor.detach, first=frozen), FIRST, 0)
 
 
-def test_buffer_reused_inside_a_function(products: Counter[str]) -> None:
-    """As in compiled code, and in kernels that fuse: no version tells of it."""
-
-    class Reuses(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, video: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(video, weight)
-            output = F.linear(video, weight, bias)
-            scaled = output * 2
-            output.data.zero_()
-            return scaled
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            video, weight = ctx.saved_tensors
-            grad = 2 * grad
-            return grad @ weight, grad.flatten(0, 1).mT @ video.flatten(0, 1), grad.sum((0, 1))
-
-    class Fused(torch.nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-            return Reuses.apply(input, self.weight, self.bias)
-
-    assert_exact(lambda: One(first=lambda module: Fused(W, W)), FIRST, 0, products=products)
-
-
 def test_autocast(products: Counter[str]) -> None:
     class Mixed(AttentionBlock):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -236,15 +210,6 @@ def test_low_rank_adapters(names: tuple[str, ...], dropout: float) -> None:
         return get_peft_model(AttentionBlock(dropout=dropout), config).train().base_model.model
 
     assert_exact(block, Policy("attn_only", linear=names), batch=2)
-
-
-def test_linear_called_twice_in_a_block(products: Counter[str]) -> None:
-    class Twice(One):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            video = torch.tanh(self.first(F.dropout(video, 0.5)))
-            return super().forward(torch.tanh(self.first(F.dropout(video, 0.5))), text)
-
-    assert_exact(Twice, FIRST, 0, products=products)
 
 
 def test_products_that_are_no_linear_modules_run_again() -> None:
@@ -322,20 +287,6 @@ def test_second_backward(products: Counter[str]) -> None:
     assert_same(penalty(ALL), penalty("none"))
 
 
-def test_two_forwards_before_a_backward(products: Counter[str]) -> None:
-    def run(policy: Any) -> support.Tensors:
-        model = stack(policy=policy)
-        losses = [support.loss_of(model(**stack_inputs(seed))) for seed in (1, 2)]
-        for loss in reversed(losses):
-            loss.backward()
-        return support.gradients(support.leaves_of(model, {}))
-
-    reference = run("none")
-    products.clear()
-    assert_same(run(ALL), reference)
-    assert products["addmm"] == 2 * NONE
-
-
 def test_threads() -> None:
     """A backward in another thread, and a call of the same module, with the same hooks, in another one meanwhile."""
 
@@ -351,27 +302,6 @@ def test_threads() -> None:
             pool.submit(loss.backward).result()
 
     assert_exact(Meanwhile, FIRST, backward=elsewhere)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_vmap_inside_a_region(bias: bool) -> None:
-    class Mapped(One):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            return video + self.out(torch.tanh(torch.vmap(self.first)(video)))
-
-    assert_exact(lambda: Mapped(bias=bias), FIRST, batch=2)
-
-
-def test_hooks_of_the_users_own(products: Counter[str]) -> None:
-    """They run in recompute as in forward, on what is replayed."""
-
-    def hooked(module: torch.nn.Linear) -> torch.nn.Linear:
-        module.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-        module.register_forward_hook(lambda module, args, output: output * 1.5)
-        module.register_full_backward_hook(lambda module, grads, _: (grads[0] * 0.5,))
-        return module
-
-    assert_exact(lambda: One(first=hooked), FIRST, 0, products=products)
 
 
 class RegionInside(torch.nn.Module):
@@ -442,7 +372,7 @@ def test_recompute_on_another_path(way: str) -> None:
             return torch.tanh(video)
 
     output = fastac.checkpoint(Other(), **stack_inputs(), policy=ALL, early_stop=False)
-    with pytest.raises(FastacError, match="recompute|where the forward|recorded"):
+    with pytest.raises(FastacError, match=r"recompute|where the forward|recorded"):
         support.loss_of(output).backward()
 
 
@@ -596,7 +526,7 @@ def test_compiled_code_is_refused(how: str) -> None:
     fastac.enable(model, ALL, blocks="blocks")
     compiled = {"block": model.blocks[0], "part": model.blocks[0].ffn, "model": model}[how]
     compiled.compile(backend="aot_eager")
-    with pytest.raises(FastacError, match="compiled|eager"):
+    with pytest.raises(FastacError, match=r"compiled|eager"):
         train_step(model, inputs)
 
 
@@ -652,19 +582,6 @@ def test_what_is_enabled_between_forward_and_backward_is_for_the_next(between: A
         assert products["addmm"] == 0
     fastac.disable(model)
     assert state_of(model) == before
-
-
-def test_hooks_do_nothing_in_other_regions(products: Counter[str]) -> None:
-    """Nor without one: the block keeps its hooks from before."""
-    block, inputs = One(), stack_inputs()
-    reference = train_step(block, inputs)
-    fastac.checkpoint(block, **inputs, policy=ALL)
-    products.clear()
-    assert_same(train_step(block, inputs), reference)
-    assert products["addmm"] == 2
-    torch_checkpoint(block, *inputs.values(), use_reentrant=False).sum().backward()
-    assert held_by(block, Policy("linear_only", linear=("out",)), inputs)[0] == rows_of(W)
-    assert held_by(block, "attn_only", inputs)[0] == 0
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastac
@@ -154,23 +152,6 @@ def test_a_second_backward(counted: Counter[str]) -> None:
 def test_dropout_in_the_kernel_and_after_it(dropout: str, counted: Counter[str]) -> None:
     opaque = function(draws=dropout == "always")
     assert_visible(opaque, block(opaque.apply, None, None, 0.3), counted, dropout=dropout)
-
-
-def test_dropout_that_is_on_by_default(counted: Counter[str]) -> None:
-    class Drops(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any, p: float = 0.3) -> Any:
-            output, statistics = kernel(q, k, v)
-            kept = (torch.rand_like(output) > p).to(output.dtype)
-            ctx.save_for_backward(q, k, v, output, statistics, kept)
-            return output * kept
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            *saved, kept = ctx.saved_tensors
-            return support.attention_math_backward(grad * kept, *saved)
-
-    assert_visible(Drops, block(lambda *args: (Drops.apply(*args),)), counted, dropout="p")
 
 
 def test_a_choice_of_blocks_is_not_made_again(counted: Counter[str]) -> None:
@@ -335,23 +316,6 @@ def test_a_forward_that_is_called_by_hand_just_runs(how: str) -> None:
     assert torch.equal(fastac.checkpoint(lambda w: helper() * w, weight), expected)
 
 
-def test_a_forward_that_another_function_calls() -> None:
-    opaque = function()
-    fastac.make_visible(opaque, layout="bhsd", dropout=None)
-
-    class Outer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-            return opaque.forward(ctx, q, k, v=v)[0]
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            return opaque.backward(ctx, grad)[:3]
-
-    data, region = inputs(), lambda query, key, value: Outer.apply(query, key, value)
-    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), train_step(region, data))
-
-
 # The report
 
 
@@ -461,19 +425,6 @@ def test_a_function_is_made_visible_once_and_a_name_given_once() -> None:
     for other in ({"name": name + "_again"}, {"name": name, "layout": "bhsd", "dropout": "dropout_p"}):
         with pytest.raises(FastacError, match="visible already"):
             fastac.make_visible(first, **other)
-
-
-def test_a_subclass_of_tensor_that_its_op_cannot_take() -> None:
-    opaque = function()
-    fastac.make_visible(opaque, layout="bhsd", dropout=None)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = [distribute_tensor(t.detach(), mesh, [Replicate()]).requires_grad_() for t in inputs().values()]
-        with pytest.raises(fastac.PolicyNotAppliedError, match=opaque.__qualname__):
-            fastac.checkpoint(lambda *qkv: opaque.apply(*qkv)[0], *sharded)
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # Under torch.compile

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -138,14 +137,6 @@ def test_tensor_hook_on_the_attention_output(attention_executions: Counter[str])
     assert_same(dict(enumerate(seen[2:4])), dict(enumerate(seen[:2])))  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # this op has no batching rule: one call per sample
-def test_vmap_inside_a_region(attention_executions: Counter[str]) -> None:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return torch.vmap(F.scaled_dot_product_attention)(query[None], key[None], value[None])[0]
-
-    assert_exact(lambda: OneAttention(attend), attention_executions, {CPU_ATTENTION: 2})
-
-
 @pytest.mark.parametrize("parts", ["video", "text", "parameters"])
 def test_partial_gradients(parts: str, attention_executions: Counter[str]) -> None:
     """autograd.grad of some leaves only: autograd does not walk the rest, and early stop ends the recompute sooner."""
@@ -194,15 +185,6 @@ def test_block_called_twice(attention_executions: Counter[str]) -> None:
     torch.manual_seed(0)
     block = AttentionBlock()
     assert_exact(lambda: block, attention_executions, {CPU_ATTENTION: 4})
-
-
-def test_backward_in_another_thread(attention_executions: Counter[str]) -> None:
-    def elsewhere(loss: torch.Tensor) -> None:
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-
-    assert_exact(AttentionBlock, attention_executions, {CPU_ATTENTION: 4}, backward=elsewhere)
 
 
 @pytest.mark.parametrize("min_kv", [0, 10, 1000])

@@ -223,7 +223,7 @@ def sparse_op(name: str) -> Callable[..., torch.Tensor]:
 
 
 def chosen_outside(*choices: torch.Tensor) -> tuple[Any, Callable[[], object]]:
-    """A region whose choice is made by nothing the dispatcher shows: the first, then the next. And how to begin anew."""
+    """A region whose choice is made by nothing the dispatcher shows: one after another. And how to begin anew."""
     op, calls = sparse_op(f"chosen_{uuid.uuid4().hex[:8]}"), [0]
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

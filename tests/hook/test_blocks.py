@@ -171,42 +171,6 @@ def test_a_forward_that_cannot_be_replaced_is_refused(make: Any) -> None:
     assert state_of(model) == before
 
 
-class Guarded(support.AttentionBlock):
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward":
-            raise TypeError("not to be set")
-        super().__setattr__(name, value)
-
-
-class Sequence(torch.nn.Sequential):
-    """A block that is a Sequential: it has a forward of its own."""
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return self[1](self[0](video, text), text)
-
-
-def test_blocks_of_unusual_classes(attention_executions: Counter[str]) -> None:
-    model, inputs = Nest(), support.stack_inputs()
-    model.listed.append(Guarded())
-    model.listed.append(Sequence(support.AttentionBlock(), support.AttentionBlock()))
-    expected = train_step(model, inputs)
-    fastac.enable(model, "full", blocks="listed")
-    attention_executions.clear()
-    assert_same(train_step(model, inputs), expected)
-    assert attention_executions == {CPU_ATTENTION: 14 + 8}
-
-
-def test_a_shallow_copy_of_a_block_is_not_taken_for_it() -> None:
-    """Its attribute `forward` runs the block that it was copied from, which a disable of the copy must leave alone."""
-    model, other = Nest(), torch.nn.Module()
-    fastac.enable(model, blocks="first")
-    before = state_of(model)
-    other.block = copy.copy(model.first)
-    assert not fastac.report(other).active
-    fastac.disable(other)
-    assert state_of(model) == before
-
-
 def test_models_that_share_blocks_do_not_change_each_other_unnoticed(attention_executions: Counter[str]) -> None:
     teacher, student, inputs = support.stack(layers=3), support.stack(), support.stack_inputs()
     student.blocks = torch.nn.ModuleList(list(teacher.blocks)[:2])

@@ -42,7 +42,7 @@ def test_policies_and_the_way_back(host: Host, attention_executions: Counter[str
     assert list(model.state_dict()) == keys
     once = state_of(model)
     host.enable(model)
-    assert {name: state for name, state in state_of(model).items()}.keys() == once.keys()
+    assert state_of(model).keys() == once.keys()
     assert len(model._forward_pre_hooks) == len(once[""][5]), "enabled twice is enabled once"
     fastac.disable(model)
     assert state_of(model) == before
@@ -208,9 +208,7 @@ def test_blocks_that_are_wrapped_and_checkpointed_by_the_model(enabled_first: bo
         fastac.enable(model, blocks="blocks")
     model.enable_gradient_checkpointing()
     with pytest.raises(fastac.FastacError, match=r"twice|switched on|itself"):
-        if not enabled_first:
-            fastac.enable(model, blocks="blocks")
-        train_step(model, stack_inputs())
+        train_step(model, stack_inputs()) if enabled_first else fastac.enable(model, blocks="blocks")
 
 
 def test_models_inside_a_model(attention_executions: Counter[str]) -> None:

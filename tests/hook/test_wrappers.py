@@ -97,8 +97,7 @@ def test_a_wrapped_part_of_a_block_is_refused(host: str, enabled_first: bool) ->
     for i, block in enumerate(model.blocks):
         model.blocks[i] = Attends(block)
     with pytest.raises(fastac.FastacError, match=r"CheckpointWrapper|exchanged|not checkpointed"):
-        HOSTS[host].enable(model) if not enabled_first else None
-        train_step(model, stack_inputs())
+        train_step(model, stack_inputs()) if enabled_first else HOSTS[host].enable(model)
 
 
 def mine(function: Any, *args: Any, **kwargs: Any) -> Any:

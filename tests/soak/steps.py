@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from tests import support
-from tests.random_blocks import UserError
+from tests.soak.blocks import UserError
 from tests.support import loss_of
 
 
@@ -163,6 +163,3 @@ AROUND: dict[str, Callable[[], Any]] = {
     "to the end": lambda: set_checkpoint_early_stop(False),
 }
 """What is open around the whole of a step, by the way it is made in."""
-
-SECOND_BACKWARDS = ("twice", "halves", "partial", "penalty", "one by one")
-"""Of these ways, those that go back through one region more than once."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.random_attention import CHANGES, HEADS, REFUSED, SUPPORTED, WIDTH, AttentionCall, observed
+from tests.soak.attention import CHANGES, HEADS, REFUSED, SUPPORTED, WIDTH, AttentionCall, observed
 
 Tensor = torch.Tensor
 

@@ -1,0 +1,204 @@
+"""The report: what was saved and recomputed in the latest forward, to the byte, and what is wrong if something is."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import fastac
+from fastac import Policy
+from tests import compiler, support
+from tests.hook.hosts import diffuser
+from tests.support import CPU_ATTENTION, train_step
+
+WAN = "WanTransformer3DModel"
+CPU_OP = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.fixture
+def wan() -> tuple[Any, dict[str, Any]]:
+    return support.build(WAN)
+
+
+def bytes_of(batch: int = 1, heads: int = 2, queries: int = 128, dim: int = 12) -> int:
+    """Output and logsumexp of one attention call in float32; of Wan, whose 128 video tokens are the queries of both."""
+    return 4 * batch * heads * queries * (dim + 1)
+
+
+def test_what_attn_only_saved(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model)
+    train_step(model, inputs)
+    report = fastac.report(model)
+    assert (report.model_class, report.policy, report.active, report.problem) == (WAN, "attn_only", True, "")
+    (row,) = report.rows
+    assert (row.container, row.block_class, row.blocks, row.blocks_seen) == ("blocks", "WanTransformerBlock", 2, 2)
+    assert (row.attention_calls, row.saved, row.recomputed) == (4, 4, 0)
+    assert row.ops == (CPU_OP,)
+    assert row.saved_bytes == 4 * bytes_of()
+    text = str(report)
+    for part in (WAN, "attn_only", "blocks x 2", "WanTransformerBlock", "52.0 KiB", CPU_OP):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 140
+    assert "\x1b" not in text
+
+
+def test_what_a_bound_on_the_keys_left_to_recomputation(wan: Any) -> None:
+    model, inputs = wan
+    fastac.enable(model, Policy("attn_only", min_kv=100))
+    train_step(model, inputs)
+    report = fastac.report(model)
+    assert report.policy == "attn_only(min_kv=100)"
+    (row,) = report.rows
+    assert (row.attention_calls, row.saved, row.recomputed, row.saved_bytes) == (4, 2, 2, 2 * bytes_of())
+
+
+class Masked(support.AttentionBlock):
+    """Attends to the text tokens that a mask leaves, as Mochi does: how many keys there are no shape tells."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(video, text[:, mask])
+
+
+def test_lengths_that_depend_on_values_are_reported_as_they_are(attention_executions: Counter[str]) -> None:
+    model = torch.nn.ModuleList([Masked()])
+    model.forward = lambda **inputs: model[0](*inputs.values())
+    policy = Policy("attn_only", min_kv=4)
+    fastac.enable(model, policy, blocks="0")
+    for valid, saved in ((5, 2), (3, 1), (5, 2), (4, 2)):
+        inputs = support.stack_inputs() | {"mask": torch.arange(support.TEXT_TOKENS) < valid}
+        attention_executions.clear()
+        train_step(model, inputs)
+        (row,) = fastac.report(model).rows
+        assert (row.attention_calls, row.saved) == (2, saved)
+        assert row.saved_bytes == saved * bytes_of(queries=support.VIDEO_TOKENS, dim=8)
+        assert attention_executions == {CPU_ATTENTION: 4 - saved}
+        assert fastac.verify(model[0], *inputs.values(), policy=policy).saved == saved
+
+
+def test_bytes_are_those_of_the_latest_forward() -> None:
+    """With gradients: a validation in between changes nothing, and "full" saves nothing."""
+    model = diffuser()
+    fastac.enable(model)
+    sizes = []
+    for batch in (1, 2, 1):
+        train_step(model, support.stack_inputs(batch=batch))
+        before = fastac.report(model)
+        with torch.no_grad():
+            model(**support.stack_inputs(batch=3))
+        assert fastac.report(model) == before
+        sizes.append(before.rows[0].saved_bytes)
+    assert sizes == [sizes[0], 2 * sizes[0], sizes[0]]
+    fastac.enable(model, "full")
+    train_step(model, support.stack_inputs())
+    report = fastac.report(model)
+    assert (report.policy, report.active, report.rows[0].saved, report.rows[0].saved_bytes) == ("full", True, 0, 0)
+
+
+def test_before_the_first_forward() -> None:
+    model = diffuser()
+    fastac.enable(model)
+    report = fastac.report(model)
+    assert report.active
+    assert "no forward" in report.problem
+    assert "none seen" in str(report)
+
+
+def test_a_model_that_is_not_enabled() -> None:
+    model = diffuser()
+    for _ in range(2):
+        train_step(model, support.stack_inputs())
+        report = fastac.report(model)
+        assert (report.active, report.policy) == (False, "none")
+        assert "fastac.enable" in report.problem
+        assert "not enabled" in str(report)
+        fastac.enable(model)
+        train_step(model, support.stack_inputs())
+        fastac.disable(model)
+    assert fastac.report(torch.nn.Linear(2, 2)).rows == ()
+
+
+def test_a_copy_is_reported_by_itself() -> None:
+    model = diffuser()
+    fastac.enable(model)
+    train_step(model, support.stack_inputs())
+    copied = copy.deepcopy(model)
+    assert fastac.report(copied).active
+    assert fastac.report(copied).rows[0].blocks_seen == 0
+    train_step(copied, support.stack_inputs())
+    assert fastac.report(copied).rows == fastac.report(model).rows
+
+
+def test_a_model_that_calls_fastac_checkpoint_itself() -> None:
+    model = support.stack(policy="attn_only", layers=3)
+    train_step(model, support.stack_inputs())
+    (row,) = fastac.report(model).rows
+    assert (row.container, row.blocks_seen, row.attention_calls, row.saved) == ("blocks", 3, 6, 6)
+    assert row.saved_bytes == 6 * bytes_of(queries=support.VIDEO_TOKENS, dim=8)
+
+
+class TestCompiledModel:
+    """Nothing is seen while a graph runs: the report says what was decided while it was traced."""
+
+    def compiled(self, policy: Any = "attn_only") -> Any:
+        compiler.reset()
+        model = diffuser()
+        fastac.enable(model, policy)
+        model.compile(backend="aot_eager", dynamic=False)
+        return model
+
+    def test_counts_and_bytes(self) -> None:
+        model = self.compiled(Policy("attn_only", min_kv=support.TEXT_TOKENS + 1))
+        assert fastac.report(model).rows[0].blocks_seen == 0
+        train_step(model, support.stack_inputs())
+        report = fastac.report(model)
+        (row,) = report.rows
+        assert report.problem == ""
+        assert (row.blocks_seen, row.blocks_compiled) == (2, 2)
+        assert (row.attention_calls, row.saved, row.recomputed, row.ops) == (4, 2, 2, (CPU_OP,))
+        assert row.saved_bytes == 2 * bytes_of(queries=support.VIDEO_TOKENS, dim=8)
+        assert "compiled" in str(report)
+
+    def test_policies_per_block(self) -> None:
+        model = self.compiled({"blocks.0": "full", "*": "attn_only"})
+        train_step(model, support.stack_inputs())
+        (row,) = fastac.report(model).rows
+        assert (row.blocks_full, row.blocks_compiled, row.saved, row.recomputed) == (1, 1, 2, 0)
+
+    def test_of_a_model_that_was_trained_eagerly_before(self) -> None:
+        """What the compiled model does is the newer, for the sizes it was traced with; and the other way round."""
+        compiler.reset()
+        model = diffuser()
+        fastac.enable(model)
+        train_step(model, support.stack_inputs())
+        size = fastac.report(model).rows[0].saved_bytes
+        model.compile(backend="aot_eager")
+        train_step(model, support.stack_inputs(batch=2))
+        (row,) = fastac.report(model).rows
+        assert (row.saved_bytes, row.blocks_compiled) == (2 * size, 2)
+        model._compiled_call_impl = None
+        train_step(model, support.stack_inputs())
+        (row,) = fastac.report(model).rows
+        assert (row.saved_bytes, row.blocks_compiled) == (size, 0)
+
+    def test_blocks_whose_names_end_alike(self) -> None:
+        class Two(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.encoder = support.stack(layers=1)
+                self.blocks = torch.nn.ModuleList([support.AttentionBlock()])
+
+            def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+                return self.blocks[0](self.encoder(video, text), text)
+
+        compiler.reset()
+        model = Two()
+        fastac.enable(model, blocks=["encoder.blocks", "blocks"])
+        model.compile(backend="aot_eager")
+        train_step(model, support.stack_inputs())
+        calls = {row.container: row.attention_calls for row in fastac.report(model).rows}
+        assert calls == {"encoder.blocks": 2, "blocks": 2}

@@ -1,0 +1,207 @@
+"""fastac.verify finds what is not as promised, and leaves the model as it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastac
+from fastac import Policy, PolicyNotAppliedError
+from tests import support
+from tests.hook.hosts import Diffuser, diffuser
+from tests.model_state import state_of
+from tests.support import CPU_ATTENTION, AttentionBlock, stack_inputs, train_step
+
+WAN = "WanTransformer3DModel"
+
+
+def test_what_is_as_promised(attention_executions: Counter[str]) -> None:
+    """The figures are what the kernel itself counts: the reference, and two runs of the policy."""
+    model, inputs = support.build(WAN)
+    for reference, backward in (("none", 0), ("full", 4)):
+        attention_executions.clear()
+        result = fastac.verify(model, **inputs, reference=reference)
+        assert (result.reference_executions, result.policy_executions) == ((4, backward), (4, 0))
+        assert (result.saved, result.recomputed, result.largest_difference, result.noise) == (4, 0, 0.0, 0.0)
+        assert result.different == ()
+        assert result.compared > len(list(model.parameters())), "outputs and inputs as well"
+        assert "4 of 4" in str(result)
+        ran = sum(result.reference_executions) + sum(result.policy_executions)
+        assert attention_executions[CPU_ATTENTION] in (ran + 4, 2 * ran)
+
+
+@pytest.mark.parametrize(
+    ("policy", "backward", "saved", "recomputed"),
+    [
+        ("full", 4, 0, 0),
+        (Policy("attn_only", min_kv=support.TEXT_TOKENS + 1), 2, 2, 2),
+        ({"blocks.0": "full", "*": "attn_only"}, 2, 2, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("per_block", [False, True])
+def test_each_policy(policy: Any, backward: int, saved: int, recomputed: int, per_block: bool) -> None:
+    """That of the call, else that which the model is enabled with."""
+    model = diffuser()
+    for enabled in (False, True):
+        options = {} if enabled else {"policy": policy}
+        if enabled:
+            fastac.enable(model, policy)
+        result = fastac.verify(model, **stack_inputs(), **options, per_block=per_block)
+        assert result.policy_executions == (4, backward)
+        assert (result.saved, result.recomputed) == (saved, recomputed)
+    assert fastac.verify(model, policy="attn_only", **stack_inputs()).policy_executions == (4, 0)
+
+
+def test_a_module_without_the_hook_is_one_block() -> None:
+    result = fastac.verify(AttentionBlock(), **stack_inputs())
+    assert (result.reference_executions, result.policy_executions, result.saved) == ((2, 0), (2, 0), 2)
+
+
+# What it finds
+
+
+class DropoutAfter(torch.nn.Module):
+    """Attention whose kernel draws random numbers, then dropout."""
+
+    def __init__(self, attend: Any) -> None:
+        super().__init__()
+        self.block = AttentionBlock(attend=lambda q, k, v: attend(q, k, v, 0.5), dropout=0.5)
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.block(video, text)
+
+
+def test_wrong_gradients_are_found() -> None:
+    """A row that says, wrongly, that its kernel never draws: dropout after it differs in recompute."""
+    attend = support.custom_attention("verify_lies", kind="dropout", dropout=None)
+    with pytest.raises(fastac.FastacError, match=r"gradients .*differ"):
+        fastac.verify(DropoutAfter(attend), **stack_inputs())
+    honest = support.custom_attention("verify_honest", kind="dropout", dropout="dropout_p")
+    assert fastac.verify(DropoutAfter(honest), **stack_inputs()).largest_difference == 0
+
+
+def test_attention_that_is_not_saved_is_found() -> None:
+    block = AttentionBlock(attend=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1))
+    with pytest.raises(PolicyNotAppliedError, match="dropout_p"):
+        fastac.verify(block, **stack_inputs())
+
+
+class Outside(Diffuser):
+    """Attends outside of its blocks alone."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return AttentionBlock.forward(self.blocks[0], video, text)
+
+
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_attention_outside_of_the_blocks_alone_is_found(traced_before: bool) -> None:
+    """What was decided in the graph of another model of the class is no proof."""
+    torch._dynamo.reset()
+    if traced_before:
+        other = diffuser()
+        fastac.enable(other)
+        train_step(torch.compile(other, backend="aot_eager"), stack_inputs())
+    with pytest.raises(PolicyNotAppliedError, match="block"):
+        fastac.verify(diffuser(Outside), **stack_inputs())
+
+
+class Unsteady(torch.autograd.Function):
+    """A backward that is never the same twice, as kernels with atomic additions have."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Unsteady.calls += 1
+        return grad * (1 + 1e-6 * (-1) ** Unsteady.calls)
+
+
+def test_kernels_that_are_not_deterministic_are_compared_with_themselves() -> None:
+    class Block(AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return super().forward(Unsteady.apply(video), text)
+
+    result = fastac.verify(Block(), **stack_inputs())
+    assert 0 < result.largest_difference <= 4 * result.noise
+
+
+def test_nan_is_equal_to_nan_alone() -> None:
+    """A gradient that is nan without checkpointing is so with it. One that becomes nan in recompute is found."""
+
+    class Breaks(AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            outside = torch._C._current_graph_task_id() == -1
+            return super().forward(video, text) * (torch.ones(()) if outside else torch.full((), float("nan")))
+
+    block = AttentionBlock()
+    with torch.no_grad():
+        block.ffn[0].bias[0] = float("nan")
+    assert fastac.verify(block, **stack_inputs()).different == ()
+    with pytest.raises(fastac.FastacError, match="differ"):
+        fastac.verify(Breaks(), **stack_inputs())
+
+
+# What it leaves
+
+
+@pytest.mark.parametrize("options", [{}, {"per_block": True}, {"reference": "full"}], ids=str)
+@pytest.mark.parametrize("before", ["nothing", "torch", "fastac"])
+def test_the_model_is_left_as_it_was(options: dict[str, Any], before: str) -> None:
+    """Inputs and gradients, buffers, generators, checkpointing, the report."""
+    model, inputs = diffuser(), stack_inputs()
+    model.register_buffer("counter", torch.zeros(2), persistent=False)
+
+    def count(*_: Any) -> None:
+        model.counter.add_(1)
+
+    model.blocks[0].register_forward_hook(count)
+    if before == "torch":
+        model.enable_gradient_checkpointing()
+    if before == "fastac":
+        fastac.enable(model, Policy("attn_only", min_kv=support.TEXT_TOKENS + 1))
+    train_step(model, inputs)
+    report = str(fastac.report(model))
+    tensors = {**dict(model.named_parameters()), **inputs}
+    gradients = {name: tensor.grad for name, tensor in tensors.items()}
+    values = {name: (tensor.detach().clone(), tensor.grad.clone()) for name, tensor in tensors.items()}
+    state, counter, generator = state_of(model), model.counter.clone(), torch.get_rng_state()
+    fastac.verify(model, **inputs, **options)
+    assert state_of(model) == state
+    assert torch.equal(model.counter, counter)
+    assert torch.equal(torch.get_rng_state(), generator)
+    for name, tensor in tensors.items():
+        assert tensor.grad is gradients[name]
+        assert torch.equal(tensor, values[name][0])
+        assert torch.equal(tensor.grad, values[name][1])
+    assert str(fastac.report(model)) == report
+    fastac.disable(model)
+    assert model.gradient_checkpointing == (before == "torch")
+
+
+def test_the_model_is_left_as_it_was_after_an_error() -> None:
+    model, inputs = support.build(WAN)
+    model.blocks[1].attn1.processor._attention_backend = "_native_math"
+    state = state_of(model)
+    with pytest.raises(fastac.UnsupportedBackendError, match="_native_math"):
+        fastac.verify(model, **inputs)
+    assert state_of(model) == state
+
+
+def test_wrong_calls() -> None:
+    model, inputs = diffuser(), stack_inputs()
+    with pytest.raises(fastac.FastacError, match="reference='half'"):
+        fastac.verify(model, **inputs, reference="half")
+    with pytest.raises(fastac.FastacError, match="attn_only"):
+        fastac.verify(model, **inputs, policy="attention")
+    frozen = AttentionBlock().requires_grad_(False)
+    with pytest.raises(fastac.FastacError, match="requires grad"):
+        fastac.verify(frozen, **{name: v.detach() for name, v in inputs.items()})
