@@ -72,8 +72,7 @@ def backends() -> str:
         _table(("verdict", "meaning"), ((_words(verdict), meaning) for verdict, meaning in VERDICTS.items())),
         "## Libraries",
         "*Tested with* names the releases whose real Python code goes through the parity tests, over kernels for the "
-        "CPU: outputs and gradients against attention in float64, gradients bitwise equal to no checkpointing, and 1 / "
-        "2 / 1 executions of the kernel without checkpointing, under `full` and under `attn_only`, with both engines.",
+        "CPU: under `attn_only` gradients are bitwise equal to no checkpointing, and the attention kernel runs once.",
         _table(
             ("library", "verdict", "how its output is saved, what to do", "tested with"),
             (

@@ -25,51 +25,50 @@ class DiffusersBackend(NamedTuple):
     op: str = ""
 
 
-_SAGE = "quantized kernels without a backward: gradients before the attention would silently be None"
-_NO_BACKWARD = "its op has no autograd formula, so backward raises"
-_OPAQUE = "its kernel is called past the dispatcher, from an autograd.Function"
-_OTHER_DEVICE = "not checked: this hardware was not available"
+def _savable(family: str, reason: str, op: str = "") -> DiffusersBackend:
+    return DiffusersBackend(Verdict.SAVABLE, family, reason, op)
+
+
+_SAGE = DiffusersBackend(
+    Verdict.NOT_TRAINABLE,
+    "",
+    "quantized kernels without a backward: gradients before the attention would silently be None",
+)
+_OTHER_DEVICE = DiffusersBackend(Verdict.UNKNOWN, "", "not checked: this hardware was not available")
+_SDPA = "scaled_dot_product_attention"
 
 BACKENDS: dict[str, DiffusersBackend] = {
-    "native": DiffusersBackend(Verdict.SAVABLE, "sdpa", "scaled_dot_product_attention"),
-    "_native_cudnn": DiffusersBackend(
-        Verdict.SAVABLE,
-        "sdpa",
-        "scaled_dot_product_attention, cuDNN kernel",
-        op="_scaled_dot_product_cudnn_attention",
-    ),
-    "_native_efficient": DiffusersBackend(
-        Verdict.SAVABLE,
-        "sdpa",
-        "scaled_dot_product_attention, efficient kernel",
-        op="_scaled_dot_product_efficient_attention",
-    ),
-    "_native_flash": DiffusersBackend(Verdict.SAVABLE, "sdpa", "scaled_dot_product_attention, flash kernel"),
+    "native": _savable("sdpa", _SDPA),
+    "_native_cudnn": _savable("sdpa", f"{_SDPA}, cuDNN kernel", "_scaled_dot_product_cudnn_attention"),
+    "_native_efficient": _savable("sdpa", f"{_SDPA}, efficient kernel", "_scaled_dot_product_efficient_attention"),
+    "_native_flash": _savable("sdpa", f"{_SDPA}, flash kernel"),
     "_native_math": DiffusersBackend(
         Verdict.DECOMPOSED, "", "the math kernel is many small ops, with no output to save"
     ),
-    "_native_npu": DiffusersBackend(Verdict.UNKNOWN, "", _OTHER_DEVICE),
-    "_native_xla": DiffusersBackend(Verdict.UNKNOWN, "", _OTHER_DEVICE),
-    "flash": DiffusersBackend(Verdict.SAVABLE, "fa2", "flash-attn 2"),
-    "flash_hub": DiffusersBackend(Verdict.SAVABLE, "fa2", "flash-attn 2 from the hub"),
-    "flash_varlen": DiffusersBackend(Verdict.SAVABLE, "fa2", "flash-attn 2, packed"),
-    "flash_varlen_hub": DiffusersBackend(Verdict.SAVABLE, "fa2", "flash-attn 2 from the hub, packed"),
-    "_flash_3": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _NO_BACKWARD),
-    "_flash_varlen_3": DiffusersBackend(Verdict.SAVABLE, "fa3", "flash-attn 3, packed"),
-    "_flash_3_hub": DiffusersBackend(Verdict.SAVABLE, "fa3", "flash-attn 3 from the hub"),
-    "_flash_3_varlen_hub": DiffusersBackend(Verdict.SAVABLE, "fa3", "flash-attn 3 from the hub, packed"),
-    "flash_4_hub": DiffusersBackend(Verdict.OPAQUE, "fa4", _OPAQUE),
-    "aiter_fa2_hub": DiffusersBackend(Verdict.UNKNOWN, "", _OTHER_DEVICE),
-    "flex": DiffusersBackend(Verdict.SAVABLE, "flex", "flex_attention; compiled, by fastac.compile"),
-    "sage": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
-    "sage_hub": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
-    "sage_blackwell_hub": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
-    "sage_varlen": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
-    "_sage_qk_int8_pv_fp8_cuda": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
-    "_sage_qk_int8_pv_fp8_cuda_sm90": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
-    "_sage_qk_int8_pv_fp16_cuda": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
-    "_sage_qk_int8_pv_fp16_triton": DiffusersBackend(Verdict.NOT_TRAINABLE, "", _SAGE),
-    "xformers": DiffusersBackend(Verdict.SAVABLE, "xformers", "xFormers memory-efficient attention"),
+    "_native_npu": _OTHER_DEVICE,
+    "_native_xla": _OTHER_DEVICE,
+    "flash": _savable("fa2", "flash-attn 2"),
+    "flash_hub": _savable("fa2", "flash-attn 2 from the hub"),
+    "flash_varlen": _savable("fa2", "flash-attn 2, packed"),
+    "flash_varlen_hub": _savable("fa2", "flash-attn 2 from the hub, packed"),
+    "_flash_3": DiffusersBackend(Verdict.NOT_TRAINABLE, "", "its op has no autograd formula, so backward raises"),
+    "_flash_varlen_3": _savable("fa3", "flash-attn 3, packed"),
+    "_flash_3_hub": _savable("fa3", "flash-attn 3 from the hub"),
+    "_flash_3_varlen_hub": _savable("fa3", "flash-attn 3 from the hub, packed"),
+    "flash_4_hub": DiffusersBackend(
+        Verdict.OPAQUE, "fa4", "its kernel is called past the dispatcher, from an autograd.Function"
+    ),
+    "aiter_fa2_hub": _OTHER_DEVICE,
+    "flex": _savable("flex", "flex_attention; compiled, by fastac.compile"),
+    "sage": _SAGE,
+    "sage_hub": _SAGE,
+    "sage_blackwell_hub": _SAGE,
+    "sage_varlen": _SAGE,
+    "_sage_qk_int8_pv_fp8_cuda": _SAGE,
+    "_sage_qk_int8_pv_fp8_cuda_sm90": _SAGE,
+    "_sage_qk_int8_pv_fp16_cuda": _SAGE,
+    "_sage_qk_int8_pv_fp16_triton": _SAGE,
+    "xformers": _savable("xformers", "xFormers memory-efficient attention"),
 }
 
 ROWS = (

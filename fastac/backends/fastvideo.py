@@ -7,64 +7,34 @@ flash-attn 2. Sliding tile attention and what is named inference have no backwar
 
 from functools import partial
 
+from fastac.backends.flash_attn_4 import LEAVE_UNCOMPILED, VISIBLE
 from fastac.rows import AttentionOp, Library, OpaqueFunction, Verdict
 
+_library = partial(Library, distribution="fastvideo-kernel", verdict=Verdict.SAVABLE)
+_opaque = partial(_library, verdict=Verdict.OPAQUE, advice=LEAVE_UNCOMPILED)
+
 LIBRARIES = (
-    Library(
-        backend="fastvideo",
-        name="FastVideo's flash-attn wrappers",
-        distribution="fastvideo",
-        verdict=Verdict.SAVABLE,
-        how="its ops",
-    ),
-    Library(
-        backend="vsa",
-        name="video sparse attention",
-        distribution="fastvideo-kernel",
-        verdict=Verdict.SAVABLE,
-        how="its ops, with the chosen blocks",
-    ),
-    Library(
-        backend="fa2",
-        name="VMoBA",
-        distribution="fastvideo-kernel",
-        verdict=Verdict.SAVABLE,
-        how="flash-attn 2's op, twice per call, with the chosen blocks",
-    ),
-    Library(
-        backend="sla",
-        name="sparse-linear attention (SLA)",
-        distribution="fastvideo-kernel",
-        verdict=Verdict.OPAQUE,
-        how="made visible when it is loaded",
-        advice="leave blocks that use it uncompiled: in compiled code it is recomputed",
-    ),
-    Library(
+    _library(backend="fastvideo", name="FastVideo's flash-attn wrappers", distribution="fastvideo", how="its ops"),
+    _library(backend="vsa", name="video sparse attention", how="its ops, with the chosen blocks"),
+    _library(backend="fa2", name="VMoBA", how="flash-attn 2's op, twice per call, with the chosen blocks"),
+    _opaque(backend="sla", name="sparse-linear attention (SLA)", how=VISIBLE),
+    _opaque(
         backend="attn_qat",
         name="attention with quantization-aware training",
-        distribution="fastvideo-kernel",
-        verdict=Verdict.OPAQUE,
-        how="made visible when it is loaded, with what its backward needs besides",
-        advice="leave blocks that use it uncompiled: in compiled code it is recomputed",
+        how=f"{VISIBLE}, with what its backward needs besides",
     ),
-    Library(
-        backend="bsa",
-        name="block-sparse attention (LongCat)",
-        distribution="fastvideo",
-        verdict=Verdict.OPAQUE,
-        how="made visible when it is loaded",
-        advice="leave blocks that use it uncompiled: in compiled code it is recomputed",
-    ),
+    _opaque(backend="bsa", name="block-sparse attention (LongCat)", distribution="fastvideo", how=VISIBLE),
 )
 
 _wrapper = partial(AttentionOp, backend="fastvideo", namespace="fastvideo", key="k", dropout=None)
-_sparse = partial(AttentionOp, backend="vsa", layout="bhsd", key="k", dropout=None, coarse="variable_block_sizes")
+_sparse = partial(AttentionOp, backend="vsa", layout="bhsd", key="k", dropout=None)
 # Chosen in a kernel of its own, that no op shows. vsa chooses by aten::topk.
 _LISTS, _MAP = ("q2k_idx", "q2k_num"), ("block_map",)
-_chosen = partial(_sparse, namespace="fastvideo_kernel", selection=_LISTS, blocks=_LISTS)
-_mapped = partial(_sparse, namespace="vsa", blocks=_MAP)
-_inference = partial(AttentionOp, key="k", dropout=None, trains=False, note="it is for inference and has no backward")
-_sparse_inference = partial(_inference, backend="vsa", layout="bhsd", blocks=_MAP)
+_SIZES = "variable_block_sizes"
+_chosen = partial(_sparse, namespace="fastvideo_kernel", selection=_LISTS, coarse=_SIZES, blocks=_LISTS)
+_mapped = partial(_sparse, namespace="vsa", coarse=_SIZES, blocks=_MAP)
+_INFERENCE = "it is for inference and has no backward"
+_inference = partial(_sparse, namespace="fastvideo_kernel", trains=False, note=_INFERENCE, blocks=_MAP)
 
 ROWS = (
     _wrapper(name="_flash_attn_default_forward"),
@@ -88,51 +58,39 @@ ROWS = (
         max_kv="max_seqlen_k",
         offsets=("cu_seqlens_q", "cu_seqlens_k"),
     ),
+    _wrapper(name="_flash_attn_cute_fp4_forward", trains=False, note=_INFERENCE),
     _chosen(name="block_sparse_attn_triton", backward="block_sparse_attn_backward_triton"),
     _chosen(name="block_sparse_attn_sm90", key="k_padded", backward="block_sparse_attn_backward_sm90"),
     _chosen(name="block_sparse_attn_sm100a", backward="block_sparse_attn_backward_triton"),
     _mapped(name="block_sparse_attn_triton", backward="block_sparse_attn_backward_triton"),
     _mapped(name="block_sparse_attn_SM90", key="k_padded", backward="block_sparse_attn_backward_SM90"),
-    _sparse_inference(
-        namespace="fastvideo_kernel",
-        name="block_sparse_attn_sm100a_inference",
-        blocks=_LISTS,
-        coarse="variable_block_sizes",
-    ),
-    _sparse_inference(namespace="fastvideo_kernel", name="block_sparse_attn_sm100a_from_mask_inference"),
-    _sparse_inference(namespace="fastvideo", name="h3_vsa_sm100a_from_mask_compat"),
-    _inference(backend="fastvideo", namespace="fastvideo", name="_flash_attn_cute_fp4_forward"),
+    _inference(name="block_sparse_attn_sm100a_inference", coarse=_SIZES, blocks=_LISTS),
+    _inference(name="block_sparse_attn_sm100a_from_mask_inference"),
+    _inference(name="h3_vsa_sm100a_from_mask_compat", namespace="fastvideo"),
 )
 
+_KERNELS = r"fastvideo_kernel\."
+_function = partial(OpaqueFunction, layout="bhsd", dropout=None)
+
 FUNCTIONS = (
-    OpaqueFunction(
+    _function(
         backend="vsa",
-        module=r"fastvideo_kernel\.block_sparse_attn_cute_fwd",
+        module=_KERNELS + "block_sparse_attn_cute_fwd",
         name="_CuteAttentionQ128",
         key="k_bshd",
-        dropout=None,
+        layout="bshd",
         blocks=_MAP,
     ),
-    OpaqueFunction(
+    _function(
         backend="sla",
-        module=r"fastvideo_kernel\.triton_kernels\.sla_triton|sparse_linear_attention\.kernel",
+        module=_KERNELS + r"triton_kernels\.sla_triton|sparse_linear_attention\.kernel",
         name="_attention",
-        layout="bhsd",
-        dropout=None,
         blocks=("k_block_id",),
     ),
-    OpaqueFunction(
-        backend="attn_qat",
-        module=r"fastvideo_kernel\.triton_kernels\.attn_qat_train",
-        name="_attention",
-        layout="bhsd",
-        dropout=None,
-    ),
-    OpaqueFunction(
+    _function(backend="attn_qat", module=_KERNELS + r"triton_kernels\.attn_qat_train", name="_attention"),
+    _function(
         backend="bsa",
         module=r"(\w+\.)*longcat_video\.block_sparse_attention\.bsa_interface",
         name="_attention_bsa",
-        layout="bhsd",
-        dropout=None,
     ),
 )

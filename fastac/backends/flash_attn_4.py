@@ -4,13 +4,17 @@ from functools import partial
 
 from fastac.rows import Library, OpaqueFunction, Verdict
 
+VISIBLE = "made visible when it is loaded"
+LEAVE_UNCOMPILED = "leave blocks that use it uncompiled: in compiled code it is recomputed"
+"""How a library of autograd.Functions is saved, and what its users do."""
+
 LIBRARY = Library(
     backend="fa4",
     name="flash-attn 4",
     distribution="flash-attn-4",
     verdict=Verdict.OPAQUE,
-    how="made visible when it is loaded",
-    advice="leave blocks that use it uncompiled: in compiled code it is recomputed",
+    how=VISIBLE,
+    advice=LEAVE_UNCOMPILED,
 )
 
 # The package itself, and builds from the hub, which live in a module of their own.

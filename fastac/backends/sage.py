@@ -4,8 +4,6 @@ Its ops write their output argument and have no autograd formula. SageAttention 
 FLOPs are counted for (batch, heads, sequence, dim); its other layout, which only `tensor_layout` tells, counts wrong.
 """
 
-from functools import partial
-
 from fastac.rows import AttentionOp, Library, Verdict
 
 LIBRARY = Library(
@@ -17,24 +15,27 @@ LIBRARY = Library(
     advice="train with another backend",
 )
 
-_row = partial(
-    AttentionOp,
-    backend="sage",
-    namespace=r"sageattention(_sm\d+)?|_sage_?attention\w*",
-    layout="bhsd",
-    dropout=None,
-    trains=False,
-    note="quantized kernels without a backward",
+_OPS = (
+    "qk_int8_sv_f16_accum_f16_attn",
+    "qk_int8_sv_f16_accum_f32_attn",
+    "qk_int8_sv_f16_accum_f16_attn_inst_buf",
+    "qk_int8_sv_f16_accum_f16_fuse_v_mean_attn",
+    "qk_int8_sv_f8_accum_f32_attn_inst_buf",
+    "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn",
+    "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf",
+    "qk_int8_sv_f8_accum_f16_fuse_v_scale_attn_inst_buf",
+    "qk_int8_sv_f8_accum_f32_fuse_v_scale_fuse_v_mean_attn",
 )
 
-ROWS = (
-    _row(name="qk_int8_sv_f16_accum_f16_attn"),
-    _row(name="qk_int8_sv_f16_accum_f32_attn"),
-    _row(name="qk_int8_sv_f16_accum_f16_attn_inst_buf"),
-    _row(name="qk_int8_sv_f16_accum_f16_fuse_v_mean_attn"),
-    _row(name="qk_int8_sv_f8_accum_f32_attn_inst_buf"),
-    _row(name="qk_int8_sv_f8_accum_f32_fuse_v_scale_attn"),
-    _row(name="qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"),
-    _row(name="qk_int8_sv_f8_accum_f16_fuse_v_scale_attn_inst_buf"),
-    _row(name="qk_int8_sv_f8_accum_f32_fuse_v_scale_fuse_v_mean_attn"),
+ROWS = tuple(
+    AttentionOp(
+        backend="sage",
+        namespace=r"sageattention(_sm\d+)?|_sage_?attention\w*",
+        name=name,
+        layout="bhsd",
+        dropout=None,
+        trains=False,
+        note="quantized kernels without a backward",
+    )
+    for name in _OPS
 )

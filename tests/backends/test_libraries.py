@@ -1,6 +1,6 @@
-"""Every attention library, each file of tests/backends/libraries in a process of its own.
+"""Every attention library: the files of tests/backends/libraries, in two processes.
 
-What they load must not leak: stand-ins for compiled modules, kernels for ops, and what diffusers found at its import.
+What they load must not leak: substitutes for compiled modules, kernels for ops, and what diffusers found at its import.
 A library whose package is not here is skipped, with that as the reason, unless FASTAC_TEST_BACKENDS names it: then it
 fails. That variable holds names of files, separated by spaces or commas; one that does not exist is an error.
 """
@@ -11,22 +11,30 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from tests.backends import packages
 
-FILES = {path.stem: path for path in sorted(Path(__file__).with_name("libraries").glob("*.py"))}
+LIBRARIES = Path(__file__).with_name("libraries")
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 900
-"""After which a library's process is ended. Each of its tests has the timeout of every test."""
+
+GROUPS = {
+    "flash": ("flash_attn_2", "xformers", "diffusers_backends", "varlen", "fastvideo", "vmoba", "flash_attn_4"),
+    "triton": ("flash_attn_3", "attn_qat", "fastvideo_kernel", "longcat", "sage", "sla", "vsa"),
+}
+"""Libraries whose substitutes do not clash, in the order of their imports.
+
+flash-attn 2 comes before flash-attn 4, which lies in a folder of it, and before diffusers is imported. flash-attn 3 of
+July 2025 has an op of the name that one of flash-attn 2 has.
+"""
 
 NOT_ON_A_GPU = "not run on a GPU"
 
 
-def named(variable: str, known: Iterable[str]) -> frozenset[str]:
+def named(variable: str, known: Collection[str]) -> frozenset[str]:
     """The libraries that the value of FASTAC_TEST_BACKENDS names. Raises pytest.UsageError for one there is not."""
     names = frozenset(variable.replace(",", " ").split())
     if unknown := sorted(names - set(known)):
@@ -36,47 +44,59 @@ def named(variable: str, known: Iterable[str]) -> frozenset[str]:
     return names
 
 
-REQUIRED = named(os.environ.get("FASTAC_TEST_BACKENDS", ""), FILES)
+REQUIRED = named(os.environ.get("FASTAC_TEST_BACKENDS", ""), packages.LIBRARIES)
 
 
-def verdict(library: str, returncode: int, output: str) -> str:
-    """What is wrong with the run of a library, or ""."""
+def not_here(libraries: Collection[str], required: Collection[str]) -> list[str]:
+    """Why libraries are not covered. Fails when one of them is required."""
+    reasons = {
+        library: f"not covered: {library} needs {', '.join(missing)} in {packages.FOLDER}"
+        for library in libraries
+        if (missing := packages.missing(library))
+    }
+    if refused := [reason for library, reason in reasons.items() if library in required]:
+        pytest.fail("\n".join([*refused, "FASTAC_TEST_BACKENDS names it"]), pytrace=False)
+    return list(reasons.values())
+
+
+def verdict(libraries: Collection[str], returncode: int, output: str) -> str:
+    """What is wrong with the run of these libraries, or ""."""
     if returncode:
-        return f"{library} failed:\n{output}"
+        return f"failed:\n{output}"
     skipped = [line for line in output.splitlines() if line.startswith("SKIPPED") and NOT_ON_A_GPU not in line]
-    if skipped or not re.search(r"\b\d+ passed\b", output):
-        return f"{library} did not run all of its tests:\n{output}"
+    passed = set(re.findall(r"^PASSED tests/backends/libraries/(\w+)\.py", output, flags=re.MULTILINE))
+    if skipped or passed != set(libraries):
+        return f"did not run all tests of {', '.join(libraries)}:\n{output}"
     return ""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("library", FILES)
-def test_library(library: str) -> None:
-    if missing := packages.missing(library):
-        reason = f"not covered: {library} needs {', '.join(missing)} in {packages.FOLDER}"
-        if library in REQUIRED:
-            pytest.fail(f"{reason}, and FASTAC_TEST_BACKENDS names it")
-        pytest.skip(reason)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", str(FILES[library])]
-    ran = subprocess.run(
-        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS
-    )
-    if wrong := verdict(library, ran.returncode, ran.stdout):
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("group", GROUPS)
+def test_libraries(group: str) -> None:
+    absent = not_here(GROUPS[group], REQUIRED)
+    libraries = [library for library in GROUPS[group] if not packages.missing(library)]
+    files = [str(LIBRARIES / f"{library}.py") for library in libraries]
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", "--color=no", *files]
+    ran = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
+    if wrong := verdict(libraries, ran.returncode, ran.stdout):
         pytest.fail(wrong, pytrace=False)
+    if absent:
+        pytest.skip("\n".join(absent))
 
 
 # What decides above
 
 
-def test_every_library_says_what_it_needs() -> None:
-    assert set(FILES) == set(packages.LIBRARIES)
+def test_every_library_is_in_a_group_and_says_what_it_needs() -> None:
+    files = sorted(path.stem for path in LIBRARIES.glob("*.py"))
+    assert files == sorted(packages.LIBRARIES) == sorted(library for group in GROUPS.values() for library in group)
 
 
 def test_ci_names_every_library() -> None:
     found = re.search(r'FASTAC_TEST_BACKENDS="([^"]*)"', (ROOT / ".ci" / "run").read_text())
     assert found is not None
-    assert named(found.group(1), FILES) == set(FILES)
+    assert named(found.group(1), packages.LIBRARIES) == set(packages.LIBRARIES)
 
 
 def test_a_name_that_no_library_has_is_an_error() -> None:
@@ -85,29 +105,30 @@ def test_a_name_that_no_library_has_is_an_error() -> None:
         named("one four", ["one", "two", "three"])
 
 
-@pytest.mark.parametrize("required", [False, True])
-def test_a_package_that_is_not_here(required: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "FOLDER", tmp_path)
-    monkeypatch.setattr(sys.modules[__name__], "REQUIRED", frozenset(["flash_attn_2"] if required else []))
-    outcome = pytest.fail.Exception if required else pytest.skip.Exception
-    with pytest.raises(outcome, match=r"not covered: flash_attn_2 needs flash-attn 2\.8\.3\.post2 in "):
-        test_library("flash_attn_2")
+    (reason,) = not_here(["flash_attn_2", "varlen"], [])
+    assert reason.startswith("not covered: flash_attn_2 needs flash-attn 2.8.3.post2 in ")
+    with pytest.raises(pytest.fail.Exception, match=r"not covered: flash_attn_2"):
+        not_here(["flash_attn_2"], ["flash_attn_2"])
     with pytest.raises(ModuleNotFoundError, match=r"needs flash-attn 2\.8\.3\.post2"):
         packages.use("flash_attn_2")
+
+
+PASSED = "PASSED tests/backends/libraries/mine.py::test_it\n"
 
 
 @pytest.mark.parametrize(
     ("returncode", "output", "expected"),
     [
-        (0, "3 passed in 1s", ""),
-        (0, "SKIPPED [1] x.py:3: not run on a GPU: no CUDA device here\n3 passed, 1 skipped in 1s", ""),
-        (0, "SKIPPED [1] x.py:3: not today\n3 passed, 1 skipped in 1s", "did not run all"),
-        (0, "SKIPPED [3] x.py:3: not run on a GPU: no CUDA device here\n3 skipped in 1s", "did not run all"),
-        (1, "1 failed, 3 passed in 1s", "failed"),
-        (5, "no tests ran in 1s", "failed"),
+        (0, PASSED, ""),
+        (0, PASSED + "SKIPPED [1] x.py:3: not run on a GPU: no CUDA device here", ""),
+        (0, PASSED + "SKIPPED [1] x.py:3: not today", "did not run all"),
+        (0, PASSED.replace("mine", "another"), "did not run all"),
+        (1, PASSED, "failed"),
     ],
 )
 def test_what_passes(returncode: int, output: str, expected: str) -> None:
-    found = verdict("mine", returncode, output)
+    found = verdict(["mine"], returncode, output)
     assert bool(found) == bool(expected)
     assert expected in found

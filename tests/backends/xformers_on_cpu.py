@@ -11,6 +11,7 @@ later.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -20,10 +21,10 @@ import pytest
 import torch
 
 from tests.backends import aten_on_cpu
-from tests.backends.flash_on_cpu import stand_in
+from tests.backends.flash_on_cpu import flash_attn_3, substitute
 from tests.backends.kernels_on_cpu import backward_kernel, forward_kernel
 
-# C++ ops, with the schemas that they have in ROCm builds of xFormers (ck), in flash-attn 3 and in fbgemm-gpu-genai 1.9.
+# C++ ops, with the schemas that they have in ROCm builds of xFormers (ck) and in fbgemm-gpu-genai 1.9.
 SCHEMAS = (
     "xformers::efficient_attention_forward_ck(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
     "Tensor? seqstart_q, Tensor? seqstart_k, int? max_seqlen_q, float dropout_p, bool compute_logsumexp, "
@@ -33,21 +34,6 @@ SCHEMAS = (
     "Tensor? attn_bias, Tensor? seqstart_q, Tensor? seqstart_k, int? max_seqlen_q, int? max_seqlen_k, "
     "Tensor? seqlen_k, Tensor logsumexp, Tensor output, float dropout_p, int rng_seed, int rng_offset, "
     "int custom_mask_type, float? scale, int? window_size) -> (Tensor, Tensor, Tensor, Tensor)",
-    "flash_attn_3::fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, "
-    "Tensor? q_v=None, Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
-    "Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, "
-    "int? max_seqlen_k=None, Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, "
-    "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, "
-    "Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, bool is_causal=False, "
-    "int window_size_left=-1, int window_size_right=-1, int attention_chunk=0, float softcap=0., "
-    "bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, "
-    "int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)",
-    "flash_attn_3::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-    "Tensor(dq!)? dq=None, Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None, "
-    "Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None, "
-    "int? max_seqlen_k=None, float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, "
-    "int window_size_right=-1, float softcap=0., bool deterministic=False, int sm_margin=0) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "fbgemm::fmha_fwd(Tensor query, Tensor key, Tensor value, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
     "SymInt? max_seq_len_q=None, SymInt? max_seq_len_k=None, float? softmax_scale=None, bool causal=False, "
     "Tensor? seqlen_kv=None, Tensor? page_table=None, SymInt? seqlen_k=None, SymInt window_size_left=-1, "
@@ -59,7 +45,6 @@ SCHEMAS = (
 )
 RETURNS = {
     "xformers::efficient_attention_forward_ck": ("out", "logsumexp", "seed", "offset"),
-    "flash_attn_3::fwd": ("out", "logsumexp", "out_accum", "logsumexp_accum"),
     "fbgemm::fmha_fwd": ("out", "logsumexp"),
 }
 
@@ -103,16 +88,16 @@ def _fmha_backward(
 def xformers() -> ModuleType:
     """Import xformers.ops, with CPU kernels for its ops."""
     _libraries.extend(map(_define, SCHEMAS))
-    stand_in("flash_attn_3")
-    stand_in("flash_attn_3._C")  # the extension; its ops are defined above
+    flash_attn_3()
     place = ["fbgemm_gpu", "experimental", "gen_ai", "attention", "cutlass_blackwell_fmha"]
     for depth in range(len(place)):
-        stand_in(".".join(place[: depth + 1]))
-    interface = stand_in(".".join([*place, "cutlass_blackwell_fmha_interface"]))
+        substitute(".".join(place[: depth + 1]))
+    interface = substitute(".".join([*place, "cutlass_blackwell_fmha_interface"]))
     functions = {"forward": _fmha_forward, "backward": _fmha_backward}  # in the real one, too, a call of the op
     vars(interface).update({f"_cutlass_blackwell_fmha_{name}": function for name, function in functions.items()})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)  # torch's op, on a GPU
+        patch.setitem(sys.modules, "flash_attn", None)  # whose extension it would call past the ops
         from xformers import ops
         from xformers.ops.fmha import flash, flash3
     for op in (flash._flash_fwd, flash._flash_bwd, flash3.mha_fwd, flash3.mha_bwd):

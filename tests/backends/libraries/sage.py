@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.backends import packages
 
@@ -25,13 +24,10 @@ triton_on_cpu.takes_for_cuda("sageattention")
 from sageattention.core import sageattn
 
 import fastac
-from fastac import interception
 from fastac.backends import sage
-from fastac.registry import present_ops
 from tests import support
 from tests.support import assert_same, train_step
 
-BEFORE = [op.qualified_name for op in present_ops()]
 SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor(a!) output, Tensor query_scale, Tensor key_scale{extra}, "
     "int tensor_layout, int is_causal, int qk_quant_gran, float sm_scale, int return_lse) -> Tensor"
@@ -63,13 +59,12 @@ def _define(name: str, extra: int) -> Any:
 DEFINED = {name: _define(name, extra) for name, extra in OPS.items()}
 
 
-def call(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def region(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """As the library does it: quantized, into an output of its own that no gradient leads through."""
-    output = torch.empty_like(query)
-    scale = torch.ones(1)
-    quantized = [tensor.mul(16).to(torch.int8) for tensor in (query, key)]
+    output, scale = torch.empty_like(query), torch.ones(1)
+    quantized = [torch.tanh(tensor).mul(16).to(torch.int8) for tensor in (query, key)]
     DEFINED[name](*quantized, value, output, scale, scale, *[scale] * OPS[name], 1, 0, 2, query.shape[-1] ** -0.5, 0)
-    return output
+    return output * query
 
 
 def inputs() -> dict[str, torch.Tensor]:
@@ -78,40 +73,15 @@ def inputs() -> dict[str, torch.Tensor]:
     return {name: torch.randn(1, 2, 64, 64, generator=generator).requires_grad_() for name in names}
 
 
-def region(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return call(name, torch.tanh(query), key, value) * query
-
-
 def test_every_row_is_one_of_its_ops() -> None:
     assert {row.name for row in sage.ROWS} == {name.partition("::")[2] for name in OPS}
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_flops(name: str) -> None:
-    """Its output is an argument that it writes; what it returns is empty."""
-    interception.install()
-    with FlopCounterMode(display=False) as counter:
-        region(name, **inputs())
-    assert counter.get_total_flops() == 2 * (1 * 2 * 64) * 64 * (64 + 64)
-
-
-@pytest.mark.parametrize("engine", ["tape", "sac"])
-@pytest.mark.parametrize("name", OPS)
-def test_refused_by_name(name: str, engine: str) -> None:
-    checkpointed = functools.partial(fastac.checkpoint, functools.partial(region, name), engine=engine)
-    expected = re.escape(name.replace("::", ".")) + r"\.default does not train: quantized kernels without a backward"
-    with pytest.raises(fastac.UnsupportedBackendError, match=expected):
+def test_refused_by_name(name: str) -> None:
+    checkpointed = functools.partial(fastac.checkpoint, functools.partial(region, name))
+    with pytest.raises(fastac.UnsupportedBackendError, match=re.escape(name.replace("::", ".")) + ".*does not train"):
         train_step(checkpointed, inputs())
-
-
-def test_full_checkpointing_leaves_it_alone() -> None:
-    """What refuses it is that its output would be saved. Without that, the gradients behind it are just not there."""
-    name = next(iter(OPS))
-    tensors = inputs()
-    reference = train_step(functools.partial(region, name), tensors)
-    assert "gradient of input inputs.value" not in reference
-    full = functools.partial(fastac.checkpoint, functools.partial(region, name), policy="full")
-    assert_same(train_step(full, tensors), reference)
 
 
 class Block(torch.nn.Module):
@@ -127,20 +97,11 @@ class Block(torch.nn.Module):
         return video + self.attn_out(sageattn(query, key, value)[:, 0])
 
 
-@pytest.mark.parametrize("policy", ["full", "attn_only"])
-def test_release_1_shows_nothing(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_release_1_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Plain functions that launch Triton, no op and no autograd.Function: what fastac sees is what gets no gradient."""
-    assert [name for name in BEFORE if "sage" in name] == []
-    tensors = inputs()
-    exact = support.attention_math(*tensors.values())[0]
-    quantized = sageattn(*(tensor.detach().clone() for tensor in tensors.values()))  # it writes into the keys
-    assert support.relative_error(quantized, exact.detach()) < 0.02
-
     found = {"video": torch.randn(2, 64, 64, requires_grad=True), "text": torch.empty(0)}
     reference = train_step(support.stack(layers=1, block=Block), found)
     assert "gradient of blocks.0.attn_out.weight" in reference
     assert "gradient of blocks.0.attn_qkv.weight" not in reference
-    assert_same(train_step(support.stack(layers=1, block=Block, policy=policy), found), reference)
-    said = [record.getMessage() for record in caplog.records]
-    assert bool(said) == (policy == "attn_only")
-    assert all("attn_qkv.weight" in text and "attn_out" not in text for text in said)
+    assert_same(train_step(support.stack(layers=1, block=Block, policy="attn_only"), found), reference)
+    assert any("attn_qkv.weight" in record.getMessage() for record in caplog.records)
