@@ -36,7 +36,8 @@ from torch._dynamo.utils import counters
 import fastac
 import fastac.graph
 from common import RESULTS, allocated_bytes, build_model, write_result
-from fastac import interception, scopes
+from fastac import scopes
+from fastac.engine import interception
 from fastac.graph.application import KEEP_ORDER
 from held_bytes import (
     BATCH,

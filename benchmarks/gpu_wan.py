@@ -33,8 +33,7 @@ from common import parser, positive, write_result
 from fastac import scopes
 from fastac.cli.measuring import PLANNED, Measurement, Switch, Workload, gpu, measure
 from fastac.models import published as configurations
-from fastac.models.published import Configuration
-from fastac.models.published import fill_zeros
+from fastac.models.published import Configuration, fill_zeros
 from fastac.models.videos import Video
 from fastac.planning.video import without_weights
 from fastac.sizes import parse_bytes, readable_bytes

@@ -23,7 +23,7 @@ import fastac  # registers the rows
 from fastac import registry
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS
-from fastac.rows import AttentionOp, DecompositionOp, SelectionOp, Verdict
+from fastac.registry import AttentionOp, DecompositionOp, SelectionOp, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))

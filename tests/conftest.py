@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
-from fastac import checkpoint as _checkpoint# noqa: F401 the module below is loaded by it
+from fastac import checkpoint as _checkpoint  # noqa: F401 the module below is loaded by it
 from fastac import registry
 from fastac.compile import graphs
 from fastac.engine import opaque

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac.models.published import fill_zeros as fill_zeros
-from fastac.policy import Policy
 from tests.models.tiny import tiny_model
 
 Tensors = dict[str, torch.Tensor]

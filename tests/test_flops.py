@@ -18,8 +18,8 @@ from torch.utils.flop_counter import (
 )
 
 import fastac
-from fastac.engine import interception
 from fastac import registry
+from fastac.engine import interception
 from fastac.registry import AttentionOp
 from tests import support
 

@@ -69,7 +69,9 @@ def not_applied(function: Any, policy: Policy, problems: Sequence[str], made: in
 
 def small_ops(keys: int, module: str = "", cause: str = "") -> str:
     """What is said of an attention that ran as small ops."""
-    cause = cause or "no fused kernel took it (math kernel forced, dropout, head dims, strides, a mask that it does not do)"
+    cause = (
+        cause or "no fused kernel took it (math kernel forced, dropout, head dims, strides, a mask that it does not do)"
+    )
     return (
         f"{module}{': ' * bool(module)}an attention over {keys} keys ran as small ops, with no output to save: {cause}"
     )

@@ -10,11 +10,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac import torch_internals
-from fastac.annotation import REGION
+from fastac.compile.tracing import REGION
+from fastac.engine import torch_private
 from fastac.graph.torch_private import BACKWARD, is_drawing, is_tangent, schema_of
-from fastac.registry import classify
-from fastac.rows import AttentionOp
+from fastac.registry import AttentionOp, classify
 
 STATE = "fastac_state"
 """Mark of an input that belongs to the model: its name."""
@@ -101,7 +100,7 @@ def call(graph_module: GraphModule, node: Node) -> tuple[Any, Any]:
 def memory_of_value(node: Node) -> object:
     """What identifies the memory of a node's traced value; None for a value that is no tensor."""
     value = value_of(node)
-    return torch_internals.memory(value) if isinstance(value, torch.Tensor) else None
+    return torch_private.memory(value) if isinstance(value, torch.Tensor) else None
 
 
 def is_attention(node: Node) -> bool:

@@ -15,8 +15,9 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac import annotation
-from fastac.decisions import Decisions
+from fastac.compile import tracing
+from fastac.compile.tracing import Decisions
+from fastac.engine.generators import is_of_torch
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph import torch_private
 from fastac.graph.nodes import (
@@ -37,7 +38,6 @@ from fastac.graph.nodes import (
 )
 from fastac.graph.torch_private import BACKWARD, COLLECTIVES, is_functional, schema_of
 from fastac.policy import Policy
-from fastac.preservation import is_of_torch
 from fastac.registry import classify
 
 Policies = Mapping[int, Policy]
@@ -163,7 +163,7 @@ def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphMod
 
 def own_policies(graph_module: GraphModule) -> dict[int, Policy]:
     """The policies that the regions of a traced step were checkpointed with."""
-    found = {number: annotation.policy_of(_marks(nodes)) for number, nodes in regions(graph_module).items()}
+    found = {number: tracing.policy_of(_marks(nodes)) for number, nodes in regions(graph_module).items()}
     if not found:
         raise PolicyNotAppliedError(
             "the graph has no checkpointed region: nothing would be saved or recomputed. Call fastac.enable(model) or "
@@ -175,11 +175,11 @@ def own_policies(graph_module: GraphModule) -> dict[int, Policy]:
 
 def where(nodes: list[Node]) -> str:
     """The block that a region, given by its nodes, belongs to: class and name."""
-    return annotation.where(_marks(nodes))
+    return tracing.where(_marks(nodes))
 
 
 def _marks(nodes: list[Node]) -> dict[str, Any]:
-    return next(marks(node) for node in nodes if annotation.REGION in marks(node))
+    return next(marks(node) for node in nodes if tracing.REGION in marks(node))
 
 
 def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[Node]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from fastac import probing, torch_internals
+from fastac.engine import torch_private
 from fastac.errors import FastacError
 
 _REQUIRED = (
@@ -42,7 +42,7 @@ _REQUIRED = (
     "compiler._non_strict_tracing_context",
 )
 
-probing.require(_REQUIRED, "fastac.graph")
+torch_private.require(_REQUIRED, "fastac.graph")
 
 BACKWARD = {"phase": "backward"}
 """The mark by which torch's own passes know the backward (`node.meta["custom"]`)."""
@@ -79,7 +79,7 @@ def fake_of(value: Any, mode: FakeTensorMode) -> Any:
 def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode | None:
     """The mode that the values of a graph's inputs were made in."""
     for node in graph_module.graph.nodes:
-        if node.op == "placeholder" and torch_internals.is_fake(node.meta.get("val")):
+        if node.op == "placeholder" and torch_private.is_fake(node.meta.get("val")):
             return node.meta["val"].fake_mode  # type: ignore[no-any-return]
     return None
 
@@ -120,7 +120,7 @@ def _backward_marked(fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
 
     def fake(value: Any) -> Any:
         found = fakes.get(id(value), value)
-        if isinstance(found, torch.Tensor) and not torch_internals.is_fake(found):
+        if isinstance(found, torch.Tensor) and not torch_private.is_fake(found):
             raise FastacError(
                 f"trace: the step differentiates by a tensor of shape {tuple(found.shape)} that is neither a parameter "
                 f"of the model nor computed from the arguments. Pass it as an argument, or pass a module that holds "

@@ -18,7 +18,8 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastac import annotation, interception, preservation, torch_internals
+from fastac.compile import tracing
+from fastac.engine import generators, interception, torch_private
 from fastac.errors import FastacError
 from fastac.graph import torch_private
 from fastac.graph.nodes import RECOMPUTED, STATE, constants, draws, is_attention, is_backward, mark, marks, regions
@@ -134,7 +135,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     try:
         with (
             _nothing_stored(model, [*state.values(), *leaves]),
-            annotation.expected(),
+            tracing.expected(),
             torch_private.tracing(mode, fakes),
         ):
             graph_module = make_fx(flat)(*inputs)
@@ -226,7 +227,7 @@ def _describe(
     first: dict[int, str] = {}  # a graph has one input for a tensor in two places
     described: Description = {f"module {name or 'itself'}": _mode(module) for name, module in model.named_modules()}
     described |= {name: _kind(value, first.setdefault(id(value), name)) for name, value in values.items()}
-    for device in {device.type for device in preservation.devices_of(values.values())}:
+    for device in {device.type for device in generators.devices_of(values.values())}:
         if torch.amp.is_autocast_available(device):
             enabled = torch.is_autocast_enabled(device)
             described[f"autocast on {device}"] = torch.get_autocast_dtype(device) if enabled else "off"
@@ -285,7 +286,7 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
                 tensor.grad, wrong = gradient, True
         for name, module, before in attributes:
             for key, value in list(vars(module).items()):
-                if value is not before.get(key) and torch_internals.is_fake(value):
+                if value is not before.get(key) and torch_private.is_fake(value):
                     stored.append(f"{name}.{key}".lstrip("."))
                     vars(module).pop(key)
                     vars(module).update({key: before[key]} if key in before else {})

@@ -1,5 +1,6 @@
 """One file per DiT family: which modules hold its checkpointed blocks, and how its inputs follow from a video."""
 
+from fastac.errors import class_name
 from fastac.models import (
     allegro,
     cogvideox,
@@ -18,7 +19,6 @@ from fastac.models import (
 )
 from fastac.models.blocks import LISTS, BlockContainer, containers, has_switch, unwrapped
 from fastac.models.row import ModelRow
-from fastac.ranks import class_name
 
 _FAMILIES = (
     wan,

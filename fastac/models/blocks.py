@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
+from fastac.errors import class_name
 from fastac.models.row import ModelRow
-from fastac.ranks import class_name
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 """What blocks stand in."""

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError, registry
-from fastac.registry import BackendUse
-from fastac.rows import Verdict
+from fastac.registry import BackendUse, Verdict
 from tests import compiler, support
 from tests.support import AttentionBlock, assert_same, relative_error, stack_inputs, train_step
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fastac import plugins
-from fastac.backends import LIBRARIES
+from fastac.backends import LIBRARIES, plugins
 from fastac.registry import AttentionOp
 from tests.backends import packages
 

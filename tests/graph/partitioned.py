@@ -19,8 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastac.graph.torch_private import CustomPartitioner
-from fastac.registry import classify
-from fastac.rows import AttentionOp
+from fastac.registry import AttentionOp, classify
 from tests.support import AttentionBlock, AttentionStack
 
 WORLD = 8

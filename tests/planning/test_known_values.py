@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac.engine import torch_private
-from fastac.planning.known_values import LARGEST, KnownValues
 from fastac.engine.torch_private import NEEDS_VALUES
+from fastac.planning.known_values import LARGEST, KnownValues
 
 
 class Following(TorchDispatchMode):
