@@ -204,7 +204,7 @@ def refuse_compiled(function: Any, policy: Policy) -> None:
     raise PolicyNotAppliedError(
         f"{policy}: {census.describe(function)} is compiled, or runs compiled code, in which no Linear module can be "
         f'told from others. Use a policy of attention there, such as "long_attn_only" or '
-        f"Policy.budget(..., linear=False)."
+        f"plan.within(..., linear=False)."
     )
 
 
