@@ -335,7 +335,12 @@ def differences(expected: Step, got: Step) -> dict[str, float]:
         value = got.tensors.get(name)
         if wanted is None and value is None:
             continue
-        if wanted is None or value is None or wanted.shape != value.shape or not torch.equal(wanted.isnan(), value.isnan()):
+        if (
+            wanted is None
+            or value is None
+            or wanted.shape != value.shape
+            or not torch.equal(wanted.isnan(), value.isnan())
+        ):
             found[name] = math.inf
         elif not torch.equal(wanted.nan_to_num(), value.nan_to_num()):
             found[name] = (wanted.double() - value.double()).nan_to_num().abs().max().item()

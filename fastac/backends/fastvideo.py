@@ -34,34 +34,45 @@ _SIZES = "variable_block_sizes"
 _chosen = partial(_sparse, namespace="fastvideo_kernel", selection=_LISTS, coarse=_SIZES)
 _mapped = partial(_sparse, namespace="vsa", coarse=_SIZES)
 _INFERENCE = "it is for inference and has no backward"
-_inference = partial(_sparse, namespace="fastvideo_kernel", trains=False, note=_INFERENCE,
-        flops=Flops(blocks=_MAP))
+_inference = partial(_sparse, namespace="fastvideo_kernel", trains=False, note=_INFERENCE, flops=Flops(blocks=_MAP))
 
 ROWS = (
     _wrapper(name="_flash_attn_default_forward"),
-    _wrapper(name="_flash_attn_no_pad_forward", key="qkv", layout="bs3hd", dropout="dropout_p",
+    _wrapper(
+        name="_flash_attn_no_pad_forward",
+        key="qkv",
+        layout="bs3hd",
+        dropout="dropout_p",
         flops=Flops(offsets=("key_padding_mask", "key_padding_mask")),
     ),
-    _wrapper(name="_flash_attn_varlen_qk_no_pad_forward", key="key", dropout="dropout_p",
+    _wrapper(
+        name="_flash_attn_varlen_qk_no_pad_forward",
+        key="key",
+        dropout="dropout_p",
         flops=Flops(offsets=("query_padding_mask", "key_padding_mask")),
     ),
     _wrapper(name="_flash_attn_cute_forward"),
-    _wrapper(name="_flash_attn_cute_varlen_forward", layout="thd", max_kv="max_seqlen_k",
+    _wrapper(
+        name="_flash_attn_cute_varlen_forward",
+        layout="thd",
+        max_kv="max_seqlen_k",
         flops=Flops(offsets=("cu_seqlens_q", "cu_seqlens_k")),
     ),
     _wrapper(name="_flash_attn_cute_fp4_forward", trains=False, note=_INFERENCE),
-    _chosen(name="block_sparse_attn_triton",
-        flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_LISTS)),
-    _chosen(name="block_sparse_attn_sm90", key="k_padded",
-        flops=Flops(backward="block_sparse_attn_backward_sm90", blocks=_LISTS)),
-    _chosen(name="block_sparse_attn_sm100a",
-        flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_LISTS)),
-    _mapped(name="block_sparse_attn_triton",
-        flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_MAP)),
-    _mapped(name="block_sparse_attn_SM90", key="k_padded",
-        flops=Flops(backward="block_sparse_attn_backward_SM90", blocks=_MAP)),
-    _inference(name="block_sparse_attn_sm100a_inference", coarse=_SIZES,
-        flops=Flops(blocks=_LISTS)),
+    _chosen(name="block_sparse_attn_triton", flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_LISTS)),
+    _chosen(
+        name="block_sparse_attn_sm90",
+        key="k_padded",
+        flops=Flops(backward="block_sparse_attn_backward_sm90", blocks=_LISTS),
+    ),
+    _chosen(name="block_sparse_attn_sm100a", flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_LISTS)),
+    _mapped(name="block_sparse_attn_triton", flops=Flops(backward="block_sparse_attn_backward_triton", blocks=_MAP)),
+    _mapped(
+        name="block_sparse_attn_SM90",
+        key="k_padded",
+        flops=Flops(backward="block_sparse_attn_backward_SM90", blocks=_MAP),
+    ),
+    _inference(name="block_sparse_attn_sm100a_inference", coarse=_SIZES, flops=Flops(blocks=_LISTS)),
     _inference(name="block_sparse_attn_sm100a_from_mask_inference"),
     _inference(name="h3_vsa_sm100a_from_mask_compat", namespace="fastvideo"),
 )
@@ -70,10 +81,20 @@ _KERNELS = r"fastvideo_kernel\."
 _function = partial(OpaqueFunction, layout="bhsd", dropout=None)
 
 FUNCTIONS = (
-    _function(backend="vsa", module=_KERNELS + "block_sparse_attn_cute_fwd", name="_CuteAttentionQ128", key="k_bshd", layout="bshd",
-        flops=Flops(blocks=_MAP)),
-    _function(backend="sla", module=_KERNELS + r"triton_kernels\.sla_triton|sparse_linear_attention\.kernel", name="_attention",
-        flops=Flops(blocks=("k_block_id",))),
+    _function(
+        backend="vsa",
+        module=_KERNELS + "block_sparse_attn_cute_fwd",
+        name="_CuteAttentionQ128",
+        key="k_bshd",
+        layout="bshd",
+        flops=Flops(blocks=_MAP),
+    ),
+    _function(
+        backend="sla",
+        module=_KERNELS + r"triton_kernels\.sla_triton|sparse_linear_attention\.kernel",
+        name="_attention",
+        flops=Flops(blocks=("k_block_id",)),
+    ),
     _function(backend="attn_qat", module=_KERNELS + r"triton_kernels\.attn_qat_train", name="_attention"),
     _function(
         backend="bsa",

@@ -187,12 +187,13 @@ class Forecast:
             relative=total / full,
         )
 
-    def within(self, limit: int) -> dict[str, Policy]:
+    def within(self, limit: int, linear: bool = True) -> dict[str, Policy]:
         """What every block saves so that most recompute is avoided with `limit` bytes of saved outputs.
 
-        Collectives of context parallelism count first; where they alone are more they are issued again.
+        Collectives of context parallelism count first; where they alone are more they are issued again. linear: whether
+        outputs of Linear modules may be among them.
         """
-        outputs = self.outputs()
+        outputs = {block: [one for one in found if linear or one.keys] for block, found in self.outputs().items()}
         exchanging = {
             block_of(region) for region, found in self.candidates.items() for one in found if one.name == EXCHANGED
         }

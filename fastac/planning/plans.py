@@ -56,7 +56,7 @@ class Plan:
     budget: int | None = None
     notes: tuple[str, ...] = NOT_MODELLED
 
-    def within(self, saved: str | int) -> dict[str, Policy]:
+    def within(self, saved: str | int, *, linear: bool = True) -> dict[str, Policy]:
         """The policies of all blocks that avoid the most recompute with so many bytes of saved outputs.
 
         Attention is saved from some number of keys on, and outputs of Linear modules by name. It never recomputes more
@@ -65,6 +65,7 @@ class Plan:
         Args:
             saved: bytes that the saved outputs of all blocks hold together after one forward, above what full
                 checkpointing holds: "24GiB", "500MB" or a number.
+            linear: whether outputs of Linear modules may be among them, which compiled blocks cannot save.
 
         Returns:
             Block name -> Policy, as `fastac.enable` takes it for a model with blocks of these names.
@@ -77,7 +78,7 @@ class Plan:
             >>> fastac.enable(transformer, plan.within("24GiB"))
         """
         limit = parse_bytes(saved)
-        chosen = self.forecast.within(limit)
+        chosen = self.forecast.within(limit, linear)
         if all(policy.saves_nothing for policy in chosen.values()):
             logger.warning("plan.within(%s): no output of a block is small enough", readable_bytes(limit))
         return chosen

@@ -80,6 +80,7 @@ def test_what_is_within_holds_no_more(name: str) -> None:
 def test_within_takes_bytes_as_people_write_them(caplog: pytest.LogCaptureFixture) -> None:
     plan = fastac.plan(*tiny(WAN))
     assert plan.within("20KiB") == plan.within(20 * 1024)
+    assert {policy.linear for policy in plan.within("20KiB", linear=False).values()} == {()}
     with pytest.raises(FastacError, match="'much'"):
         plan.within("much")
     assert set(plan.within(1).values()) == {Policy("full")}
