@@ -115,7 +115,8 @@ time = compilations.look
 
 def reset() -> None:
     """Forget every graph, for tests."""
-    _state.__init__()  # type: ignore[misc]
+    _state.traced.clear()
+    _state.watched.clear()
     if _ran_again in interception.watchers:
         interception.watchers.remove(_ran_again)
 
