@@ -208,11 +208,11 @@ class TestNothingSavable:
 @EACH_WAY
 def test_another_policy_on_a_compiled_model(way: str) -> None:
     """A policy is read while the model is traced: with another one, what was compiled before must not serve."""
-    model, inputs = stack(), stack_inputs()
+    model, inputs = stack(layers=1), stack_inputs()
     WAYS[way](model, "aot_eager")
     expected = train(model, inputs, steps=1).tensors[0]
     long_only = fastac.Policy("attn_only", min_kv=support.TEXT_TOKENS + 1)
-    for policy, executions in [("attn_only", 4), ("full", 8), (long_only, 6), ("attn_only", 4)]:
+    for policy, executions in [("attn_only", 2), ("full", 4), (long_only, 3), ("attn_only", 2)]:
         model.policy = policy
         found = train(model, inputs)
         for tensors in found.tensors:
@@ -221,7 +221,7 @@ def test_another_policy_on_a_compiled_model(way: str) -> None:
     model.policy = "none"
     found = train(model, inputs, steps=1)
     assert_same(found.tensors[0], expected)
-    assert found.executions == [4]
+    assert found.executions == [2]
 
 
 class Around(torch.nn.Module):

@@ -24,8 +24,9 @@ from fastac.compile import torch_private
 from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
-from tests.marks import quick
 from tests.support import relative_error, train_step
+
+pytestmark = pytest.mark.slow  # inductor
 
 TOKENS, WIDTH = 256, 16
 
@@ -137,7 +138,6 @@ def _trains_here() -> Iterator[None]:
 trains_here = pytest.mark.usefixtures("_trains_here")
 
 
-@pytest.mark.slow
 @trains_here
 def test_a_model_of_diffusers_whose_backend_is_flex() -> None:
     """Its self-attention; diffusers gives the text a mask that flex_attention takes as well."""
@@ -151,7 +151,7 @@ def test_a_model_of_diffusers_whose_backend_is_flex() -> None:
 
 @trains_here
 class TestSaved:
-    @pytest.mark.parametrize("name", quick(ATTENTIONS, "block mask"))
+    @pytest.mark.parametrize("name", ATTENTIONS)
     def test_in_compiled_blocks(self, name: str) -> None:
         attend, calls = ATTENTIONS[name]
         reference = eagerly(model(attend), inputs())
@@ -199,7 +199,6 @@ class TestSaved:
         fastac.compile(built, blocks="blocks")
         assert_steps(built, reference, inputs(requires_grad=False), 2)
 
-    @pytest.mark.slow
     def test_in_a_model_that_is_compiled_as_a_whole(self) -> None:
         reference = eagerly(model(), inputs())
         built = model(fastac.compile_attention(flex_attention))
@@ -274,7 +273,6 @@ def real_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return executed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inductors_own_kernel(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its C++ kernel for the CPU, in blocks whose attention needs no gradient."""
