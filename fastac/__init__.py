@@ -5,7 +5,7 @@ fastac.enable(transformer, policy="attn_only")
 
 import sys as _sys
 
-from fastac import backends as _backends  # registers the rows
+from fastac import backends as backends  # registers the rows
 from fastac.checkpoint import checkpoint
 from fastac.compile.blocks import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
 from fastac.engine import flops as _flops

@@ -236,8 +236,8 @@ class Region:
         _warn_once(
             self.function,
             "fewer",
-            f"{describe(self.function)}: {made} attention calls and saved products, where there were {before} before on "
-            f"inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see",
+            f"{describe(self.function)}: {made} attention calls and saved products, where there were {before} before "
+            f"on inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see",
         )
 
     def _note(self, result: RegionResult, outputs: Any) -> None:

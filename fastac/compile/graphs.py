@@ -117,16 +117,10 @@ time = compilations.look
 
 def reset() -> None:
     """Forget every graph, for tests."""
-<<<<<<< HEAD
-    _state.__init__()  # type: ignore[misc]
-    if _ran_again in engine.listeners:
-        engine.listeners.remove(_ran_again)
-=======
     _state.traced.clear()
     _state.watched.clear()
-    if _ran_again in interception.watchers:
-        interception.watchers.remove(_ran_again)
->>>>>>> h6
+    if _ran_again in engine.listeners:
+        engine.listeners.remove(_ran_again)
 
 
 def region(policy: Policy) -> Traced:

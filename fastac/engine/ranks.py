@@ -64,7 +64,7 @@ class Group:
             dist.destroy_process_group(self._group)
 
     def _report(self, error: Exception) -> None:
-        """Report to the others what was raised here; where it was only that a rank was missed, raise what that one says."""
+        """Report to the others what was raised here; where only a rank was missed, raise what that one says."""
         kind, text = type(error).__name__, str(error)
         own = (kind, text if text.startswith(rank()) else f"{rank()}: {kind}: {text}")
         failed = [other for other in self._exchange(own) if isinstance(other, tuple) and other != own]
