@@ -23,7 +23,7 @@ import fastac  # registers the rows
 from fastac import registry
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS
-from fastac.registry import AttentionOp, DecompositionOp, SelectionOp, Verdict
+from fastac.registry import AttentionOp, Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -131,12 +131,15 @@ def backends() -> str:
                 *(
                     (f"`{row.namespace}::{row.name}`", "sparse attention chooses its blocks with it: saved")
                     for row in rows
-                    if isinstance(row, SelectionOp)
+                    if row.kind == "choice"
                 ),
                 *(
-                    (f"`{row.namespace}::{row.name}`", f"runs only where {row.attention} is decomposed: refused")
+                    (
+                        f"`{row.namespace}::{row.name}`",
+                        "runs only where scaled_dot_product_attention is decomposed: refused",
+                    )
                     for row in rows
-                    if isinstance(row, DecompositionOp)
+                    if row.kind == "decomposition"
                 ),
             ),
         ),

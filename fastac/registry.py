@@ -364,12 +364,13 @@ def check_row(row: Row) -> None:
 
 def check_texts(row: Any, where: str) -> None:
     """Raise FastacError where a field of a row is not of the type that it is declared with."""
-    for field in dataclasses.fields(row):
+    declarations: Any = dataclasses.fields(row)
+    for field in declarations:
         value, declared = getattr(row, field.name), str(field.type)
         if declared == "str | None" and value is None:
             continue
-        kind = {"s": str, "t": tuple, "b": bool, "F": Flops}[declared[0]]
-        if not isinstance(value, kind) or (kind is tuple and not all(isinstance(item, str) for item in value)):
+        kind: type = {"s": str, "t": tuple, "b": bool, "F": Flops}[declared[0]]
+        if not isinstance(value, kind) or (isinstance(value, tuple) and not all(isinstance(i, str) for i in value)):
             raise FastacError(f"{where}: {field.name} is {value!r}, expected {declared}, in {row!r}")
 
 
@@ -411,7 +412,7 @@ def _row_of(op: Op) -> Row | None:
     return found[0] if found else None
 
 
-def classify(op: object) -> BoundOp | None:
+def classify(op: Any) -> BoundOp | None:
     """The row of an op, bound to it, or None for an op without a row. Answered from a dict after the first time.
 
     op: an OpOverload or a HigherOrderOperator; anything else has no row.

@@ -593,7 +593,7 @@ class _Subject:
             policy_executions=later.executions,
             saved=len(saved),
             recomputed=len(later.calls) - len(saved),
-            saved_bytes=sum(one.saved_bytes for one in (*saved, *later.products)),
+            saved_bytes=sum(one.saved_bytes for one in saved) + sum(one.saved_bytes for one in later.products),
             allowed_again=own + (later.executions[0] if unseen else len(later.calls)) - len(saved),
             linear_saved=len(later.products),
         )

@@ -17,7 +17,7 @@ from fastac import hook, registry
 from fastac.backends import LIBRARIES, plugins
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.cli.measuring import version
-from fastac.engine import interception, opaque
+from fastac.engine import interception
 from fastac.registry import AttentionOp, OpaqueFunction, Verdict
 
 WIDTH = 100
@@ -120,7 +120,7 @@ def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.BoundOp]) -> dict[str
     mine = [
         op.qualified_name
         for op in ops
-        if op.row in plugin.rows or (opaque.is_opaque(op) and getattr(op.row, "backend", "") in made_visible)
+        if op.row in plugin.rows or (op.is_opaque and getattr(op.row, "backend", "") in made_visible)
     ]
     trains = any(getattr(row, "trains", True) for row in plugin.rows)
     verdict = Verdict.SAVABLE if trains else Verdict.OPAQUE if plugin.functions else Verdict.NOT_TRAINABLE

@@ -215,7 +215,7 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callab
     return compiled  # type: ignore[no-any-return]
 
 
-def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Zeros in the shapes that an op would return, without running it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -90,18 +90,18 @@ class Decisions:
         elif looks_like_attention_forward(name := qualified_name(op), args):
             self._unknown.append(UnknownOp(*name.split("::")))
 
-    def check(self) -> None:
-        """Raise CompiledPolicyNotAppliedError when some of the operators so far cannot be saved."""
+    def check(self, where: str = "") -> None:
+        """Raise CompiledPolicyNotAppliedError when some of the operators so far cannot be saved. where: they are."""
         coarse = coarse_numbers(self._coarse)
         written_out = sum(keys not in coarse for keys in self._written_out)
-        refuse_unsaved(self.policy, self._small + written_out, self._unknown)
+        refuse_unsaved(self.policy, self._small + written_out, self._unknown, where)
 
 
 def _number(keys: Any) -> int:
     return keys if isinstance(keys, int) else sys.maxsize  # a symbolic number counts as many
 
 
-def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp]) -> None:
+def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp], where: str = "") -> None:
     """Raise CompiledPolicyNotAppliedError for attention of a region in a graph that cannot be saved.
 
     small: how many calls ran as small ops. unknown: ops without a row.
@@ -116,7 +116,8 @@ def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp]) -> 
     else:
         return
     raise CompiledPolicyNotAppliedError(
-        f"{policy}: not every attention call of a checkpointed region in a compiled graph can be saved.\n{what}.\n"
+        f"{where}{': ' * bool(where)}{policy}: not every attention call of a checkpointed region in a graph can be "
+        f"saved.\n{what}.\n"
         f'Mend the cause, or use policy="full" for this block.'
     )
 

@@ -179,9 +179,7 @@ def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node], parameter
         elif decision is not None:
             _check_draws(node)
             _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
-    failure = decisions.failure()
-    if failure is not None:
-        raise CompiledPolicyNotAppliedError(failure)
+    decisions.check()
     return saved
 
 

@@ -192,9 +192,7 @@ def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[
         for node in nodes
         if not is_getitem(node) and decisions.of(node.target, *call(graph_module, node), node.meta.get("val"))
     }
-    failure = decisions.failure()
-    if failure is not None:
-        raise PolicyNotAppliedError(f"{where(nodes)}: {failure}")
+    decisions.check(where(nodes))
     return saved
 
 

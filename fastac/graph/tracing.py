@@ -18,8 +18,10 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fastac.checkpoint import prepare
 from fastac.compile import tracing
-from fastac.engine import generators, interception, torch_private
+from fastac.engine import generators
+from fastac.engine.torch_private import is_fake
 from fastac.errors import FastacError
 from fastac.graph import torch_private
 from fastac.graph.nodes import RECOMPUTED, STATE, constants, draws, is_attention, is_backward, mark, marks, regions
@@ -103,7 +105,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         raise FastacError(
             f"trace: expected a model after the step, got {type(model).__name__}: trace(step, model, ...)"
         )
-    interception.install()  # attention libraries that were loaded since: not from within the trace
+    prepare()  # attention libraries that were loaded since: not from within the trace
     state = _state_of(model)
     described = _describe(model, state, args, kwargs)
     leaves, structure = torch_private.tree_flatten((args, kwargs))
@@ -286,7 +288,7 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
                 tensor.grad, wrong = gradient, True
         for name, module, before in attributes:
             for key, value in list(vars(module).items()):
-                if value is not before.get(key) and torch_private.is_fake(value):
+                if value is not before.get(key) and is_fake(value):
                     stored.append(f"{name}.{key}".lstrip("."))
                     vars(module).pop(key)
                     vars(module).update({key: before[key]} if key in before else {})

@@ -19,7 +19,7 @@ import fastac
 from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP, OP
-from tests.backends.test_compiled_flex import Model, block_class, inputs
+from tests.compile.test_flex import Model, block_class, inputs
 from tests.support import relative_error, train_step
 
 
