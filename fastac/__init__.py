@@ -1,25 +1,27 @@
 """Selective activation checkpointing that knows attention backends.
 
 fastac.enable(transformer, policy="attn_only")
+
+Torch is imported when something of this is first asked for, not by `fastac --help`.
 """
 
-import sys as _sys
+from __future__ import annotations
 
-from fastac import backends as backends  # registers the rows
-from fastac.checkpoint import checkpoint
-from fastac.compile.blocks import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
-from fastac.engine import flops as _flops
-from fastac.engine import torch_private as _torch_private
-from fastac.engine.opaque import make_visible
-from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
-from fastac.hook import disable, enable
-from fastac.planning import Plan, plan
-from fastac.policy import Policy
-from fastac.registry import AttentionOp, OpaqueFunction, register
-from fastac.verify import Report, Verification, report, verify
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
 
-_flops.register_formulas()
-_torch_private.run_eagerly([module for name, module in _sys.modules.copy().items() if name.startswith("fastac.")])
+if TYPE_CHECKING:
+    from fastac.checkpoint import checkpoint
+    from fastac.compile.blocks import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
+    from fastac.engine.opaque import make_visible
+    from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
+    from fastac.hook import disable, enable
+    from fastac.planning import Plan, plan
+    from fastac.policy import Policy
+    from fastac.registry import AttentionOp, OpaqueFunction, register
+    from fastac.verify import Report, Verification, report, verify
 
 __version__ = "0.1.0"
 
@@ -45,3 +47,45 @@ __all__ = [
     "report",
     "verify",
 ]
+
+_ROOMS = (
+    "checkpoint",
+    "compile.blocks",
+    "engine.opaque",
+    "errors",
+    "hook",
+    "planning",
+    "policy",
+    "registry",
+    "verify",
+)
+"""Modules that define the public names."""
+
+
+def _load() -> None:
+    """Register the rows of the catalogue and import every public name."""
+    importlib.import_module("fastac.backends")
+    for room in _ROOMS:
+        module = importlib.import_module(f"fastac.{room}")
+        globals().update({name: vars(module)[name] for name in __all__ if name in vars(module)})
+    from fastac.engine import flops, torch_private
+
+    flops.register_formulas()
+    torch_private.run_eagerly([one for name, one in sys.modules.copy().items() if name.startswith("fastac.")])
+
+
+class _Package(types.ModuleType):
+    """A package some of whose functions have the name of the module that they stand in: the function has it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'fastac' has no attribute {name!r}")
+        _load()
+        return vars(self)[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in __all__ or not isinstance(value, types.ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -288,7 +288,7 @@ def _warn_once(function: Any, what: str, message: str) -> None:
         logger.warning("%s", message)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces
+@torch_private.constant_under_dynamo
 def _prepare_trace() -> None:
     """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
     prepare()

@@ -11,14 +11,12 @@ import pytest
 import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
-from fastac import checkpoint as _checkpoint  # noqa: F401 the module below is loaded by it
 from fastac import registry
+from fastac.checkpoint import state as regions
 from fastac.compile import graphs
 from fastac.engine import opaque
 from fastac.engine.tape import engine
 from tests import support
-
-regions = sys.modules["fastac.checkpoint"].state
 
 
 def pytest_configure() -> None:

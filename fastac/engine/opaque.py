@@ -430,7 +430,7 @@ def _is_watched(tensors: Sequence[Any]) -> bool:
     return listening or torch_private.in_dispatch_mode()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while dynamo traces the call, once per graph
+@torch_private.constant_under_dynamo
 def _warn_compiled(name: str) -> None:
     logger.warning(
         "%s::%s is in a compiled graph, where its kernel has no op: a checkpointed region there recomputes it. "

@@ -234,6 +234,15 @@ def _codes(value: object) -> Iterator[types.CodeType]:
         yield from _codes(getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None)
 
 
+def constant_under_dynamo(function: Callable[..., None]) -> Callable[..., None]:
+    """Let dynamo run a function while it traces a call of it, once per graph, and trace nothing of it.
+
+    As torch.compiler.assume_constant_result does, which imports the compiler for it (a second).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def in_proxy_trace() -> bool:
     """Whether this thread is recording operations into a graph: AOT, make_fx, export."""
     return proxy_mode() is not None
