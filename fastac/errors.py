@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import sys
 
 _ENGINES = ("FSDP", "DDP", "Replicate")
 """What `fully_shard` and `replicate` put before the name of a module's class."""
@@ -10,7 +10,8 @@ _ENGINES = ("FSDP", "DDP", "Replicate")
 
 def rank() -> str:
     """Which of several processes this is, as "rank 0 of 2"; "" where there is one."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    dist = sys.modules.get("torch.distributed")  # where nobody has loaded it, there is one
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
