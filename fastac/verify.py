@@ -18,6 +18,7 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import errors, hook, models
+from fastac.backends.availability import ignored_backends
 from fastac.checkpoint import checkpoint, prepare, state
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
@@ -176,7 +177,7 @@ def report(model: torch.nn.Module) -> Report:
         active=enabled is not None and not enabled.was_switched_off() and not enabled.was_replaced(),
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
-        remarks=tuple(hook.ignored_backends(model, names)),
+        remarks=tuple(ignored_backends(model, names)),
     )
 
 
