@@ -229,7 +229,8 @@ class Region:
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
-        if self.block is None and result.calls and not (saved or result.products):
+        enabled = self.block is not None and self.block.name  # by its model, which looks at all of its blocks
+        if not enabled and result.calls and not (saved or result.products):
             _warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
 
     def _warn_of_fewer(self, made: int, before: int) -> None:

@@ -46,6 +46,20 @@ class Forward:
         """What the block's forward was."""
         return type(self.block).forward.__get__(self.block) if self.before is None else self.before
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the block's forward is the one that opens a region."""
+        forward = vars(self.block).get("forward")
+        return isinstance(forward, functools.partial) and forward.func is _run_forward
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether it is so inside a hook that somebody put around it since."""
+        forward = getattr(vars(self.block).get("forward"), "__wrapped__", None)
+        while forward is not None and getattr(forward, "func", None) is not _run_forward:
+            forward = getattr(forward, "__wrapped__", None)
+        return forward is not None
+
 
 @dataclasses.dataclass(eq=False)
 class Enabled:
@@ -114,13 +128,14 @@ class Enabled:
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
         for name, own in self.forwards.items():
-            forward = vars(own.block).get("forward")
-            if not isinstance(forward, functools.partial) or forward.func is not _run_forward:
+            if own.is_wrapped:
                 raise FastacError(
                     f"disable: the forward of {class_name(self.model)}.{name} was wrapped since fastac.enable. Take "
                     f"that hook off first, then disable."
                 )
         for own in self.forwards.values():
+            if not own.is_attached:
+                continue  # a hook that was there before `enable` came off, and put back what it had found
             if own.before is None:
                 del vars(own.block)["forward"]
             else:
