@@ -116,15 +116,17 @@ def checkpoint(
         early_stop=early_stop,
         **kwargs,
     )
-    if policy.saves_nothing:
-        return full(debug=debug) if debug else full()
     if torch.compiler.is_dynamo_compiling():
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
+        if policy.saves_nothing:
+            return full(debug=debug) if debug else full()
         _prepare_trace()
         return full(context_fn=functools.partial(_contexts_in_graph, policy))
     if torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
+    if policy.saves_nothing:
+        return full(debug=debug) if debug else full()
     region = Region(function, args, kwargs, policy, preserve_rng_state)
     outputs = full(context_fn=region.contexts)
     region.end(outputs)

@@ -214,7 +214,10 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """What stands in the place of a block's forward."""
     if not torch.is_grad_enabled():
         return own.forward(*args, **kwargs)
-    return _run(own.enabled, own.forward, *args, **kwargs)
+    if not torch.compiler.is_compiling():
+        own.enabled.opened += 1
+    # by the block: dynamo does not know what a method is bound to
+    return checkpoint(own.forward, *args, policy=own.enabled.policy_of(own.block), **kwargs)
 
 
 def call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:
