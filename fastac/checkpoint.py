@@ -183,6 +183,8 @@ class Region:
             )
         if is_compiled(self.function):
             tracing.refuse_linear(self.policy, describe(self.function))
+        if not record_of(block).name:  # else `enable` has looked at the names in all blocks
+            linear.check_names({block: self.policy})
         linear.attach(block, self.policy)
 
     def end(self, outputs: Any) -> None:
@@ -198,7 +200,7 @@ class Region:
                 linear.check_called(self.policy, record.products, describe(self.function))
             self._remember(known)
         elif record.decomposed:
-            problems = [diagnosis.small_ops(keys) for keys in record.decomposed]
+            problems = [diagnosis.small_ops(describe(self.function), keys) for keys in record.decomposed]
             raise diagnosis.not_applied(self.function, self.policy, problems, len(record.made))
         elif record.made != list(known.made) or record.products != [one.name for one in known.products]:
             if len(record.made) + len(record.products) < len(known.made) + len(known.products):

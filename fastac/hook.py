@@ -101,6 +101,8 @@ class Enabled:
 
     def attach(self) -> None:
         """Let the model call fastac for its blocks."""
+        for block in self.blocks.values():
+            linear.attach(block, self.policy_of(block))
         vars(self.model)[_ENABLED] = self
         function = functools.partial(_run, self)
         if self.by_forward:
@@ -149,6 +151,7 @@ class Enabled:
         for hooks in (self.model._forward_pre_hooks, self.model._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
+        linear.detach(self.model)
         vars(self.model).pop(_ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
@@ -260,7 +263,7 @@ def enable(
             _refuse_other(module, class_name(inside(module)))
     enabled = Enabled(model, selected, named, by_forward=blocks is not None)
     linear.check_names({block: enabled.policy_of(block) for block in named.values()})
-    _detach(model)  # hooks of Linear modules stay: a backward of what was enabled before may need them
+    disable(model)
     enabled.attach()
     for name, block in named.items():
         record = record_of(block)
@@ -279,13 +282,7 @@ def disable(model: torch.nn.Module) -> None:
         FastacError: what is no module, or a block whose forward was wrapped since.
     """
     check_module(model, "disable")
-    model = models.unwrapped(model)
-    _detach(model)
-    linear.detach(model)
-
-
-def _detach(model: torch.nn.Module) -> None:
-    for module in model.modules():
+    for module in models.unwrapped(model).modules():
         enabled = vars(module).get(_ENABLED)
         if enabled is not None:
             enabled.detach()

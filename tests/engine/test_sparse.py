@@ -178,7 +178,7 @@ def test_bytes_of_choices_are_reported_apart() -> None:
         train_step(model, support.stack_inputs())
         report = fastac.report(model)
         (row,) = report.rows
-        assert (row.selection_bytes > 0) == (policy == "attn_only")
+        assert (row.choice_bytes > 0) == (policy == "attn_only")
         assert ("choices" in str(report)) == (policy == "attn_only")
 
 
