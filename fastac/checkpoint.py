@@ -116,15 +116,16 @@ def checkpoint(
         early_stop=early_stop,
         **kwargs,
     )
+    in_dynamo = torch.compiler.is_dynamo_compiling()
+    if not in_dynamo and torch_private.in_other_trace():
+        return tracing.run_annotated(function, args, kwargs, policy)
     if policy.saves_nothing:
         return full(debug=debug) if debug else full()
-    if torch.compiler.is_dynamo_compiling():
+    if in_dynamo:
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
         _prepare_trace()
         return full(context_fn=functools.partial(_contexts_in_graph, policy))
-    if torch_private.in_other_trace():
-        return tracing.run_annotated(function, args, kwargs, policy)
     region = Region(function, args, kwargs, policy, preserve_rng_state)
     outputs = full(context_fn=region.contexts)
     region.end(outputs)
@@ -162,6 +163,8 @@ class Region:
             self.known = block.latest
         else:
             self.known = _kinds(self.function).get(self.key)
+            if self.known is None:
+                prepare()
             if self.policy.linear:
                 self._attach_linear()
         tape = Tape()  # after that: it counts what is intercepted when it begins

@@ -80,6 +80,9 @@ class Enabled:
     opened: int = 0
     saved: bool = False
 
+    def __post_init__(self) -> None:
+        self.function = functools.partial(_run, self)  # what the model is given to call
+
     def policy_of(self, function: Any) -> Policy:
         """The policy of a block that is called: itself, by a bound method, or compiled."""
         if isinstance(self.policy, Policy):
@@ -104,7 +107,6 @@ class Enabled:
         for block in self.blocks.values():
             linear.attach(block, self.policy_of(block))
         vars(self.model)[_ENABLED] = self
-        function = functools.partial(_run, self)
         if self.by_forward:
             for name, block in self.blocks.items():
                 own = self.forwards.setdefault(name, Forward(self, block, vars(block).get("forward")))
@@ -113,7 +115,7 @@ class Enabled:
                 )  # a class may have a __setattr__ of its own
         else:
             self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(self.model)]
-            self.model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
+            self.model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)  # type: ignore[operator]
         blocks = set(self.blocks.values())
         for wrapper in [one for one in self.model.modules() if _is_wrapper(one) and inside(one) in blocks]:
             self.take_over(wrapper)
@@ -125,7 +127,7 @@ class Enabled:
         if isinstance(wrapper.checkpoint_fn, functools.partial) and wrapper.checkpoint_fn.func in (_run, call_plainly):
             return
         self.wrappers.append((wrapper, wrapper.checkpoint_fn))
-        wrapper.checkpoint_fn = functools.partial(call_plainly) if self.by_forward else functools.partial(_run, self)
+        wrapper.checkpoint_fn = functools.partial(call_plainly) if self.by_forward else self.function
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""

@@ -378,13 +378,12 @@ class PastTheDispatcher(torch.autograd.Function):
             return torch.autograd.grad(written_out(*leaves), leaves, grad)
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_an_attention_module_whose_attention_cannot_be_seen(index: int) -> None:
-    """Nothing was recorded and nothing recognized while it ran; in the second block its class is known already."""
+def test_an_attention_module_whose_attention_cannot_be_seen() -> None:
+    """Nothing was recorded and nothing recognized while it ran."""
     model, inputs = wan()
-    model.blocks[index].attn1.processor.attend = PastTheDispatcher.apply
+    model.blocks[0].attn1.processor.attend = PastTheDispatcher.apply
     fastac.enable(model)
-    assert f"blocks.{index}" in error_of(model, **inputs)
+    assert "blocks.0.attn1" in error_of(model, **inputs)
 
 
 def without_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

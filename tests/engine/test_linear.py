@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig, get_peft_model
 
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
