@@ -80,6 +80,9 @@ class Enabled:
     opened: int = 0
     saved: bool = False
 
+    def __post_init__(self) -> None:
+        self.function = functools.partial(_run, self)  # what the model is given to call
+
     def policy_of(self, function: Any) -> Policy:
         """The policy of a block that is called: itself, by a bound method, or compiled."""
         if isinstance(self.policy, Policy):
@@ -101,8 +104,9 @@ class Enabled:
 
     def attach(self) -> None:
         """Let the model call fastac for its blocks."""
+        for block in self.blocks.values():
+            linear.attach(block, self.policy_of(block))
         vars(self.model)[_ENABLED] = self
-        function = functools.partial(_run, self)
         if self.by_forward:
             for name, block in self.blocks.items():
                 own = self.forwards.setdefault(name, Forward(self, block, vars(block).get("forward")))
@@ -111,7 +115,7 @@ class Enabled:
                 )  # a class may have a __setattr__ of its own
         else:
             self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(self.model)]
-            self.model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
+            self.model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)  # type: ignore[operator]
         blocks = set(self.blocks.values())
         for wrapper in [one for one in self.model.modules() if _is_wrapper(one) and inside(one) in blocks]:
             self.take_over(wrapper)
@@ -123,7 +127,7 @@ class Enabled:
         if isinstance(wrapper.checkpoint_fn, functools.partial) and wrapper.checkpoint_fn.func in (_run, call_plainly):
             return
         self.wrappers.append((wrapper, wrapper.checkpoint_fn))
-        wrapper.checkpoint_fn = functools.partial(call_plainly) if self.by_forward else functools.partial(_run, self)
+        wrapper.checkpoint_fn = functools.partial(call_plainly) if self.by_forward else self.function
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
@@ -149,6 +153,7 @@ class Enabled:
         for hooks in (self.model._forward_pre_hooks, self.model._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
+        linear.detach(self.model)
         vars(self.model).pop(_ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
@@ -158,11 +163,14 @@ class Enabled:
 
     def after_forward(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when the model ran, with gradients on, and opened no region or saved nothing."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or saves_nothing(self.policy):
+        if not torch.is_grad_enabled() or saves_nothing(self.policy):
             return
-        if self.opened:
+        replaced = self.was_replaced()
+        if torch.compiler.is_compiling() and not replaced:
+            return
+        if self.opened and not replaced:
             self._check_saved()
-        elif not self.was_switched_off() and not state.traced:
+        elif replaced or not (self.was_switched_off() or state.traced):
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
                 f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...).\n"
@@ -263,7 +271,7 @@ def enable(
             _refuse_other(module, class_name(inside(module)))
     enabled = Enabled(model, selected, named, by_forward=blocks is not None)
     linear.check_names({block: enabled.policy_of(block) for block in named.values()})
-    _detach(model)  # hooks of Linear modules stay: a backward of what was enabled before may need them
+    disable(model)
     enabled.attach()
     for name, block in named.items():
         record = record_of(block)
@@ -282,13 +290,7 @@ def disable(model: torch.nn.Module) -> None:
         FastacError: what is no module, or a block whose forward was wrapped since.
     """
     check_module(model, "disable")
-    model = models.unwrapped(model)
-    _detach(model)
-    linear.detach(model)
-
-
-def _detach(model: torch.nn.Module) -> None:
-    for module in model.modules():
+    for module in models.unwrapped(model).modules():
         enabled = vars(module).get(_ENABLED)
         if enabled is not None:
             enabled.detach()

@@ -15,7 +15,7 @@ from fastac import Policy
 from tests import support
 from tests.hook.hosts import HOSTS, Host, alone, diffuser, plain, reference, step_of, wrap_blocks
 from tests.model_state import state_of
-from tests.support import assert_same, stack_inputs, train_step
+from tests.support import stack_inputs, train_step
 
 MIXED = {"blocks.0": "full", "*": "attn_only"}
 
