@@ -257,7 +257,6 @@ class Region:
             block.looked = now
             block.communication = self.record.tape.communication
             if block.latest is not result or block.key is not self.key:
-                graphs.warn_of_given_up(block_of(self.function))
                 block.latest, block.key = result, self.key
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 import re
 import threading
 import weakref
@@ -26,8 +25,6 @@ from fastac.engine.tape import Call, engine
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp, classify
-
-logger = logging.getLogger("fastac")
 
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
@@ -245,19 +242,3 @@ def _bytes_of(value: Any) -> int:
     for size in value.shape:
         count *= _hint(size)
     return count
-
-
-_given_up: weakref.WeakSet[type] = weakref.WeakSet()
-
-
-def warn_of_given_up(block: Any) -> None:
-    """Warn, once for a class of blocks, that their checkpoint stands in compiled code and was left out of it."""
-    kind = type(block)
-    if torch_private.was_given_up() and kind not in _given_up:
-        _given_up.add(kind)
-        logger.warning(
-            "%s: runs eagerly, though torch.compile was applied to what calls it: a graph break inside a checkpoint "
-            "makes the compiler leave out all of it. Attention is saved. fastac.compile(model), without torch.compile "
-            "of the whole model, keeps blocks compiled that break.",
-            class_name(kind),
-        )

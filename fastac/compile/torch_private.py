@@ -21,7 +21,6 @@ from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_
 
 AT_IMPORT = (
     "_C._current_autograd_node",
-    "_C._dynamo.eval_frame.get_eval_frame_callback",
     "_C._dynamo.eval_frame.set_guard_complete_hook",
     "_TorchCompileInductorWrapper",
     "_guards.CompileContext.current_compile_id",
@@ -76,11 +75,6 @@ def is_of_backward(node: torch.fx.Node) -> bool:
 def module_stack() -> list[tuple[str, Any]]:
     """Path and class of the modules, outer first, that dynamo saw the operator called in that AOT is tracing."""
     return list(traceback.current_meta.get("nn_module_stack", {}).values())
-
-
-def was_given_up() -> bool:
-    """Whether the caller runs eagerly inside what torch.compile was applied to, as after a graph break."""
-    return callable(_eval_frame.get_eval_frame_callback())
 
 
 class _Compilations:

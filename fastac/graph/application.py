@@ -54,11 +54,6 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
         policies = _policies_of(traced.graph_module, policy, traced.model)
         graph_module = _apply_to_graph(traced.graph_module, policies)
         return dataclasses.replace(traced, graph_module=graph_module, policies=policies)
-    if not isinstance(traced, GraphModule):
-        raise FastacError(
-            f"apply: expected what fastac.graph.trace returned, or a GraphModule, got {type(traced).__name__}: "
-            f"fastac.graph.apply(fastac.graph.trace(step, model, ...), policy)"
-        )
     return _apply_to_graph(traced, _policies_of(traced, policy))
 
 
@@ -75,17 +70,9 @@ def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
     Returns:
         Another step.
 
-    Raises:
-        FastacError: `traced` is not a traced step.
-
     Example:
         >>> compiled = fastac.graph.compile(fastac.graph.apply(traced, "attn_only"))
     """
-    if not isinstance(traced, Traced):
-        raise FastacError(
-            f"compile: expected a step that fastac.graph.apply returned, got {type(traced).__name__}: "
-            f"fastac.graph.compile(fastac.graph.apply(traced, policy))"
-        )
     compiled = torch.compile(traced.graph_module, fullgraph=True, dynamic=False, options={**KEEP_ORDER, **options})
     return dataclasses.replace(traced, compiled=compiled)
 

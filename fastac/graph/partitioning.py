@@ -8,7 +8,7 @@ whole chain is tagged: casts and slices before the gather, the gather, its wait,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
@@ -58,17 +58,12 @@ def partitioner(
         when attention cannot be saved, and FastacError when the backward would draw other random numbers.
 
     Raises:
-        FastacError: a mapping of block names was given.
+        FastacError: a mapping of block names was given: a joint graph has no blocks.
 
     Example:
         >>> options = {"custom_partitioner_fn": fastac.graph.partitioner("attn_only")}
         >>> compiled = torch.compile(model, options=options)
     """
-    if isinstance(policy, Mapping):
-        raise FastacError(
-            "partitioner: a mapping of block names was given, and a joint graph has no blocks. Give a name or a "
-            "fastac.Policy, which holds for all attention of the graph."
-        )
     made: Partition = _PolicyPartitioner(resolve(policy), recompute_gathers, then)
     return made
 

@@ -17,7 +17,6 @@ import torch._inductor.custom_graph_pass
 import torch.autograd
 import torch.autograd.graph
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
@@ -35,8 +34,6 @@ _REQUIRED = (
     "_inductor.custom_graph_pass.CustomPartitionerFn",
     "_ops.OpOverload",
     "_subclasses.FakeTensorMode",
-    "_subclasses.fake_tensor.DataDependentOutputException",
-    "_subclasses.fake_tensor.DynamicOutputShapeException",
     "autograd._engine_run_backward",
     "autograd.graph._engine_run_backward",
     "compiler._non_strict_tracing_context",
@@ -49,9 +46,6 @@ BACKWARD = {"phase": "backward"}
 
 COLLECTIVES = "_c10d_functional"
 """Namespace of the functional collectives."""
-
-LOOKED_AT_DATA = (DataDependentOutputException, DynamicOutputShapeException)
-"""What a trace raises where the next operator depends on the values of a tensor."""
 
 min_cut = torch._functorch.partitioners.min_cut_rematerialization_partition
 """torch's partitioner: it decides by dependency which nodes belong to the backward, and obeys meta["recompute"]."""

@@ -92,7 +92,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
 
     Raises:
         FastacError: the step stores gradients (`backward()`) or tensors in the model, computes with parameters that
-            are not the model's, looks at the values of a tensor, draws random numbers in Python, or has a
+            are not the model's, draws random numbers in Python, or has a
             torch.utils.checkpoint with dropout in it.
 
     Example:
@@ -101,10 +101,6 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         ...     return loss.detach(), torch.autograd.grad(loss, parameters)
         >>> traced = fastac.graph.trace(step, model, video, timestep, text)
     """
-    if not isinstance(model, torch.nn.Module):
-        raise FastacError(
-            f"trace: expected a model after the step, got {type(model).__name__}: trace(step, model, ...)"
-        )
     prepare()  # attention libraries that were loaded since: not from within the trace
     state = _state_of(model)
     described = _describe(model, state, args, kwargs)
@@ -134,18 +130,12 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     mode = torch_private.fake_mode()
     inputs = [torch_private.fake_of(value, mode) for value in (*state.values(), *leaves)]
     drawn = torch.get_rng_state(), random.getstate()
-    try:
-        with (
-            _nothing_stored(model, [*state.values(), *leaves]),
-            tracing.expected(),
-            torch_private.tracing(mode, fakes),
-        ):
-            graph_module = make_fx(flat)(*inputs)
-    except torch_private.LOOKED_AT_DATA as error:
-        raise FastacError(
-            f"trace: the step looks at the values of a tensor ({error.func}), by .item(), a branch or a boolean mask, "
-            f"and a graph cannot do one thing or another. Use sizes instead, or fastac.enable without a trace."
-        ) from error
+    with (
+        _nothing_stored(model, [*state.values(), *leaves]),
+        tracing.expected(),
+        torch_private.tracing(mode, fakes),
+    ):
+        graph_module = make_fx(flat)(*inputs)
     if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
         raise FastacError(
             "trace: the step seeds a generator or draws random numbers in Python, which would be the same in every "
