@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError, registry
@@ -107,32 +104,21 @@ def test_attention_is_saved_where_a_graph_breaks(breaks: bool, backend: str) -> 
     assert bool(compiler.graph_breaks()) == breaks
 
 
-def test_a_graph_break_inside_a_checkpoint_is_silently_eager(caplog: pytest.LogCaptureFixture) -> None:
-    """What plain torch does, and what a user hears who compiles a block after fastac.enable."""
-    plain = model(breaks=True)
-    for block in plain.blocks:
-        block.forward = functools.partial(torch_checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-    plain.compile(backend="aot_eager")
-    reference = train_step(plain, stack_inputs())
-    assert support.executions.total() == 2 * CALLS
-    assert compiler.graphs() == 0
-
+def test_a_graph_break_inside_a_checkpoint_makes_the_block_eager() -> None:
+    """What torch does; attention is saved all the same."""
+    reference = train_step(model(breaks=True), stack_inputs())
     inside = model(breaks=True)
     fastac.enable(inside, blocks="blocks")
     for block in inside.blocks:
         block.compile(backend="aot_eager")
-    with caplog.at_level(logging.WARNING, logger="fastac"):
-        assert steps_of(inside, reference)[1:] == [CALLS, CALLS]
+    assert steps_of(inside, reference)[1:] == [CALLS, CALLS]
     assert compiler.graphs() == 0
-    assert "Block: runs eagerly" in caplog.text
 
 
-def test_it_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="fastac"):
-        made = fastac.compile(model(), "long_attn_only", blocks="blocks")
+def test_it_says_what_it_did() -> None:
+    made = fastac.compile(model(), "long_attn_only", blocks="blocks")
     assert (made.model, made.policy, made.backend, made.blocks) == ("Model", "long_attn_only", "inductor", {"Block": 2})
     assert "Block x 2 compiled by inductor" in str(made)
-    assert str(made) in caplog.text
 
 
 def test_a_second_call_compiles_nothing_again() -> None:

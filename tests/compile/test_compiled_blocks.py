@@ -22,7 +22,6 @@ from tests.compile.steps import (
     SmallBlock,
     assert_exact_and_saved,
     backward_twice,
-    broken,
     compile_blocks,
     frozen,
     frozen_inputs,
@@ -85,15 +84,6 @@ def test_buffers_that_compiled_code_reuses(part: str) -> None:
 
 
 @pytest.mark.slow
-def test_wrapped_inductor_compiled_regions() -> None:
-    """Attention is invisible to dispatch modes there, and torch's selective checkpointing recomputes all of it."""
-    with torch._inductor.config.patch(wrap_inductor_compiled_regions=True):
-        assert_exact_and_saved(
-            lambda policy: compile_blocks(small(policy), "inductor"), small_inputs(), calls=2, looks=1
-        )
-
-
-@pytest.mark.slow
 def test_a_kernel_called_past_the_dispatcher() -> None:
     """Inductor's C++ wrapper calls the attention kernel directly: no operator is called, nothing can be kept."""
     with torch._inductor.config.patch(cpp_wrapper=True):
@@ -137,12 +127,6 @@ def test_a_second_backward() -> None:
             found.append([train_step(model, inputs, backward=backward_twice) for _ in range(2)])
     for mine, theirs in zip(found[1], found[0], strict=True):
         assert_same(mine, theirs)
-
-
-def test_a_graph_break_inside_a_compiled_block() -> None:
-    assert_exact_and_saved(
-        lambda policy: compile_blocks(small(policy, attend=broken()), "aot_eager"), small_inputs(), calls=2, looks=1
-    )
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, lambda block, **options: torch.compile(block.forward, **options)])
@@ -201,20 +185,6 @@ def test_compiled_blocks_stay_compiled() -> None:
         train_step(model, stack_inputs())
         assert runs["graph"] == 2 * len(model.blocks)  # forward and recompute
     assert compiled_so_far().graphs == 1
-
-
-def test_no_code_of_fastac_is_compiled_on_the_way_to_an_error() -> None:
-    """After a graph break dynamo compiles whatever is called; the error's way runs through most of fastac."""
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
-
-    model = small("attn_only", attend=attend)
-    model.compile(backend="aot_eager")
-    with pytest.raises(PolicyNotAppliedError):
-        model(**small_inputs())
-    compiled_so_far()
 
 
 @pytest.mark.slow

@@ -85,16 +85,6 @@ class TestAMemoryBudget:
         with budget(0.0), RAN_AGAIN:
             train_step(model, stack_inputs())
 
-    def test_of_an_annotated_region(self) -> None:
-        model = stack(layers=1, policy="attn_only")
-
-        def step(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            with torch.autograd.graph.region_activation_memory_budget(0.0):
-                return model(video, text)
-
-        with RAN_AGAIN:
-            torch.compile(step, backend="aot_eager")(**stack_inputs()).sum().backward()
-
     @pytest.mark.parametrize("before", ["compiled", "eager"])
     def test_in_code_that_was_compiled_later(self, before: str) -> None:
         """The block's attention is known by then, and its code is new."""
@@ -108,30 +98,6 @@ class TestAMemoryBudget:
         reset()
         with budget(0.0), RAN_AGAIN:
             train_step(model, stack_inputs())
-
-    def test_in_one_of_the_layers_that_a_function_runs(self) -> None:
-        """A function is no block: each of its calls may be of another layer, with a graph of its own."""
-
-        class Scaled(support.AttentionBlock):
-            scale = ""
-
-            def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-                return super().forward(video, text) * len(self.scale)
-
-        def run(layer: torch.nn.Module, video: torch.Tensor, text: torch.Tensor) -> Any:
-            return layer(video, text)
-
-        layers, inputs = [Scaled() for _ in range(3)], stack_inputs()
-        for number, layer in enumerate(layers):
-            layer.scale = "x" * (number + 1)
-            layer.compile(backend="aot_eager")
-            with budget(0.0 if number == 2 else 1.0):
-                layer(**inputs).sum().backward()
-        hidden = inputs["video"]
-        for layer in layers:
-            hidden = fastac.checkpoint(run, layer, hidden, inputs["text"])
-        with RAN_AGAIN:
-            hidden.sum().backward()
 
     def test_of_a_model_of_others_is_theirs(self) -> None:
         """Only graphs with checkpointed regions in them, or around them, are fastac's business."""

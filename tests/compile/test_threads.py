@@ -61,21 +61,6 @@ def test_eager_training_while_another_thread_compiles(way: str) -> None:
         assert_same(found, compiled_expected)
 
 
-@EACH_WAY
-def test_backward_of_compiled_code_in_another_thread(way: str) -> None:
-    def backward(loss: torch.Tensor) -> None:
-        with ThreadPoolExecutor(1) as other:
-            other.submit(loss.backward).result(60)
-
-    models = []
-    for policy in ("none", "attn_only"):
-        reset()
-        model = WAYS[way](small(policy), "aot_eager")
-        models.append([train_step(model, small_inputs(), backward=backward) for _ in range(2)])
-    for found, expected in zip(models[1], models[0], strict=True):
-        assert_same(found, expected)
-
-
 def test_an_eager_look_leaves_compiled_code_of_other_threads_alone() -> None:
     """The look at a compiled block sets module hooks, which hold for every thread, and on which dynamo guards."""
     other_model = compile_whole(small("attn_only", layers=1), "aot_eager")

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
-import fastac
-from fastac import probing
-from fastac.compile import torch_private
 from fastac.compile.torch_private import CompiledCalls, compilations
-
-
-def test_this_torch_has_every_name() -> None:
-    names = [*torch_private.AT_IMPORT, *torch_private.DYNAMO, *torch_private.INDUCTOR]
-    assert probing.missing(names) == []
-    assert probing.missing([name + "x" for name in names]) == [name + "x" for name in names]
-
-
-def test_a_compiler_that_lacks_something_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_private, "INDUCTOR", ("_inductor.gone",))
-    with pytest.raises(ImportError, match=r"torch\._inductor\.gone"):
-        fastac.compile_attention(torch.nn.functional.scaled_dot_product_attention)
 
 
 def test_compilations_and_resets_are_counted() -> None:

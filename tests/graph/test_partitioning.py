@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fastac
-from fastac import FastacError, Policy, PolicyNotAppliedError, graph
+from fastac import FastacError, PolicyNotAppliedError, graph
 from fastac.graph.partitioning import drop_dead_collectives, parameters_of
 from tests.graph.partitioned import (
     WORLD,
@@ -82,9 +82,8 @@ def test_attention_that_cannot_be_saved_is_refused(kind: str) -> None:
 
 def test_a_router_is_no_attention_and_a_joint_graph_has_no_blocks() -> None:
     Partitioned(Written("router"), (torch.randn(2, 16, 8),), graph.partitioner("attn_only"))
-    with pytest.raises(FastacError, match="a joint graph has no blocks"):
+    with pytest.raises(FastacError, match="dict"):  # a joint graph has no blocks
         graph.partitioner({"blocks.0": "full", "*": "attn_only"})  # type: ignore[arg-type]
-    graph.partitioner(Policy("attn_only", min_kv=8))
 
 
 @pytest.mark.usefixtures("rows_as_before")
@@ -189,17 +188,6 @@ def test_the_chain_begins_at_the_cast_and_ends_before_the_first_computation() ->
     assert names[:4] == ["slice_1", "_to_copy", "all_gather_into_tensor", "wait_tensor"]
     assert names[-1] == "_to_copy_1"
     assert rest == ["mm", "mul"]
-
-
-@pytest.mark.usefixtures("eight_ranks")
-def test_shards_that_are_padded_split_and_joined_again() -> None:
-    def function(shard: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        whole = gather(F.pad(shard, (0, 0, 0, 1)))
-        return x @ torch.cat([part[:3] for part in whole.split(4)]).t()
-
-    names, rest = chain_of(function, torch.randn(3, 4), torch.randn(2, 4))
-    assert {"constant_pad_nd", "cat"} <= set(names)
-    assert rest == ["mm"]
 
 
 @pytest.mark.usefixtures("eight_ranks")

@@ -6,40 +6,20 @@ experts were wrapped one by one. Here the block stays one region, attention comp
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from tests import compiler, support
 from tests.backends import flex_on_cpu
-from tests.backends.flex_on_cpu import COMPILED_OP, OP
+from tests.backends.flex_on_cpu import COMPILED_OP
+from tests.compile.test_compile import Experts
 from tests.compile.test_flex import Model, block_class, inputs
 from tests.support import relative_error, train_step
-
-
-class Experts(torch.nn.Module):
-    """A mixture of experts, of which the data choose one per token: a graph cannot know how many an expert gets."""
-
-    def __init__(self, width: int, experts: int = 3) -> None:
-        super().__init__()
-        self.router = torch.nn.Linear(width, experts)
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(experts))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        flat = tokens.flatten(0, -2)
-        share, chosen = self.router(flat).softmax(-1).max(-1)
-        found = torch.zeros_like(flat)
-        for place, expert in enumerate(self.experts):
-            mine = (chosen == place).nonzero().flatten()
-            if mine.numel():
-                found = found.index_add(0, mine, expert(flat[mine]) * share[mine, None])
-        return found.view_as(tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -69,18 +49,6 @@ def reference() -> support.Tensors:
     compiler.reset()
     support.executions.clear()
     return found
-
-
-def test_torch_alone_runs_the_block_eagerly() -> None:
-    """What the thread is about: asked to compile, torch compiles nothing, and attention runs twice a step."""
-    built = model()
-    for block in built.blocks:
-        block.forward = functools.partial(torch_checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
-    built.compile(backend="aot_eager")
-    with flex_on_cpu.registered():
-        train_step(built, inputs())
-    assert support.executions == {OP: 4}
-    assert compiler.graphs() == 1, "the one that flex_attention makes of itself in eager mode"
 
 
 @pytest.mark.parametrize("way", ["compiled blocks", "compiled attention"])

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.fx.traceback
 import torch.nn.functional as F
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fastac
 import fastac.graph
@@ -49,14 +47,6 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(autouse=True)
-def metadata_as_before() -> Iterator[None]:
-    """torch's part leaves tags behind."""
-    before = dict(torch.fx.traceback.current_meta)
-    yield
-    torch.fx.traceback.current_meta = before
-
-
 def step_with(layer: Layer, checkpointed: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def step(x: torch.Tensor) -> Any:
         loss = checkpointed(x).sum()
@@ -67,26 +57,6 @@ def step_with(layer: Layer, checkpointed: Callable[[torch.Tensor], torch.Tensor]
 
 def products(graph_module: torch.fx.GraphModule) -> int:
     return sum(node.target is MM for node in graph_module.graph.nodes)
-
-
-def selective() -> Any:
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE if op is MM else CheckpointPolicy.MUST_SAVE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-@pytest.mark.parametrize(("context_fn", "seen", "meant"), [(None, 6, 6), (selective, 5, 6)], ids=["full", "selective"])
-def test_what_torch_does(context_fn: Any, seen: int, meant: int) -> None:
-    """The second is the bug. When torch mends it, this test tells: then put `meant` into `seen`."""
-    layer, x = Layer(), torch.randn(2, 4)
-    options = {} if context_fn is None else {"context_fn": context_fn}
-    step = step_with(layer, lambda x: checkpoint(layer, x, use_reentrant=False, **options))
-    graph_module = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
-    assert products(graph_module) == seen
-    with Products() as eager:
-        step(x)
-    assert eager.counts[MM] == meant
 
 
 @pytest.mark.parametrize("policy", ["full", "attn_only"])
