@@ -32,7 +32,7 @@ BACKWARD = 2 * PAIRS * (3 * DIM + 2 * VALUE_DIM)
 QUERY_LENGTHS, KEY_LENGTHS = (9, 3, 12), (6, 10, 5)
 PACKED_PAIRS = HEADS * (9 * 6 + 3 * 10 + 12 * 5)
 
-OF_LIBRARIES = {"fa2", "fa3", "xformers", "fastvideo", "vsa", "sage", "diffusers"}
+OF_LIBRARIES = {"opaque", "fa2", "fa3", "xformers", "fastvideo", "vsa", "sage", "diffusers"}
 """Backends whose ops are not torch's: the parity tests of tests/backends/libraries count theirs."""
 
 _names = itertools.count()
@@ -281,12 +281,12 @@ def test_the_op_of_compiled_flex_attention() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backward": "fastac_tests::backward"}, "is not the bare name of an op"),
-        ({"offsets": ("query",)}, "are two arguments, of queries and of keys"),
-        ({"offsets": ("query", "nowhere")}, "names the argument 'nowhere'"),
-        ({"blocks": ("nowhere",)}, "names the argument 'nowhere'"),
-        ({"blocks": ("query", "key")}, "names lists of blocks, and no `coarse`"),
-        ({"blocks": "query"}, "no tuple of texts"),
+        ({"flops": Flops(backward="fastac_tests::backward")}, "is not the bare name of an op"),
+        ({"flops": Flops(offsets=("query",))}, "are two arguments, of queries and of keys"),
+        ({"flops": Flops(offsets=("query", "nowhere"))}, "names the argument 'nowhere'"),
+        ({"flops": Flops(blocks=("nowhere",))}, "names the argument 'nowhere'"),
+        ({"flops": Flops(blocks=("query", "key"))}, "names lists of blocks, and no `coarse`"),
+        ({"selection": "query"}, "expected tuple"),
     ],
 )
 def test_rows_that_are_refused(options: dict[str, Any], message: str) -> None:
