@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := fastac tests examples benchmarks
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test test-slow check format benchmark clean
+.PHONY: train test test-slow soak check format benchmark clean
 .DELETE_ON_ERROR:
 
 # Threads that wait must not spin: on a busy machine every step would wait for them.
@@ -18,6 +18,10 @@ test: $(VENV)/installed-dev $(VENV)/installed-backends
 
 test-slow: $(VENV)/installed-dev $(VENV)/installed-backends
 	$(PYTEST) -m "slow and not soak" $(ARGS)
+
+# Before a release: random models, thousands of steps, benchmarks.
+soak: $(VENV)/installed-dev $(VENV)/installed-backends
+	$(PYTEST) -m soak $(ARGS)
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(SOURCES)

@@ -116,15 +116,16 @@ def checkpoint(
         early_stop=early_stop,
         **kwargs,
     )
+    in_dynamo = torch.compiler.is_dynamo_compiling()
+    if not in_dynamo and torch_private.in_other_trace():
+        return tracing.run_annotated(function, args, kwargs, policy)
     if policy.saves_nothing:
         return full(debug=debug) if debug else full()
-    if torch.compiler.is_dynamo_compiling():
+    if in_dynamo:
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
         _prepare_trace()
         return full(context_fn=functools.partial(_contexts_in_graph, policy))
-    if torch_private.in_other_trace():
-        return tracing.run_annotated(function, args, kwargs, policy)
     region = Region(function, args, kwargs, policy, preserve_rng_state)
     outputs = full(context_fn=region.contexts)
     region.end(outputs)
@@ -162,6 +163,8 @@ class Region:
             self.known = block.latest
         else:
             self.known = _kinds(self.function).get(self.key)
+            if self.known is None:
+                prepare()
             if self.policy.linear:
                 self._attach_linear()
         tape = Tape()  # after that: it counts what is intercepted when it begins
@@ -183,6 +186,8 @@ class Region:
             )
         if is_compiled(self.function):
             tracing.refuse_linear(self.policy, describe(self.function))
+        if not record_of(block).name:  # else `enable` has looked at the names in all blocks
+            linear.check_names({block: self.policy})
         linear.attach(block, self.policy)
 
     def end(self, outputs: Any) -> None:
@@ -198,7 +203,7 @@ class Region:
                 linear.check_called(self.policy, record.products, describe(self.function))
             self._remember(known)
         elif record.decomposed:
-            problems = [diagnosis.small_ops(keys) for keys in record.decomposed]
+            problems = [diagnosis.small_ops(describe(self.function), keys) for keys in record.decomposed]
             raise diagnosis.not_applied(self.function, self.policy, problems, len(record.made))
         elif record.made != list(known.made) or record.products != [one.name for one in known.products]:
             if len(record.made) + len(record.products) < len(known.made) + len(known.products):
@@ -229,7 +234,8 @@ class Region:
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
-        if self.block is None and result.calls and not (saved or result.products):
+        enabled = self.block is not None and self.block.name  # by its model, which looks at all of its blocks
+        if not enabled and result.calls and not (saved or result.products):
             _warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
 
     def _warn_of_fewer(self, made: int, before: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import models, registry
+from fastac import models
+from fastac.backends.availability import check_backends, ignored_backends
 from fastac.checkpoint import checkpoint, prepare, state
-from fastac.engine import linear, opaque, torch_private
-from fastac.engine.blocks import describe, inside, known_record, plain_name, record_of
-from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError, class_name
-from fastac.models import LISTS, BlockContainer
+from fastac.engine import linear
+from fastac.engine.blocks import describe, inside, known_record, record_of
+from fastac.errors import FastacError, PolicyNotAppliedError, class_name
+from fastac.models import BlockContainer, grouped, select, without_wrappers
 from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
-from fastac.registry import AttentionOp, BackendUse, Verdict
 
 logger = logging.getLogger("fastac")
 
@@ -47,6 +46,20 @@ class Forward:
         """What the block's forward was."""
         return type(self.block).forward.__get__(self.block) if self.before is None else self.before
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the block's forward is the one that opens a region."""
+        forward = vars(self.block).get("forward")
+        return isinstance(forward, functools.partial) and forward.func is _run_forward
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether it is so inside a hook that somebody put around it since."""
+        forward = getattr(vars(self.block).get("forward"), "__wrapped__", None)
+        while forward is not None and getattr(forward, "func", None) is not _run_forward:
+            forward = getattr(forward, "__wrapped__", None)
+        return forward is not None
+
 
 @dataclasses.dataclass(eq=False)
 class Enabled:
@@ -66,6 +79,9 @@ class Enabled:
     wrappers: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     opened: int = 0
     saved: bool = False
+
+    def __post_init__(self) -> None:
+        self.function = functools.partial(_run, self)  # what the model is given to call
 
     def policy_of(self, function: Any) -> Policy:
         """The policy of a block that is called: itself, by a bound method, or compiled."""
@@ -88,8 +104,9 @@ class Enabled:
 
     def attach(self) -> None:
         """Let the model call fastac for its blocks."""
+        for block in self.blocks.values():
+            linear.attach(block, self.policy_of(block))
         vars(self.model)[_ENABLED] = self
-        function = functools.partial(_run, self)
         if self.by_forward:
             for name, block in self.blocks.items():
                 own = self.forwards.setdefault(name, Forward(self, block, vars(block).get("forward")))
@@ -98,7 +115,7 @@ class Enabled:
                 )  # a class may have a __setattr__ of its own
         else:
             self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(self.model)]
-            self.model.enable_gradient_checkpointing(gradient_checkpointing_func=function)  # type: ignore[operator]
+            self.model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)  # type: ignore[operator]
         blocks = set(self.blocks.values())
         for wrapper in [one for one in self.model.modules() if _is_wrapper(one) and inside(one) in blocks]:
             self.take_over(wrapper)
@@ -110,18 +127,19 @@ class Enabled:
         if isinstance(wrapper.checkpoint_fn, functools.partial) and wrapper.checkpoint_fn.func in (_run, call_plainly):
             return
         self.wrappers.append((wrapper, wrapper.checkpoint_fn))
-        wrapper.checkpoint_fn = functools.partial(call_plainly) if self.by_forward else functools.partial(_run, self)
+        wrapper.checkpoint_fn = functools.partial(call_plainly) if self.by_forward else self.function
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
         for name, own in self.forwards.items():
-            forward = vars(own.block).get("forward")
-            if not isinstance(forward, functools.partial) or forward.func is not _run_forward:
+            if own.is_wrapped:
                 raise FastacError(
                     f"disable: the forward of {class_name(self.model)}.{name} was wrapped since fastac.enable. Take "
                     f"that hook off first, then disable."
                 )
         for own in self.forwards.values():
+            if not own.is_attached:
+                continue  # a hook that was there before `enable` came off, and put back what it had found
             if own.before is None:
                 del vars(own.block)["forward"]
             else:
@@ -135,6 +153,7 @@ class Enabled:
         for hooks in (self.model._forward_pre_hooks, self.model._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
+        linear.detach(self.model)
         vars(self.model).pop(_ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
@@ -240,13 +259,13 @@ def enable(
     named = {name: block for container in containers for name, block in container.blocks.items()}
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
     prepare()
-    _check_backends(model, named, selected)
+    check_backends(model, named, selected)
     for module in model.modules():
         if _is_wrapper(module) and inside(module) in named.values():
             _refuse_other(module, class_name(inside(module)))
     enabled = Enabled(model, selected, named, by_forward=blocks is not None)
     linear.check_names({block: enabled.policy_of(block) for block in named.values()})
-    _detach(model)  # hooks of Linear modules stay: a backward of what was enabled before may need them
+    disable(model)
     enabled.attach()
     for name, block in named.items():
         record = record_of(block)
@@ -265,13 +284,7 @@ def disable(model: torch.nn.Module) -> None:
         FastacError: what is no module, or a block whose forward was wrapped since.
     """
     check_module(model, "disable")
-    model = models.unwrapped(model)
-    _detach(model)
-    linear.detach(model)
-
-
-def _detach(model: torch.nn.Module) -> None:
-    for module in model.modules():
+    for module in models.unwrapped(model).modules():
         enabled = vars(module).get(_ENABLED)
         if enabled is not None:
             enabled.detach()
@@ -287,27 +300,13 @@ def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
     """The containers of the blocks that are checkpointed, or would be."""
     enabled = enabled_on(model)
     if enabled is not None:
-        return _grouped(enabled.blocks)
-    return _without_wrappers(models.containers(model, models.row_of(model)))
+        return grouped(enabled.blocks)
+    return without_wrappers(models.containers(model, models.row_of(model)))
 
 
 @functools.cache
 def _warn_once(model: str, remark: str) -> None:
     logger.warning("%s: %s", model, remark)
-
-
-def ignored_backends(model: torch.nn.Module, blocks: Iterable[str]) -> list[str]:
-    """A sentence for each attention backend that is set, and that some attention of a model's blocks does not heed."""
-    counts: dict[tuple[str, str], int] = {}
-    names = tuple(blocks)
-    for use in registry.backend_uses(model):
-        if use.ignores not in ("", use.backend) and any(_is_inside(use.module, name) for name in names):
-            counts[use.ignores, use.processor] = counts.get((use.ignores, use.processor), 0) + 1
-    return [
-        f"backend {backend!r} is set, and {count} of the attention modules do not heed it: {processor} calls "
-        f"scaled_dot_product_attention itself"
-        for (backend, processor), count in counts.items()
-    ]
 
 
 # The gradient checkpointing switch of a diffusers model
@@ -419,9 +418,6 @@ def _refuse_other(wrapper: Any, where: str) -> None:
         )
 
 
-# Which modules are the blocks
-
-
 def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
     if blocks is not None:
         if any(module.gradient_checkpointing and not is_ours(_function_of(module)) for module in switches(model)):
@@ -431,133 +427,10 @@ def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> 
             )
         return select(model, blocks, outer)
     check_switch(model, "enable")
-    containers = _without_wrappers(models.containers(model, models.row_of(model)))
+    containers = without_wrappers(models.containers(model, models.row_of(model)))
     if not containers:
         raise FastacError(
             f"enable: found no transformer blocks in {class_name(model)}: no module list whose members hold attention. "
             f'Name them: enable(model, blocks="...").'
         )
     return containers
-
-
-def select(
-    model: torch.nn.Module, blocks: str | torch.nn.Module | Iterable[Any], outer: torch.nn.Module
-) -> list[BlockContainer]:
-    """The blocks that `enable(model, blocks=...)` was given, by the containers they are in.
-
-    outer: what the model is wrapped in, whose names do as well. Raises FastacError for what is no part of the model,
-    for no blocks at all, for a block inside another, and for one whose forward cannot be replaced.
-    """
-    several = [blocks] if isinstance(blocks, (str, torch.nn.Module)) or not isinstance(blocks, Iterable) else blocks
-    names = {module: name for name, module in model.named_modules()}
-    found: dict[str, torch.nn.Module] = {}
-    for one in several:
-        module = _by_name(one, model, outer) if isinstance(one, str) else one
-        if not isinstance(module, torch.nn.Module) or module not in names:
-            raise FastacError(
-                f"enable(blocks=...): {type(one).__name__} is no module of {class_name(model)}. Give the dotted name "
-                f'of a module list, such as "transformer.layers", or modules of the model.'
-            )
-        for block in module.children() if _is_container(module) else (module,):
-            name = plain_name(names[block])
-            found[name] = inside(block)
-            _check_forward(name, found[name])
-    if not found:
-        raise FastacError("enable(blocks=...): there is no block in it")
-    for name in found:
-        around = [other for other in found if name != other and _is_inside(name, other)]
-        if around:
-            raise FastacError(f"enable(blocks=...): block {name!r} is inside block {around[0]!r}. Name one of them.")
-    return _grouped(found)
-
-
-def _is_inside(name: str, block: str) -> bool:
-    return not block or name == block or name.startswith(block + ".")
-
-
-def _is_container(module: torch.nn.Module) -> bool:
-    """Whether a module does nothing but hold others; not one of a class with a forward of its own."""
-    plain = (torch.nn.Module.forward, torch.nn.Sequential.forward)
-    return isinstance(module, LISTS) and type(module).forward in plain
-
-
-def _check_forward(name: str, block: torch.nn.Module) -> None:
-    forward = inspect.getattr_static(type(block), "forward", None)
-    own = "forward" in vars(block)  # such as a compiled module's
-    if isinstance(block, torch.jit.ScriptModule) or (
-        not own and isinstance(forward, (property, staticmethod, classmethod))
-    ):
-        raise FastacError(
-            f"enable(blocks=...): the forward of {name!r} ({class_name(block)}) cannot be replaced (TorchScript, or no "
-            f"plain method). Call fastac.checkpoint(block, *args) where the model calls it."
-        )
-
-
-def _without_wrappers(containers: Iterable[BlockContainer]) -> list[BlockContainer]:
-    return [BlockContainer(one.name, {name: inside(block) for name, block in one.blocks.items()}) for one in containers]
-
-
-def _grouped(blocks: Mapping[str, torch.nn.Module]) -> list[BlockContainer]:
-    """Blocks by qualified name, in one container for each module that holds some; one alone is its own."""
-    containers: dict[str, BlockContainer] = {}
-    for name, block in blocks.items():
-        parent = name.rpartition(".")[0] or name
-        containers.setdefault(parent, BlockContainer(parent, {})).blocks[name] = block
-    return list(containers.values())
-
-
-def _by_name(name: str, model: torch.nn.Module, outer: torch.nn.Module) -> torch.nn.Module:
-    for holder in (model, outer):
-        try:
-            return holder.get_submodule(name)
-        except AttributeError:
-            pass
-    lists = [n for n, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
-    known = f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list."
-    raise FastacError(f"enable(blocks={name!r}): {class_name(model)} has no such module. {known}")
-
-
-# Attention backends, before anything runs
-
-
-def _check_backends(
-    model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], policy: Policy | BlockPolicies
-) -> None:
-    """Raise UnsupportedBackendError when attention modules use a backend that the policy cannot be honoured on."""
-    saves = not saves_nothing(policy)
-    for use in registry.backend_uses(model):
-        if isinstance(policy, BlockPolicies):
-            around = [block for name, block in blocks.items() if _is_inside(use.module, name)]
-            saves = bool(around) and not policy[getattr(around[0], "_orig_mod", around[0])].saves_nothing
-        if use.verdict is Verdict.NOT_TRAINABLE or (saves and not use.family):
-            raise _refusal(model, policy, use, f"is {use.verdict.value.replace('_', ' ')}: {use.reason}")
-        if saves and (missing := unavailable(use.family, use.op)) is not None:
-            raise _refusal(model, policy, use, f"cannot be saved here: {missing}")
-
-
-def unavailable(family: str, name: str = "") -> str | None:
-    """Why no attention op of a backend, or not the one of that name, can run on this machine; None when one can."""
-    ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
-    ops = [op for op in ops if op.row.name == name] or ops
-    if not ops:
-        known = {row.backend for row in registry.rows() if isinstance(row, AttentionOp)} | opaque.known_backends()
-        if family not in known:
-            return f"fastac has no row for {family} yet"
-        return f"no op of {family} is loaded in this process: its library is not installed, or was not imported"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    keys = ["CPU", "CompositeExplicitAutograd"] + ([accelerator.type.upper()] if accelerator is not None else [])
-    if not any(torch_private.has_kernel(op.qualified_name, key) for op in ops for key in keys):
-        device = "the CPU" if accelerator is None else f"the CPU or {accelerator.type}"
-        return f"{ops[0].name} has no kernel for {device}, which is all this machine has"
-    return None
-
-
-def _refusal(
-    model: torch.nn.Module, policy: Policy | BlockPolicies, use: BackendUse, reason: str
-) -> UnsupportedBackendError:
-    where = f"{class_name(model)}.{use.module}" if use.module else class_name(model)
-    way_out = "" if use.verdict is Verdict.NOT_TRAINABLE else ', or policy="full"'
-    return UnsupportedBackendError(
-        f"{policy}: backend {use.backend!r} at {where} {reason}. "
-        f'Use transformer.set_attention_backend("native"){way_out}; `fastac backends` lists what can be saved here.'
-    )

@@ -18,10 +18,11 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import errors, hook, models
+from fastac.backends.availability import ignored_backends
 from fastac.checkpoint import checkpoint, prepare, state
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
-from fastac.engine.blocks import known_record
+from fastac.engine.blocks import forget, known_record
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import buffers_preserved, generators_preserved
 from fastac.engine.ranks import Group, OtherRankFailed
@@ -176,7 +177,7 @@ def report(model: torch.nn.Module) -> Report:
         active=enabled is not None and not enabled.was_switched_off() and not enabled.was_replaced(),
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
-        remarks=tuple(hook.ignored_backends(model, names)),
+        remarks=tuple(ignored_backends(model, names)),
     )
 
 
@@ -675,13 +676,16 @@ def _captured(regions: list[Any], function: Any, *args: Any, **kwargs: Any) -> A
 def _as_found(model: torch.nn.Module) -> Iterator[None]:
     """Leave a model as it is now: gradients, buffers, generator states, checkpointing, its blocks' records."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    records = [record for module in model.modules() if (record := known_record(module)) is not None]
-    before = [(record, dataclasses.replace(record)) for record in records]
+    records = [(module, known_record(module)) for module in model.modules()]
+    before = [(record, dataclasses.replace(record)) for _, record in records if record is not None]
     try:
         with generators_preserved(_devices(model)), buffers_preserved(model), hook.checkpointing_preserved(model):
             yield
     finally:
         for record, was in before:
             vars(record).update(vars(was))
+        for module, record in records:
+            if record is None:
+                forget(module)
         for parameter, gradient in gradients:
             parameter.grad = gradient

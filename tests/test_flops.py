@@ -20,7 +20,7 @@ from torch.utils.flop_counter import (
 import fastac
 from fastac import registry
 from fastac.engine import interception
-from fastac.registry import AttentionOp
+from fastac.registry import AttentionOp, Flops
 from tests import support
 
 # No two alike, so that a dimension that is mistaken for another shows.
@@ -121,7 +121,7 @@ def test_unequal_lengths_heads_and_head_dims(layout: str) -> None:
         f"{backward}(bool flag, Tensor grad, Tensor query, Tensor key, Tensor value) -> Tensor",
         lambda flag, grad, query, key, value: torch.empty_like(query),
     )
-    fastac.register(row(op, layout=layout, backward=backward))
+    fastac.register(row(op, layout=layout, flops=Flops(backward=backward)))
     query, key, value = tensors(layout)
     output = op(query, key, value)
     assert counted(op, query, key, value) == {str(op): FORWARD}
@@ -141,7 +141,7 @@ def ends(lengths: tuple[int, ...]) -> torch.Tensor:
 def packed_op() -> Any:
     schema = "packed(Tensor query, Tensor key, Tensor value, Tensor? ends_q, Tensor? ends_k, int longest=-1) -> Tensor"
     op = define(schema, output_of)
-    fastac.register(row(op, layout="thd", max_kv="longest", offsets=("ends_q", "ends_k")))
+    fastac.register(row(op, layout="thd", max_kv="longest", flops=Flops(offsets=("ends_q", "ends_k"))))
     return op
 
 
@@ -172,7 +172,7 @@ def test_packed_sequences_without_values_count_by_the_longest(kind: str) -> None
 
 def test_masks_of_padding() -> None:
     op = define("padded(Tensor query, Tensor key, Tensor value, Tensor mask_q, Tensor mask_k) -> Tensor", output_of)
-    fastac.register(row(op, offsets=("mask_q", "mask_k")))
+    fastac.register(row(op, flops=Flops(offsets=("mask_q", "mask_k"))))
     masks = [torch.arange(n) < torch.tensor(of)[:, None] for n, of in ((QUERIES, (20, 7)), (KEYS, (9, 4)))]
     found = counted(op, *tensors("bshd"), *masks)
     assert found == {str(op): 2 * HEADS * (20 * 9 + 7 * 4) * (DIM + VALUE_DIM)}
@@ -192,13 +192,13 @@ SPARSE = 2 * BATCH * HEADS * 3 * (12 * 2) * (DIM + VALUE_DIM)
 def lists_op() -> Any:
     schema = "lists(Tensor query, Tensor key, Tensor value, Tensor lists, Tensor number, Tensor sizes) -> Tensor"
     op = define(schema, output_of)
-    fastac.register(row(op, layout="bhsd", blocks=("lists", "number"), coarse="sizes"))
+    fastac.register(row(op, layout="bhsd", flops=Flops(blocks=("lists", "number")), coarse="sizes"))
     return op
 
 
 def map_op() -> Any:
     op = define("map(Tensor query, Tensor key, Tensor value, Tensor map) -> Tensor", output_of)
-    fastac.register(row(op, layout="bhsd", blocks=("map",)))
+    fastac.register(row(op, layout="bhsd", flops=Flops(blocks=("map",))))
     return op
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fastac import hook, registry
-from fastac.backends import LIBRARIES, plugins
+from fastac import registry
+from fastac.backends import LIBRARIES, availability, plugins
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.cli.measuring import version
 from fastac.engine import interception
@@ -143,4 +143,4 @@ def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.BoundOp]) -> dict[str
 
 
 def _missing(backend: DiffusersBackend) -> str | None:
-    return hook.unavailable(backend.family, backend.op) if backend.family else None
+    return availability.unavailable(backend.family, backend.op) if backend.family else None

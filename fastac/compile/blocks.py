@@ -95,7 +95,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     outer, inner = model, models.unwrapped(model)
     if blocks is None:
         hook.check_switch(inner, "compile")
-    chosen = hook.select(inner, blocks, outer) if blocks is not None else hook.containers_of(inner)
+    chosen = models.select(inner, blocks, outer) if blocks is not None else hook.containers_of(inner)
     _refuse_compiled(outer, {block for container in chosen for block in container.blocks.values()}, blocks is not None)
     hook.enable(model, policy, blocks=blocks)
     enabled = hook.enabled_on(inner)

@@ -44,13 +44,14 @@ def judge(
     nodes = nodes_between(outputs, (args, kwargs))
     graphs.watch(nodes, policy)
     hidden = hidden_functions(nodes, record.owners or (), policy)
-    problems = [] if observer is None else _problems_seen(observer)
+    where = describe(function)
+    problems = [] if observer is None else _problems_seen(observer, where)
     compiled = is_compiled(function) or ran_compiled_code(nodes) or _called_compiled(record, observer)
     if compiled:
         seen = look(function, args, kwargs, policy)
         observer = seen.observer
         hidden += seen.hidden
-        problems += _problems_seen(observer) + _missing(seen, record, describe(function))
+        problems += _problems_seen(observer, where) + _missing(seen, record, where)
     problems += [_hidden(one) for one in dict.fromkeys(hidden)]
     if problems:
         raise not_applied(function, policy, list(dict.fromkeys(problems)), len(record.made))
@@ -67,18 +68,17 @@ def not_applied(function: Any, policy: Policy, problems: Sequence[str], made: in
     return PolicyNotAppliedError("\n".join([first, *listed, 'Mend the cause, or use policy="full" for this block.']))
 
 
-def small_ops(keys: int, module: str = "", cause: str = "") -> str:
+def small_ops(where: str, keys: int, cause: str = "") -> str:
     """What is said of an attention that ran as small ops."""
-    cause = (
-        cause or "no fused kernel took it (math kernel forced, dropout, head dims, strides, a mask that it does not do)"
-    )
-    return (
-        f"{module}{': ' * bool(module)}an attention over {keys} keys ran as small ops, with no output to save: {cause}"
-    )
+    cause = cause or "no fused kernel took it (math kernel forced, dropout, head dims, strides, mask)"
+    return f"{where}: an attention over {keys} keys ran as small ops, with no output to save: {cause}"
 
 
-def _problems_seen(observer: Observer) -> list[str]:
-    problems = [small_ops(one.keys, one.module, one.cause) for one in observer.small]
+def _problems_seen(observer: Observer, where: str) -> list[str]:
+    def place(module: str) -> str:
+        return f"{where}.{module}" if module else where
+
+    problems = [small_ops(place(one.module), one.keys, one.cause) for one in observer.small]
     for unknown in dict.fromkeys(observer.unknown):
         problems.append(
             f"{unknown.namespace}::{unknown.name} looks like an attention forward and has no row. If it is one "
@@ -86,7 +86,7 @@ def _problems_seen(observer: Observer) -> list[str]:
         )
     problems += observer.elsewhere
     return problems or [
-        f"{name}: ran, and no attention call was seen: its kernel is called past the dispatcher. From an "
+        f"{place(name)}: ran, and no attention call was seen: its kernel is called past the dispatcher. From an "
         f'autograd.Function: fastac.make_visible(TheFunction, layout="bshd"). Else: docs/adding_a_backend.md'
         for name in observer.silent
     ]

@@ -188,6 +188,8 @@ class Observer(TorchDispatchMode):
         mask = next((one for one in self._sum[1:2] if isinstance(one, torch.Tensor)), None)
         if mask is not None and mask.requires_grad and mask.shape[-2:] == scores.shape[-2:]:
             return "its mask requires grad: detach it, or keep it out of training"
+        if mask is not None and mask.dim() not in (2, 4) and mask.shape[-2:] == scores.shape[-2:]:
+            return f"its mask has {mask.dim()} dimensions: pass 2 or 4"
         if scores.dim() != 4:
             return f"its query has {scores.dim()} dimensions: pass (batch, heads, sequence, head dim)"
         return ""

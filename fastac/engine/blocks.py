@@ -92,6 +92,11 @@ def known_record(block: torch.nn.Module) -> BlockRecord | None:
     return vars(block).get(_RECORD)
 
 
+def forget(block: torch.nn.Module) -> None:
+    """Know nothing of a block."""
+    vars(block).pop(_RECORD, None)
+
+
 def kind_of(function: Any) -> Any:
     """What regions have in common that run the same code: the class of a block, or the code of a function."""
     while True:

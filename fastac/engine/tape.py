@@ -456,15 +456,17 @@ class Replay(Scope):
 
     def _next(self, op: BoundOp, inputs: Sequence[Any], product: str) -> Entry:
         """The entry of the call that recompute makes now. Raises FastacError where the forward made another."""
-        called = _readable(op, inputs, product)
         if self.position >= len(self.tape):
-            raise _another_path(f"called {called}", "had ended")
+            raise _another_path(f"called {_readable(op, inputs, product)}", "had ended")
         entry = self.tape[self.position]
         # By name: torch may hand out another object for the same op once an older definition of it is collected.
-        if (entry.op is not op and entry.op.qualified_name != op.qualified_name) or (
-            entry.inputs != inputs or entry.product != product
+        if (
+            entry.inputs != inputs
+            or entry.product != product
+            or (entry.op is not op and entry.op.qualified_name != op.qualified_name)
         ):
-            raise _another_path(f"called {called}", f"called {_readable(entry.op, entry.inputs, entry.product)}")
+            forward = _readable(entry.op, entry.inputs, entry.product)
+            raise _another_path(f"called {_readable(op, inputs, product)}", f"called {forward}")
         self.position += 1
         return entry
 

@@ -17,7 +17,17 @@ from fastac.models import (
     sana_video,
     wan,
 )
-from fastac.models.blocks import LISTS, BlockContainer, containers, has_switch, unwrapped
+from fastac.models.blocks import (
+    LISTS,
+    BlockContainer,
+    containers,
+    grouped,
+    has_switch,
+    is_inside,
+    select,
+    unwrapped,
+    without_wrappers,
+)
 from fastac.models.row import ModelRow
 
 _FAMILIES = (
@@ -53,7 +63,11 @@ __all__ = [
     "BlockContainer",
     "ModelRow",
     "containers",
+    "grouped",
     "has_switch",
+    "is_inside",
     "row_of",
+    "select",
     "unwrapped",
+    "without_wrappers",
 ]

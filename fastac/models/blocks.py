@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
-from fastac.errors import class_name
+from fastac.engine.blocks import inside, plain_name
+from fastac.errors import FastacError, class_name
 from fastac.models.row import ModelRow
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
@@ -86,3 +90,82 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
     if isinstance(model, data_parallel) or hasattr(type(inner), "enable_gradient_checkpointing"):
         return inner
     return None
+
+
+def select(
+    model: torch.nn.Module, blocks: str | torch.nn.Module | Iterable[Any], outer: torch.nn.Module
+) -> list[BlockContainer]:
+    """The blocks that `enable(model, blocks=...)` was given, by the containers they are in.
+
+    outer: what the model is wrapped in, whose names do as well. Raises FastacError for what is no part of the model,
+    for no blocks at all, for a block inside another, and for one whose forward cannot be replaced.
+    """
+    several = [blocks] if isinstance(blocks, (str, torch.nn.Module)) or not isinstance(blocks, Iterable) else blocks
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, torch.nn.Module] = {}
+    for one in several:
+        module = _by_name(one, model, outer) if isinstance(one, str) else one
+        if not isinstance(module, torch.nn.Module) or module not in names:
+            raise FastacError(
+                f"enable(blocks=...): {type(one).__name__} is no module of {class_name(model)}. Give the dotted name "
+                f'of a module list, such as "transformer.layers", or modules of the model.'
+            )
+        for block in module.children() if _is_container(module) else (module,):
+            name = plain_name(names[block])
+            found[name] = inside(block)
+            _check_forward(name, found[name])
+    if not found:
+        raise FastacError("enable(blocks=...): there is no block in it")
+    for name in found:
+        around = [other for other in found if name != other and is_inside(name, other)]
+        if around:
+            raise FastacError(f"enable(blocks=...): block {name!r} is inside block {around[0]!r}. Name one of them.")
+    return grouped(found)
+
+
+def is_inside(name: str, block: str) -> bool:
+    """Whether a qualified name is that of a block, or of a module inside it. All are inside ""."""
+    return not block or name == block or name.startswith(block + ".")
+
+
+def _is_container(module: torch.nn.Module) -> bool:
+    """Whether a module does nothing but hold others; not one of a class with a forward of its own."""
+    plain = (torch.nn.Module.forward, torch.nn.Sequential.forward)
+    return isinstance(module, LISTS) and type(module).forward in plain
+
+
+def _check_forward(name: str, block: torch.nn.Module) -> None:
+    forward = inspect.getattr_static(type(block), "forward", None)
+    own = "forward" in vars(block)  # such as a compiled module's
+    if isinstance(block, torch.jit.ScriptModule) or (
+        not own and isinstance(forward, (property, staticmethod, classmethod))
+    ):
+        raise FastacError(
+            f"enable(blocks=...): the forward of {name!r} ({class_name(block)}) cannot be replaced (TorchScript, or no "
+            f"plain method). Call fastac.checkpoint(block, *args) where the model calls it."
+        )
+
+
+def without_wrappers(containers: Iterable[BlockContainer]) -> list[BlockContainer]:
+    """The same containers, with what is inside torch's activation wrappers in the place of these."""
+    return [BlockContainer(one.name, {name: inside(block) for name, block in one.blocks.items()}) for one in containers]
+
+
+def grouped(blocks: Mapping[str, torch.nn.Module]) -> list[BlockContainer]:
+    """Blocks by qualified name, in one container for each module that holds some; one alone is its own."""
+    containers: dict[str, BlockContainer] = {}
+    for name, block in blocks.items():
+        parent = name.rpartition(".")[0] or name
+        containers.setdefault(parent, BlockContainer(parent, {})).blocks[name] = block
+    return list(containers.values())
+
+
+def _by_name(name: str, model: torch.nn.Module, outer: torch.nn.Module) -> torch.nn.Module:
+    for holder in (model, outer):
+        try:
+            return holder.get_submodule(name)
+        except AttributeError:
+            pass
+    lists = [n for n, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    known = f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list."
+    raise FastacError(f"enable(blocks={name!r}): {class_name(model)} has no such module. {known}")

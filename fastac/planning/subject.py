@@ -73,7 +73,7 @@ def subject(model: torch.nn.Module, inputs: Mapping[str, Any], blocks: Any = Non
     if blocks is None:
         containers = models.containers(fake, models.row_of(fake))
     else:
-        containers = hook.select(fake, blocks, fake)
+        containers = models.select(fake, blocks, fake)
     if not containers:
         raise FastacError(f"plan: found no transformer blocks in {class_name(model)}. Name them: blocks=...")
     return Subject(fake, {}, containers, known).given(inputs)

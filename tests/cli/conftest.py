@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fastac import models
 from fastac.cli.backends import WIDTH
+from tests.models.tiny import TINY
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def _without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> list[str]:
     """The arguments for a Wan transformer of three small blocks, and a short video."""
-    config = {**models.MODELS["WanTransformer3DModel"].config, "num_layers": 3}
+    config = {**TINY["WanTransformer3DModel"].config, "num_layers": 3}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **config}))
     return [str(path), "--frames", "5", "--height", "32", "--width", "48", "--text-tokens", "8"]

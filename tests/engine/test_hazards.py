@@ -262,9 +262,9 @@ class TakesAnotherPath(AttentionBlock):
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("other order", r"not the one of the forward"),
-        ("fewer calls", r"recompute made 1 .* forward made 2"),
-        ("more calls", r"not the one of the forward"),
+        ("other order", r"recompute called .* where the forward"),
+        ("fewer calls", r"recompute ended before"),
+        ("more calls", r"recompute called .* where the forward"),
         ("one more at the end", r"recompute|after the 2"),
     ],
 )
@@ -321,7 +321,7 @@ class TwoOutputs(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "retain", [True, pytest.param(False, marks=pytest.mark.xfail(strict=False, reason="new engine"))]
+    "retain", [True, False]
 )
 def test_outputs_backpropagated_one_by_one(retain: bool, attention_executions: Counter[str]) -> None:
     """Two losses through parts of one block. Each backward recomputes the region, and finds both outputs."""
@@ -477,8 +477,8 @@ def test_no_alarm_without_gradients(mode: Any, attention_executions: Counter[str
         assert_same(train_step(model, inputs), reference)
 
 
-def test_no_alarm_inside_a_reentrant_checkpoint() -> None:
-    """Its forward runs without gradients, its recompute with them: there the region records and replays."""
+def test_a_reentrant_checkpoint_around_a_region() -> None:
+    """Its forward runs without gradients, its recompute with them: attention runs twice, which is an error."""
 
     class Reentrant(torch.nn.Module):
         def __init__(self) -> None:
@@ -488,10 +488,8 @@ def test_no_alarm_inside_a_reentrant_checkpoint() -> None:
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
             return torch_checkpoint(self.inner, video, text, use_reentrant=True)
 
-    inputs = stack_inputs()
-    reference = train_step(stack(block=lambda: support.AttentionStack(layers=1)), inputs)
-    found = train_step(stack(block=Reentrant), inputs)
-    assert_same(found, {name.replace(".blocks.", ".inner.blocks."): t for name, t in reference.items()})
+    with pytest.raises(fastac.PolicyNotAppliedError, match="runs again in a backward"):
+        train_step(stack(block=Reentrant), stack_inputs())
 
 
 def test_no_alarm_in_a_region_without_attention(caplog: pytest.LogCaptureFixture) -> None:

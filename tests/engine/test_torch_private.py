@@ -9,7 +9,7 @@ import torch
 
 
 def test_import_without_a_private_name_of_torch_names_it() -> None:
-    code = "import torch; del torch._C._dispatch_keyset_full_after; import fastac"
+    code = "import torch; del torch._C._dispatch_keyset_full_after; import fastac; fastac.enable"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1

@@ -15,8 +15,6 @@ from tests import support
 from tests.hook.hosts import HOSTS, Diffuser, alone, diffuser, step_of
 from tests.support import assert_same, stack, stack_inputs, train_step
 
-NEW = pytest.mark.xfail(strict=False, reason="new engine")
-
 
 class CheckpointsItself(Diffuser):
     """Calls torch's checkpoint, whatever function it was given."""
@@ -48,8 +46,8 @@ class PastTheCall(support.AttentionStack):
 @pytest.mark.parametrize(
     ("make", "blocks"),
     [
-        pytest.param(lambda: diffuser(CheckpointsItself), None, marks=NEW),
-        pytest.param(lambda: diffuser(OverridesForward), None, marks=NEW),
+        (lambda: diffuser(CheckpointsItself), None),
+        (lambda: diffuser(OverridesForward), None),
         (PastTheCall, "blocks"),
     ],
     ids=["diffusers, checkpoints itself", "diffusers, another forward", "blocks, called past"],
@@ -72,33 +70,12 @@ def test_a_forward_that_opened_no_region(make: Any, blocks: Any) -> None:
     assert_same(train_step(model, stack_inputs()), expected)
 
 
-def test_a_list_none_of_whose_blocks_is_called(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning, once: a list may have its turn another time."""
-
-    class Halves(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = torch.nn.ModuleList(torch.nn.ModuleList([support.AttentionBlock()]) for _ in range(2))
-            self.whole = torch.nn.ModuleList([support.AttentionBlock()])
-
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                video = block[0](video, text)
-            return self.whole[0](video, text)
-
-    model = Halves()
-    fastac.enable(model, blocks=["blocks", "whole"])
-    for _ in range(2):
-        train_step(model, stack_inputs())
-    (record,) = caplog.records
-    assert "Halves" in record.getMessage()
-    assert "'blocks'" in record.getMessage()
 
 
 # Attention in a backward, outside a replay
 
 
-class CheckpointInside(support.AttentionBlock):
+class CheckpointInAttention(support.AttentionBlock):
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         return torch_checkpoint(super().forward, video, text, use_reentrant=False)
 
@@ -107,7 +84,7 @@ class CheckpointInside(support.AttentionBlock):
 def test_attention_in_a_checkpoint_of_the_block_s_own(host: str) -> None:
     model = HOSTS[host].make()
     for i in range(2):
-        model.blocks[i] = CheckpointInside()
+        model.blocks[i] = CheckpointInAttention()
     HOSTS[host].enable(model)
     for _ in range(2):
         with pytest.raises(PolicyNotAppliedError, match="checkpoint"):
@@ -116,7 +93,7 @@ def test_attention_in_a_checkpoint_of_the_block_s_own(host: str) -> None:
 
 def test_attention_in_a_checkpoint_inside_a_function(attention_executions: Counter[str]) -> None:
     """Given to fastac.checkpoint; and that which the policy recomputes anyway may be there."""
-    block = CheckpointInside()
+    block = CheckpointInAttention()
     with pytest.raises(PolicyNotAppliedError, match="checkpoint"):
         fastac.checkpoint(block, **stack_inputs()).sum().backward()
     policy = Policy("attn_only", min_kv=support.TEXT_TOKENS + 1)
@@ -154,7 +131,6 @@ def test_a_checkpoint_inside_a_block_that_holds_no_attention(attention_execution
     assert attention_executions.total() == 4
 
 
-@NEW
 @pytest.mark.parametrize("around", ["torch's checkpoint", "a wrapper"])
 @pytest.mark.parametrize("host", ["diffusers", "blocks"])
 def test_a_checkpoint_around_the_whole_model(host: str, around: str) -> None:
@@ -185,7 +161,6 @@ def test_a_region_around_the_whole_model_keeps_what_its_blocks_save(attention_ex
 # A policy that saves nothing
 
 
-@NEW
 @pytest.mark.parametrize("host", ["diffusers", "blocks"])
 def test_a_policy_that_saves_nothing_in_any_block(host: str, attention_executions: Counter[str]) -> None:
     """An error at the first step of a model; "full" says so itself, and a mapping that saves in one block is fine."""
@@ -199,7 +174,6 @@ def test_a_policy_that_saves_nothing_in_any_block(host: str, attention_execution
     assert step_of(model, attention_executions) == 8
 
 
-@NEW
 def test_a_policy_that_saves_nothing_in_a_function(caplog: pytest.LogCaptureFixture) -> None:
     """A warning, once."""
     block = support.AttentionBlock()

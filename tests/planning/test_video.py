@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fastac.errors import FastacError
-from fastac.models import MODELS, configurations
+from fastac.models import configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import Plan
@@ -27,12 +27,13 @@ from fastac.planning.video import Training, most_steps, plan_video
 from fastac.policy import Policy
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.models.tiny import TINY
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Configuration:
     """A Wan transformer of three small blocks, with positions for 24 frames of latents."""
-    config = {**MODELS["WanTransformer3DModel"].config, "num_layers": 3, "rope_max_seq_len": 24}
+    config = {**TINY["WanTransformer3DModel"].config, "num_layers": 3, "rope_max_seq_len": 24}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **config}))
     return configurations.load(str(path))

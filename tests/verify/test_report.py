@@ -77,7 +77,6 @@ def test_lengths_that_depend_on_values_are_reported_as_they_are(attention_execut
         assert (row.attention_calls, row.saved) == (2, saved)
         assert row.saved_bytes == saved * bytes_of(queries=support.VIDEO_TOKENS, dim=8)
         assert attention_executions == {CPU_ATTENTION: 4 - saved}
-        assert fastac.verify(model[0], *inputs.values(), policy=policy).saved == saved
 
 
 def test_bytes_are_those_of_the_latest_forward() -> None:

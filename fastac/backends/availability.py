@@ -1,0 +1,71 @@
+"""What of attention backends is known before anything runs: which cannot be honoured, and which are ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fastac import registry
+from fastac.engine import opaque, torch_private
+from fastac.errors import UnsupportedBackendError, class_name
+from fastac.models import is_inside
+from fastac.policy import BlockPolicies, Policy, saves_nothing
+from fastac.registry import AttentionOp, BackendUse, Verdict
+
+
+def check_backends(
+    model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], policy: Policy | BlockPolicies
+) -> None:
+    """Raise UnsupportedBackendError when attention modules use a backend that the policy cannot be honoured on."""
+    saves = not saves_nothing(policy)
+    for use in registry.backend_uses(model):
+        if isinstance(policy, BlockPolicies):
+            around = [block for name, block in blocks.items() if is_inside(use.module, name)]
+            saves = bool(around) and not policy[getattr(around[0], "_orig_mod", around[0])].saves_nothing
+        if use.verdict is Verdict.NOT_TRAINABLE or (saves and not use.family):
+            raise _refusal(model, policy, use, f"is {use.verdict.value.replace('_', ' ')}: {use.reason}")
+        if saves and (missing := unavailable(use.family, use.op)) is not None:
+            raise _refusal(model, policy, use, f"cannot be saved here: {missing}")
+
+
+def unavailable(family: str, name: str = "") -> str | None:
+    """Why no attention op of a backend, or not the one of that name, can run on this machine; None when one can."""
+    ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
+    ops = [op for op in ops if op.row.name == name] or ops
+    if not ops:
+        known = {row.backend for row in registry.rows() if isinstance(row, AttentionOp)} | opaque.known_backends()
+        if family not in known:
+            return f"fastac has no row for {family} yet"
+        return f"no op of {family} is loaded in this process: its library is not installed, or was not imported"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    keys = ["CPU", "CompositeExplicitAutograd"] + ([accelerator.type.upper()] if accelerator is not None else [])
+    if not any(torch_private.has_kernel(op.qualified_name, key) for op in ops for key in keys):
+        device = "the CPU" if accelerator is None else f"the CPU or {accelerator.type}"
+        return f"{ops[0].name} has no kernel for {device}, which is all this machine has"
+    return None
+
+
+def _refusal(
+    model: torch.nn.Module, policy: Policy | BlockPolicies, use: BackendUse, reason: str
+) -> UnsupportedBackendError:
+    where = f"{class_name(model)}.{use.module}" if use.module else class_name(model)
+    way_out = "" if use.verdict is Verdict.NOT_TRAINABLE else ', or policy="full"'
+    return UnsupportedBackendError(
+        f"{policy}: backend {use.backend!r} at {where} {reason}. "
+        f'Use transformer.set_attention_backend("native"){way_out}; `fastac backends` lists what can be saved here.'
+    )
+
+
+def ignored_backends(model: torch.nn.Module, blocks: Iterable[str]) -> list[str]:
+    """A sentence for each attention backend that is set, and that some attention of a model's blocks does not heed."""
+    counts: dict[tuple[str, str], int] = {}
+    names = tuple(blocks)
+    for use in registry.backend_uses(model):
+        if use.ignores not in ("", use.backend) and any(is_inside(use.module, name) for name in names):
+            counts[use.ignores, use.processor] = counts.get((use.ignores, use.processor), 0) + 1
+    return [
+        f"backend {backend!r} is set, and {count} of the attention modules do not heed it: {processor} calls "
+        f"scaled_dot_product_attention itself"
+        for (backend, processor), count in counts.items()
+    ]
