@@ -1,4 +1,4 @@
-"""Writes docs/backends.md, docs/models.md, and the tables of README.md, docs/compile.md and docs/distributed.md.
+"""Writes docs/backends.md, docs/models.md, and the tables of docs/compile.md and docs/distributed.md.
 
 `tests/docs` and `tests/models/test_parity.py` fail when one is stale. The tiny models of the tests are trained for it;
 what was measured comes from benchmarks/results.
@@ -169,12 +169,6 @@ def models() -> str:
     )
 
 
-def readme() -> str:
-    """README.md with its table of models made anew."""
-    rows = (one.short_cells() for one in _figures())
-    return _with_tables("README.md", {"models": _table(figures.SHORT_HEADINGS, rows)})
-
-
 def compositions() -> str:
     """docs/compile.md with the table of what benchmarks/compositions.py measured."""
     measured = json.loads(COMPOSITIONS.read_text(encoding="utf-8"))
@@ -251,7 +245,7 @@ QUICK: dict[str, Callable[[], str]] = {
 }
 """Documents for which nothing is run."""
 
-DOCUMENTS = QUICK | {"docs/models.md": models, "README.md": readme}
+DOCUMENTS = QUICK | {"docs/models.md": models}
 
 
 def _tested_with(library: str) -> str:
