@@ -163,11 +163,14 @@ class Enabled:
 
     def after_forward(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when the model ran, with gradients on, and opened no region or saved nothing."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or saves_nothing(self.policy):
+        if not torch.is_grad_enabled() or saves_nothing(self.policy):
             return
-        if self.opened:
+        replaced = self.was_replaced()
+        if torch.compiler.is_compiling() and not replaced:
+            return
+        if self.opened and not replaced:
             self._check_saved()
-        elif not self.was_switched_off() and not state.traced:
+        elif replaced or not (self.was_switched_off() or state.traced):
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
                 f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...).\n"
@@ -219,7 +222,10 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """What stands in the place of a block's forward."""
     if not torch.is_grad_enabled():
         return own.forward(*args, **kwargs)
-    return _run(own.enabled, own.forward, *args, **kwargs)
+    if not torch.compiler.is_compiling():
+        own.enabled.opened += 1
+    # by the block: dynamo does not know what a method is bound to
+    return checkpoint(own.forward, *args, policy=own.enabled.policy_of(own.block), **kwargs)
 
 
 def call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:

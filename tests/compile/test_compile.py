@@ -218,7 +218,7 @@ def test_what_only_eager_mode_shows_stays_eager(monkeypatch: pytest.MonkeyPatch)
         if opaque in module.modules():
             yield BackendUse("" if module is opaque else "blocks.0", "theirs", Verdict.OPAQUE, family="sdpa")
 
-    monkeypatch.setattr(registry, "_readers", [reader])
+    monkeypatch.setattr(registry.state, "readers", [reader])
     made = fastac.compile(built, blocks="blocks", backend="aot_eager")
     assert (made.blocks, made.eager) == ({"Block": 1}, ("blocks.0",))
     assert "blocks.0 stayed eager" in str(made)
@@ -238,9 +238,9 @@ def compiled_block() -> Model:
 
 REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (lambda: 3, {}, "expected a model, got int"),
-    (model, {}, "has no enable_gradient_checkpointing"),
+    (model, {}, "no gradient checkpointing of diffusers"),
     (model, {"blocks": "layers"}, "no such module"),
-    (model, {"blocks": "blocks", "policy": "most"}, "no such policy"),
+    (model, {"blocks": "blocks", "policy": "most"}, "unknown policy"),
     (model, {"blocks": "blocks", "max_autotune": True}, "does not take these options.*max_autotune"),
     (model, {"blocks": "blocks", "backend": "nonsense"}, "does not take these options.*nonsense"),
     (model, {"blocks": "blocks", "mode": "default", "options": {"max_autotune": True}}, "does not take these options"),

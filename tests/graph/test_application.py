@@ -400,7 +400,7 @@ def attend_in_small_ops(*qkv: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("block", "what"),
     [
-        (lambda: AttentionBlock(attend=attend_in_small_ops), "AttentionBlock.*small ops"),
+        (lambda: AttentionBlock(attend=attend_in_small_ops), "(?s)AttentionBlock.*small ops"),
         (lambda: AttentionBlock(attend=attend_by_hand), "written out"),
         (noisy_block, "noisy_attention .*no row"),
     ],
