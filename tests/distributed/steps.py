@@ -85,11 +85,16 @@ def _events(profiled: profile) -> list[Any]:
 
 
 def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) -> int:
-    """Executions of a kernel. A call whose output is replayed is an event, too; one that runs allocates its output."""
+    """Executions of a kernel. A call whose output is replayed is an event, too, and may copy what was kept.
+
+    One that runs allocates its output by itself.
+    """
     events = _events(profiled)
     names = (attention,) if isinstance(attention, str) else attention
     calls = [event for event in events if event.name() in names]
+    copies = [event for event in events if event.name() == "aten::clone"]
     allocations = [event for event in events if event.name().startswith("aten::empty")]
+    allocations = [one for one in allocations if not any(_inside(one, copy) for copy in copies)]
     # Where one call is inside another, the inner one allocates for both.
     innermost = [call for call in calls if not any(other is not call and _inside(other, call) for other in calls)]
     return sum(any(_inside(allocation, call) for allocation in allocations) for call in innermost)

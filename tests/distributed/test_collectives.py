@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -175,12 +176,6 @@ def _written_after(x: torch.Tensor) -> torch.Tensor:
     return _Differentiable.apply(x, written, lambda grad: 3 * _all_reduce(grad) + grad)  # type: ignore[no-any-return]
 
 
-def _never_waited(x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        _c10d.all_reduce(x.detach(), "sum", _group())
-    return torch.sin(x)
-
-
 def _of_autograd(x: torch.Tensor) -> torch.Tensor:
     """torch's own differentiable ops, as all_to_all_single_autograd and its like call them."""
     ops = torch.ops._c10d_functional_autograd
@@ -196,7 +191,6 @@ CALLS: dict[str, tuple[Op, tuple[int, int, int]]] = {
     "waited for late": (_late, (1, 1, 0)),
     "several in flight": (_several, (3, 3, 0)),
     "written after its wait": (_written_after, (1, 1, 0)),
-    "never waited for": (_never_waited, (1, 1, 0)),
     "of autograd": (_of_autograd, (2, 2, 0)),
     "gathered by autograd": (_gathered_by_autograd, (1, 0, 1)),
 }
@@ -229,7 +223,7 @@ WRITING: dict[str, Op] = {
 }
 
 
-class Block(torch.nn.Module):
+class AttentionBlock(torch.nn.Module):
     """A linear layer, a collective, attention over the rows, a linear layer."""
 
     def __init__(self, call: Op) -> None:
@@ -251,13 +245,13 @@ class Region(torch.nn.Module):
 
     def __init__(self, call: Op, way: str) -> None:
         super().__init__()
-        self.block = Block(call)
+        self.blocks = torch.nn.ModuleList([AttentionBlock(call)])
         self.policy = WAYS[way]
         with torch.no_grad():
-            self.block(batch_of(0)["x"])  # its last layer is as wide as it needs
+            self.blocks[0](batch_of(0)["x"])  # its last layer is as wide as it needs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = support.run_checkpointed(self.block, x, policy=self.policy)
+        out: torch.Tensor = support.run_checkpointed(self.blocks[0], x, policy=self.policy)
         return out
 
 
@@ -279,8 +273,7 @@ def measured(call: Op, way: str) -> Did:
     """One step of a region on this rank."""
     region = Region(call, way)
     step = steps.measured(region, batch_of(dist.get_rank()))
-    with support.reported_blocks({"block": region.block}):
-        row = fastac.report(region).rows[0]
+    row = fastac.report(region).rows[0]
     found = row.communication
     if found is None:
         return Did(step, None, None, row.writing)
@@ -360,20 +353,15 @@ def _other_in_recompute(other: Op, first: Op) -> Op:
 
 
 REFUSED: dict[str, tuple[Callable[[], Op], str, str]] = {
-    "another op": (lambda: _other_in_recompute(_all_to_all, _all_reduce), "attn_only", "collective"),
+    "another op": (lambda: _other_in_recompute(_all_to_all, _all_reduce), "attn_only", "all_to_all.*all_reduce"),
     "other splits": (
         lambda: _other_in_recompute(functools.partial(_uneven, back=True), _uneven),
-        "attn_only",
-        "collective",
-    ),
-    "other splits, nothing saved": (
-        lambda: _other_in_recompute(functools.partial(_uneven, back=True), _uneven),
         "repeated",
-        "collective",
+        "all_to_all.*all_to_all",
     ),
     "changed in place": (lambda: _changed_in_place, "attn_only", "changed in place"),
 }
-"""What is refused -> a call, the way it is checkpointed, and the key word of the error."""
+"""What is refused -> a call, the way it is checkpointed, and what the error says."""
 
 
 def _errors() -> dict[str, str]:
@@ -391,7 +379,7 @@ def test_a_recompute_that_communicates_otherwise_is_an_error() -> None:
     for found in ranks.run(_errors):
         assert found.keys() == REFUSED.keys(), found
         for name, (_, _, said) in REFUSED.items():
-            assert said in found[name], found[name]
+            assert re.search(said, found[name]), found[name]
 
 
 def _second_backward() -> dict[str, tuple[support.Tensors, int]]:
@@ -438,7 +426,7 @@ def test_a_result_that_is_waited_for_after_its_region() -> None:
 # FSDP, and parameters that are gathered where they are used, as by SimpleFSDP
 
 
-class Shards(torch.nn.Module):
+class ShardedAttention(torch.nn.Module):
     """A block of units of FSDP2 that also sums over the ranks in place."""
 
     def __init__(self) -> None:
@@ -453,15 +441,14 @@ class Shards(torch.nn.Module):
 
 
 def _sharded(engine: str) -> tuple[int, Any, int]:
-    block: Any = Shards()
+    block: Any = ShardedAttention()
     if engine == "fsdp1":
         block = FullyShardedDataParallel(block, device_id=torch.device("cpu"))
     else:
         for unit in (block.first, block.second):
             fully_shard(unit)
-    with support.reported_blocks({"block": block}):
-        support.loss_of(fastac.checkpoint(block, batch_of(dist.get_rank())["x"])).backward()
-        (row,) = fastac.report(block).rows
+    support.loss_of(fastac.checkpoint(block, batch_of(dist.get_rank())["x"])).backward()
+    (row,) = fastac.report(torch.nn.ModuleList([block])).rows
     return row.saved, row.communication, row.writing
 
 
