@@ -683,5 +683,6 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for record, was in before:
             vars(record).update(vars(was))
+            record.key = None  # hooks of Linear modules may be gone: the next region attaches them
         for parameter, gradient in gradients:
             parameter.grad = gradient
