@@ -338,12 +338,17 @@ def know(*functions: OpaqueFunction) -> None:
 
     Raises FastacError for one that is not well-formed.
     """
+    check(*functions)
+    state.known.extend(functions)
+    state.modules = None
+
+
+def check(*functions: OpaqueFunction) -> None:
+    """Raise FastacError for one that is not well-formed."""
     for function in functions:
         check_texts(function, "OpaqueFunction")
         check_pattern(function.module, f"OpaqueFunction: module of {function.name!r}")
         check_layout(function.layout, function.flops, f"OpaqueFunction: {function.name}")
-    state.known.extend(functions)
-    state.modules = None
 
 
 def known_backends() -> set[str]:
