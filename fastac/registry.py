@@ -348,7 +348,7 @@ def check_row(row: Row) -> None:
     check_texts(row, "register")
     check_pattern(row.namespace, f"register: namespace of {row.name!r}")
     backward = row.flops.backward if isinstance(row, AttentionOp) else ""
-    for name in filter(None, (row.name, backward)):
+    for name in (row.name, *[backward] * bool(backward)):
         if not name.isidentifier():
             raise FastacError(
                 f"register: {name!r} is not the bare name of an op. Write it without namespace and overload: "
