@@ -180,14 +180,6 @@ def test_only_what_the_policy_saves_counts() -> None:
         train(sdpa, hidden(), policy=fastac.Policy("attn_only", min_kv=12))
 
 
-def test_a_later_block_of_a_class_is_looked_at_as_well() -> None:
-    """As many calls as the first one, of which one is hidden."""
-    train(sdpa, sdpa)
-    train(sdpa, sdpa)
-    with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
-        train(sdpa, hidden())
-
-
 def test_outputs_in_a_dataclass_are_looked_into() -> None:
     @dataclasses.dataclass
     class Output:

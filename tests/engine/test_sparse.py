@@ -74,7 +74,7 @@ def assert_exact(
         assert_same(train_step(functools.partial(fastac.checkpoint, region, policy=policy), data), reference)
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.xfail(strict=False, reason="new engine"))])
+@pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_choice_is_not_made_again(choice: str, rounds: int) -> None:
     scores = Wavering()
@@ -141,7 +141,6 @@ def test_a_second_backward_through_a_choice() -> None:
         assert all(torch.equal(one, two) for one, two in zip(grads[0], other, strict=True))
 
 
-@pytest.mark.xfail(strict=False, reason="new engine")
 @pytest.mark.parametrize("way", ["other order", "more", "fewer"])
 def test_a_recompute_that_chooses_on_another_path(way: str) -> None:
     """Choices are told apart by the order of their calls alone: anything else is an error, not a guess."""
@@ -178,7 +177,7 @@ def test_bytes_of_choices_are_reported_apart() -> None:
         train_step(model, support.stack_inputs())
         report = fastac.report(model)
         (row,) = report.rows
-        assert (row.selection_bytes > 0) == (policy == "attn_only")
+        assert (row.choice_bytes > 0) == (policy == "attn_only")
         assert ("choices" in str(report)) == (policy == "attn_only")
 
 
