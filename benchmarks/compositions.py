@@ -36,8 +36,8 @@ from torch._dynamo.utils import counters
 import fastac
 import fastac.graph
 from common import RESULTS, allocated_bytes, build_model, write_result
-from fastac.engine.tape import engine
 from fastac.engine import interception
+from fastac.engine.tape import engine
 from fastac.graph.application import KEEP_ORDER
 from held_bytes import (
     BATCH,

@@ -30,8 +30,8 @@ from rich.table import Table
 
 import fastac
 from common import parser, positive, write_result
-from fastac.engine.tape import engine
 from fastac.cli.measuring import PLANNED, Measurement, Switch, Workload, gpu, measure
+from fastac.engine.tape import engine
 from fastac.models import published as configurations
 from fastac.models.published import Configuration, fill_zeros
 from fastac.models.videos import Video

@@ -25,9 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
 from common import allocated_bytes, parser, positive, write_result
+from fastac.engine.tape import Replay
 from fastac.models import published as configurations
 from fastac.models import videos
-from fastac.engine.tape import Replay
 from fastac.planning.forecast import Forecast
 from fastac.planning.subject import subject
 from fastac.policy import NAMED, Policy

@@ -227,8 +227,6 @@ def test_products_that_are_no_linear_modules_run_again() -> None:
     assert_exact(Between, ALONE, backward=twice)
 
 
-
-
 def test_linear_that_raises_and_is_caught(products: Counter[str]) -> None:
     """The product after it is another's."""
 
@@ -467,8 +465,6 @@ def test_modules_that_are_not_used_are_no_error() -> None:
     assert_exact(Spare, Policy("linear_only", linear=("alias",)))
 
 
-
-
 @pytest.mark.parametrize("how", ["block", "part", "model"])
 def test_compiled_code_is_refused(how: str) -> None:
     torch._dynamo.reset()
@@ -513,8 +509,6 @@ def test_hooks_come_and_go(blocks: str | None, products: Counter[str]) -> None:
     assert executed[1] < executed[0] == executed[2]
     fastac.disable(model)
     assert state_of(model) == before
-
-
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
