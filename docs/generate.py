@@ -38,7 +38,7 @@ DISTRIBUTED = ROOT / "benchmarks" / "results" / "distributed_cpu.json"
 TESTS = {
     "scaled_dot_product_attention": ("test_sdpa.py",),
     "torch.nn.attention.varlen": ("libraries/varlen.py",),
-    "flex_attention, NABLA": ("test_flex.py", "test_compiled_flex.py"),
+    "flex_attention, NABLA": ("test_flex.py", "../compile/test_flex.py"),
     "flash-attn 2": ("libraries/flash_attn_2.py",),
     "flash-attn 3": ("libraries/flash_attn_3.py",),
     "flash-attn 4": ("libraries/flash_attn_4.py",),

@@ -28,7 +28,8 @@ Each row is a run that gave wrong gradients, a false alarm or a leak while fasta
 | somebody else registered at BackendSelect | test_another_package_at_backend_select |
 | hooks that emit views in the forward alone | test_views_in_the_forward_alone |
 | higher-order ops without a rule | test_higher_order_op_inside_a_region |
-| a checkpoint that is not fastac's inside the block, or around it | test_checkpoint_of_the_block_s_own, test_checkpoint_around_a_region_that_is_not_of_fastac |
+| a checkpoint that is not fastac's inside the block | test_checkpoint_of_the_block_s_own |
+| a checkpoint that is not fastac's around it | test_checkpoint_around_a_region_that_is_not_of_fastac |
 | false alarm without gradients, without attention | test_no_alarm_* |
 | inference tensors have no version | test_inference_tensors_inside_a_region |
 | torch's checkpoint debug mode replaces the contexts | test_checkpoint_debug_mode |
