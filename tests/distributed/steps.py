@@ -145,7 +145,8 @@ class Setup:
     wrap: the engine. prepare: called with the bare model, as well in the single process that it is compared with.
     order: of wrap and enable. enable: in the place of fastac.enable; called with the policy "none", too. last: called
     before every micro-batch with whether it is the last of a step; may return a context for it. data: what a rank makes
-    of its batch. compiles: in the first step, in which more runs then, the tracing itself to begin with.
+    of its batch. compiles: in the first step, in which more runs then, the tracing itself to begin with. plain: in
+    the place of wrap without checkpointing.
     """
 
     wrap: Callable[[Any], torch.nn.Module]
@@ -157,6 +158,7 @@ class Setup:
     data: Callable[[Batch, int], Batch] | None = None
     world: int = 2
     compiles: bool = False
+    plain: Callable[[Any], torch.nn.Module] | None = None
 
 
 @dataclasses.dataclass
@@ -202,7 +204,7 @@ def train(setup: Setup, policy: str) -> Trained:
     with Warnings() as warnings:
         if setup.order == "enable, wrap":
             enable(model, policy, setup)
-        model = setup.wrap(model)
+        model = (setup.wrap if policy != "none" or setup.plain is None else setup.plain)(model)
         if setup.order == "wrap, enable":
             enable(model, policy, setup)
         for number in range(STEPS):

@@ -16,17 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.utils import parametrize
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastac
 from fastac.policy import Policy
 from tests import support
 from tests.distributed import ranks, steps
 from tests.distributed.steps import Measured
-from tests.live_bytes import LiveBytes
 
 ROWS, COLUMNS = 8, 8
 
@@ -382,24 +379,6 @@ def test_a_recompute_that_communicates_otherwise_is_an_error() -> None:
             assert re.search(said, found[name]), found[name]
 
 
-def _second_backward() -> dict[str, tuple[support.Tensors, int]]:
-    found = {}
-    for way in ("none", "full", "attn_only"):
-        region, x = Region(_several, way), batch_of(dist.get_rank())["x"]
-        loss = region(x).square().sum()
-        loss.backward(retain_graph=True)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as second:
-            loss.backward()
-        found[way] = support.gradients(support.leaves_of(region, {"x": x})), steps.collectives(second).total()
-    return found
-
-
-def test_a_second_backward_issues_nothing_again() -> None:
-    for found in ranks.run(_second_backward):
-        assert [count for _, count in found.values()] == [1, 4, 1]
-        support.assert_same(found["attn_only"][0], found["none"][0])
-
-
 def _waited_outside(policy: str) -> tuple[support.Tensors, int]:
     """A region returns what is not waited for yet."""
     x = batch_of(dist.get_rank())["x"]
@@ -458,71 +437,24 @@ def test_what_fsdp_gathers_for_itself_is_not_counted(engine: str) -> None:
     assert ranks.run(_sharded, engine) == [(1, None, 1)] * 2
 
 
-class _Unsharded(torch.nn.Module):
-    """Casts a sharded parameter, and gathers it."""
+def _gathered_is_held(policy: str) -> bool:
+    """Whether what was gathered lives on after the forward; without checkpointing the product's backward needs it."""
+    gathered = []
 
-    def forward(self, parameter: DTensor) -> torch.Tensor:
-        whole: torch.Tensor = parameter.to(torch.bfloat16).redistribute(placements=[Replicate()]).to_local()
-        return whole
+    def region(x: torch.Tensor) -> torch.Tensor:
+        whole = _gathered_by_autograd(x)
+        gathered.append(StorageWeakRef(whole.untyped_storage()))
+        heads = (whole @ whole.T)[None, None]
+        return F.scaled_dot_product_attention(heads, heads * 2, heads)
 
-
-class _InsideDTensor(LiveBytes):
-    """Sees what DTensor does inside its ops."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _objects() -> dict[int, int]:
-    """Bytes of the memory of every tensor that Python holds, by what tells it from others."""
+    out = support.run_checkpointed(region, batch_of(dist.get_rank())["x"], policy=policy)
     gc.collect()
-    plain = (torch.Tensor, torch.nn.Parameter)
-    storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in plain]
-    return {storage._cdata: storage.nbytes() for storage in storages}
-
-
-def _held(policy: str, gathered: bool) -> tuple[int, support.Tensors]:
-    """Bytes that are held after the second forward, beside parameters and inputs; outputs and gradients."""
-    model = support.stack(dtype=torch.float32 if gathered else torch.bfloat16, policy=policy)
-    if gathered:
-        mesh = init_device_mesh("cpu", (2,))
-        for module in [module for module in model.modules() if list(module.parameters(recurse=False))]:
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                sharded = distribute_tensor(parameter.detach().bfloat16().float(), mesh, [Shard(0)])
-                module.register_parameter(name, torch.nn.Parameter(sharded))
-                parametrize.register_parametrization(module, name, _Unsharded(), unsafe=True)
-    batch = support.stack_inputs(dtype=torch.bfloat16)
-    model(**batch).sum().backward()
-    model.zero_grad(set_to_none=True)
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    before = _objects()
-    with _InsideDTensor([*local, *batch.values()]) as meter:
-        outputs = model(**batch)
-    # A copy that is made below the dispatcher no mode sees, but it is an object.
-    copies = {key: size for key, size in _objects().items() if key not in before and key not in meter._alive}
-    held = meter.now + sum(copies.values())
-    outputs.sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found = {name.replace("parametrizations.", "").replace(".original", ""): grad for name, grad in gradients.items()}
-    return held, {name: steps.whole(grad).bfloat16() for name, grad in found.items()} | {"output": outputs.detach()}
-
-
-def _held_each_way() -> dict[tuple[str, bool], tuple[int, support.Tensors]]:
-    return {
-        (policy, gathered): _held(policy, gathered) for policy in ("torch", "attn_only") for gathered in (True, False)
-    }
+    held = not gathered[0].expired()
+    out.sum().backward()
+    return held
 
 
 def test_gathered_parameters_are_not_held() -> None:
-    """Held are block inputs, attention outputs and statistics: not a byte of what was gathered."""
-    video = support.VIDEO_TOKENS * support.WIDTH * 2
-    statistics = support.VIDEO_TOKENS * 2 * 4  # of two heads
-    inputs, attention = 2 * video, 2 * 2 * (video + statistics)
-    inputs += 2 * torch.get_rng_state().nbytes  # torch's checkpoint keeps it
-    for found in ranks.run(_held_each_way):
-        held = {way: size for way, (size, _) in found.items()}
-        assert held["torch", True] == held["torch", False] == inputs, f"held: {held}"
-        assert held["attn_only", True] == held["attn_only", False] == inputs + attention, f"held: {held}"
-        support.assert_same(found["attn_only", True][1], found["torch", True][1])
+    """As by SimpleFSDP: saving them would pin unsharded weights."""
+    assert ranks.run(_gathered_is_held, "none") == [True, True]
+    assert ranks.run(_gathered_is_held, "attn_only") == [False, False]

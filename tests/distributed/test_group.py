@@ -1,4 +1,4 @@
-"""Several processes: a class's own name, the rank of an error, and a failure on one rank that is one on all."""
+"""Several processes: the rank of an error, and a failure on one rank that is one on all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import copy
 import pickle
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable
 from torch.distributed.fsdp import fully_shard
 
 import fastac
@@ -17,27 +15,6 @@ from fastac.engine.ranks import Group
 from fastac.models import row_of
 from tests.distributed import ranks
 from tests.ways.recipes import WAN, build
-
-
-class Block(torch.nn.Module):
-    pass
-
-
-class Net(Joinable, torch.nn.Module):
-    pass
-
-
-class FSDPNet(Net):
-    pass
-
-
-def test_a_class_that_an_engine_made_has_the_name_of_its_own() -> None:
-    """As fully_shard and replicate make them, of theirs and of one another's; a class of two parents is none."""
-    engine, other = (type(name, (), {}) for name in ("FSDPModule", "ReplicateModule"))
-    sharded = type("FSDPBlock", (engine, Block), {})
-    both = type("ReplicateFSDPBlock", (other, sharded), {})
-    assert [errors.class_name(one) for one in (Block, Block(), sharded, sharded(), both)] == ["Block"] * 5
-    assert [errors.class_name(one) for one in (Net, FSDPNet)] == ["Net", "FSDPNet"]
 
 
 def _catalogued() -> tuple[str, bool]:
@@ -59,12 +36,6 @@ def test_an_error_keeps_the_rank_it_was_raised_on(again: object, monkeypatch: py
     other = again(error)  # type: ignore[operator]
     assert type(other) is type(error)
     assert str(other) == str(error) == "rank 1 of 2: what was seen"
-
-
-def test_a_group_of_one_process_runs_alone() -> None:
-    group = Group()
-    assert errors.rank() == ""
-    assert group.run(lambda: (group.any(True), group.any(False), group.agree(3))) == (True, False, True)
 
 
 def _in_a_group() -> list[object]:
