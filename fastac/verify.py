@@ -684,8 +684,8 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for record, was in before:
             vars(record).update(vars(was))
-        for module, record in records:
-            if record is None:
+        for module, found in records:
+            if found is None:
                 forget(module)
         for parameter, gradient in gradients:
             parameter.grad = gradient
