@@ -114,7 +114,7 @@ DECOMPOSED = {
     dropout: "dropout",
     narrow_value: "head dim 6",
     query_without_heads: "query has 3 dimensions",
-    mask_with_three_dimensions: "a mask",
+    mask_with_three_dimensions: "mask has 3 dimensions",
     math_kernel: "math kernel",
     strided: "strides",
 }

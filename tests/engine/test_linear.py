@@ -428,23 +428,6 @@ def test_hooks_come_and_go(products: Counter[str]) -> None:
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("between", ["full", Policy("linear_only", linear=("q",))], ids=str)
-def test_what_is_enabled_between_forward_and_backward_is_for_the_next(between: Any, products: Counter[str]) -> None:
-    """The recompute is that of its forward."""
-    model, inputs = stack(), stack_inputs()
-    expected = train_step(model, inputs)
-
-    def backward(loss: torch.Tensor) -> None:
-        fastac.enable(model, between, blocks="blocks")
-        products.clear()
-        loss.backward()
-
-    for _ in range(2):
-        fastac.enable(model, ALL, blocks="blocks")
-        assert_same(train_step(model, inputs, backward=backward), expected)
-        assert products["addmm"] == 0
-
-
 def test_disable_between_forward_and_backward_is_an_error() -> None:
     model = stack()
     fastac.enable(model, ALL, blocks="blocks")
