@@ -35,8 +35,9 @@ from fastac.engine.tape import engine
 from fastac.models import published as configurations
 from fastac.models.published import Configuration, fill_zeros
 from fastac.models.videos import Video
+from fastac.planning.plans import parse_bytes
 from fastac.planning.video import without_weights
-from fastac.sizes import parse_bytes, readable_bytes
+from fastac.verify import readable_bytes
 
 MODEL = "wan2.1-t2v-1.3b"
 SHARE = (

@@ -137,9 +137,9 @@ def replayed_flops() -> Iterator[list[int]]:
     meet = Replay.meet
 
     def counted(self: Replay, op: Any, keyset: Any, args: Any, kwargs: Any, product: str) -> Any:
-        kept = op.kind in ("attention", "linear") and self.tape[self.position].kept is not None
+        position = self.position
         outputs = meet(self, op, keyset, args, kwargs, product)
-        if kept:
+        if self.position > position and self.tape[position].kept is not None:
             found.append(flop_registry[op.op.overloadpacket](*args, **kwargs, out_val=outputs))
         return outputs
 
