@@ -9,9 +9,9 @@ import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
 import fastac
-from fastac import probing
 from fastac.compile import torch_private
 from fastac.compile.torch_private import CompiledCalls, compilations
+from fastac.engine import torch_private as probing
 
 
 def test_this_torch_has_every_name() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._inductor.config
 
-from fastac import probing
+from fastac.engine import torch_private as probing
 from fastac.graph import torch_private
 
 
