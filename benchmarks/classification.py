@@ -36,7 +36,7 @@ def first(op: object, calls: int) -> float:
     """Nanoseconds of a decision that is not cached, the fastest of several."""
 
     def decide() -> None:
-        registry._decisions.pop(op, None)
+        registry.state.decisions.pop(op, None)
         registry.classify(op)
 
     return min(timeit.repeat(decide, number=1, repeat=calls)) * 1e9

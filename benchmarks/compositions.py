@@ -36,8 +36,8 @@ from torch._dynamo.utils import counters
 import fastac
 import fastac.graph
 from common import RESULTS, allocated_bytes, build_model, write_result
-from fastac import scopes
 from fastac.engine import interception
+from fastac.engine.tape import engine
 from fastac.graph.application import KEEP_ORDER
 from held_bytes import (
     BATCH,
@@ -333,11 +333,11 @@ class Row:
 def counted() -> Iterator[collections.Counter[str]]:
     """Attention kernels that really run meanwhile."""
     calls: collections.Counter[str] = collections.Counter()
-    scopes.execution_counters.append(calls)
+    engine.counters.append(calls)
     try:
         yield calls
     finally:
-        scopes.execution_counters.remove(calls)
+        engine.counters.remove(calls)
 
 
 class Measured(NamedTuple):

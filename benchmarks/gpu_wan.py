@@ -30,13 +30,14 @@ from rich.table import Table
 
 import fastac
 from common import parser, positive, write_result
-from fastac import scopes
 from fastac.cli.measuring import PLANNED, Measurement, Switch, Workload, gpu, measure
+from fastac.engine.tape import engine
 from fastac.models import published as configurations
 from fastac.models.published import Configuration, fill_zeros
 from fastac.models.videos import Video
+from fastac.planning.plans import parse_bytes
 from fastac.planning.video import without_weights
-from fastac.sizes import parse_bytes, readable_bytes
+from fastac.verify import readable_bytes
 
 MODEL = "wan2.1-t2v-1.3b"
 SHARE = (
@@ -132,12 +133,12 @@ def profiled(workload: Workload) -> tuple[dict[str, Kernels], dict[str, int]]:
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CPU] + [kinds.CUDA] * (workload.device.type == "cuda")
     ran: Counter[str] = Counter()
-    scopes.execution_counters.append(ran)
+    engine.counters.append(ran)
     try:
         with torch.profiler.profile(activities=activities) as profile:
             workload.step()
     finally:
-        scopes.execution_counters.remove(ran)
+        engine.counters.remove(ran)
     return grouped(profile.events() or ()), dict(ran)
 
 

@@ -25,12 +25,12 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
 from common import allocated_bytes, parser, positive, write_result
+from fastac.engine.tape import Replay
 from fastac.models import published as configurations
 from fastac.models import videos
 from fastac.planning.forecast import Forecast
 from fastac.planning.subject import subject
 from fastac.policy import NAMED, Policy
-from fastac.replay import Replay
 
 HELD, PEAK = 0.01, 0.03
 """By how much a prediction of bytes may be off; one of FLOPs not at all."""
@@ -134,18 +134,20 @@ def step(model: torch.nn.Module, inputs: dict[str, Any]) -> None:
 def replayed_flops() -> Iterator[list[int]]:
     """FLOPs of the calls that are replayed and not run."""
     found: list[int] = []
-    replay = Replay._replay
+    meet = Replay.meet
 
-    def counted(self: Replay, entry: Any, resolved: Any, args: Any, kwargs: Any) -> Any:
-        outputs = replay(self, entry, resolved, args, kwargs)
-        found.append(flop_registry[resolved.op.overloadpacket](*args, **kwargs, out_val=outputs))
+    def counted(self: Replay, op: Any, keyset: Any, args: Any, kwargs: Any, product: str) -> Any:
+        position = self.position
+        outputs = meet(self, op, keyset, args, kwargs, product)
+        if self.position > position and self.tape[position].kept is not None:
+            found.append(flop_registry[op.op.overloadpacket](*args, **kwargs, out_val=outputs))
         return outputs
 
-    Replay._replay = counted  # type: ignore[method-assign]
+    Replay.meet = counted  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Replay._replay = replay  # type: ignore[method-assign]
+        Replay.meet = meet  # type: ignore[method-assign]
 
 
 def measure(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[int, int, int]:

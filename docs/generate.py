@@ -1,4 +1,4 @@
-"""Writes docs/backends.md, docs/models.md, and the tables of README.md, docs/compile.md and docs/distributed.md.
+"""Writes docs/backends.md, docs/models.md, and the tables of docs/compile.md and docs/distributed.md.
 
 `tests/docs` and `tests/models/test_parity.py` fail when one is stale. The tiny models of the tests are trained for it;
 what was measured comes from benchmarks/results.
@@ -38,7 +38,7 @@ DISTRIBUTED = ROOT / "benchmarks" / "results" / "distributed_cpu.json"
 TESTS = {
     "scaled_dot_product_attention": ("test_sdpa.py",),
     "torch.nn.attention.varlen": ("libraries/varlen.py",),
-    "flex_attention, NABLA": ("test_flex.py", "test_compiled_flex.py"),
+    "flex_attention, NABLA": ("test_flex.py", "../compile/test_flex.py"),
     "flash-attn 2": ("libraries/flash_attn_2.py",),
     "flash-attn 3": ("libraries/flash_attn_3.py",),
     "flash-attn 4": ("libraries/flash_attn_4.py",),
@@ -169,12 +169,6 @@ def models() -> str:
     )
 
 
-def readme() -> str:
-    """README.md with its table of models made anew."""
-    rows = (one.short_cells() for one in _figures())
-    return _with_tables("README.md", {"models": _table(figures.SHORT_HEADINGS, rows)})
-
-
 def compositions() -> str:
     """docs/compile.md with the table of what benchmarks/compositions.py measured."""
     measured = json.loads(COMPOSITIONS.read_text(encoding="utf-8"))
@@ -251,7 +245,7 @@ QUICK: dict[str, Callable[[], str]] = {
 }
 """Documents for which nothing is run."""
 
-DOCUMENTS = QUICK | {"docs/models.md": models, "README.md": readme}
+DOCUMENTS = QUICK | {"docs/models.md": models}
 
 
 def _tested_with(library: str) -> str:

@@ -202,6 +202,7 @@ class BoundOp:
         self.name = str(op)
         self.qualified_name = qualified_name(op)
         self.is_attention = isinstance(row, AttentionOp)
+        self.backend = row.backend if isinstance(row, AttentionOp) else ""
         self.trains = not isinstance(row, AttentionOp) or row.trains
         self.may_draw = isinstance(row, AttentionOp) and row.dropout is not None
         self.selects = isinstance(row, AttentionOp) and bool(row.selection)

@@ -31,9 +31,18 @@ from fastac.engine.torch_private import tree_leaves, tree_map
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, Policy, resolve, saves_nothing
-from fastac.sizes import readable_bytes
 
 REFERENCES = ("none", "full")
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes for people, in powers of 1024."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 def render(table: Table) -> str:
@@ -684,8 +693,8 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for record, was in before:
             vars(record).update(vars(was))
-        for module, record in records:
-            if record is None:
+        for module, found in records:
+            if found is None:
                 forget(module)
         for parameter, gradient in gradients:
             parameter.grad = gradient

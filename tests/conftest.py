@@ -66,6 +66,7 @@ def rows_as_before() -> Iterator[None]:
     yield
     registry.state.rows[:] = before
     registry.state.reset()
+    engine.modules = None  # as many rows as before, and others: look for their ops again
 
 
 @pytest.fixture

@@ -70,6 +70,12 @@ def row(op: Any, **options: Any) -> AttentionOp:
     return AttentionOp(**{"backend": "tests", "namespace": "fastac_tests", "name": name, "dropout": None} | options)
 
 
+def register(op: Any, **options: Any) -> None:
+    """Register a row; `enable` does the rest."""
+    fastac.register(row(op, **options))
+    interception.install()
+
+
 def tensors(layout: str = "bhsd") -> list[torch.Tensor]:
     shapes = ((HEADS, QUERIES, DIM), (KV_HEADS, KEYS, DIM), (KV_HEADS, KEYS, VALUE_DIM))
     found = [torch.randn(BATCH, *shape) for shape in shapes]
@@ -89,14 +95,14 @@ def test_every_op_of_a_row_has_a_formula_and_so_has_its_backward() -> None:
     for attention in registry.rows():
         if not isinstance(attention, AttentionOp) or attention.backend == "tests":
             continue
-        present = [resolved for resolved in registry.present_ops() if resolved.row is attention]
+        present = [bound for bound in registry.present_ops() if bound.row is attention]
         if not present:
             absent.add(attention.backend)
-        for resolved in present:
-            assert getattr(resolved.op, "overloadpacket", resolved.op) in flop_registry
-            if attention.backward:
-                backward = registry.find_op(f"{attention.namespace}::{attention.backward}")
-                assert backward is not None, f"no op {attention.backward}"
+        for bound in present:
+            assert getattr(bound.op, "overloadpacket", bound.op) in flop_registry
+            if attention.flops.backward:
+                backward = registry.find_op(f"{attention.namespace}::{attention.flops.backward}")
+                assert backward is not None, f"no op {attention.flops.backward}"
                 assert getattr(backward, "overloadpacket", backward) in flop_registry
     assert absent <= OF_LIBRARIES
 
@@ -121,7 +127,7 @@ def test_unequal_lengths_heads_and_head_dims(layout: str) -> None:
         f"{backward}(bool flag, Tensor grad, Tensor query, Tensor key, Tensor value) -> Tensor",
         lambda flag, grad, query, key, value: torch.empty_like(query),
     )
-    fastac.register(row(op, layout=layout, flops=Flops(backward=backward)))
+    register(op, layout=layout, flops=Flops(backward=backward))
     query, key, value = tensors(layout)
     output = op(query, key, value)
     assert counted(op, query, key, value) == {str(op): FORWARD}
@@ -141,7 +147,7 @@ def ends(lengths: tuple[int, ...]) -> torch.Tensor:
 def packed_op() -> Any:
     schema = "packed(Tensor query, Tensor key, Tensor value, Tensor? ends_q, Tensor? ends_k, int longest=-1) -> Tensor"
     op = define(schema, output_of)
-    fastac.register(row(op, layout="thd", max_kv="longest", flops=Flops(offsets=("ends_q", "ends_k"))))
+    register(op, layout="thd", max_kv="longest", flops=Flops(offsets=("ends_q", "ends_k")))
     return op
 
 
@@ -172,7 +178,7 @@ def test_packed_sequences_without_values_count_by_the_longest(kind: str) -> None
 
 def test_masks_of_padding() -> None:
     op = define("padded(Tensor query, Tensor key, Tensor value, Tensor mask_q, Tensor mask_k) -> Tensor", output_of)
-    fastac.register(row(op, flops=Flops(offsets=("mask_q", "mask_k"))))
+    register(op, flops=Flops(offsets=("mask_q", "mask_k")))
     masks = [torch.arange(n) < torch.tensor(of)[:, None] for n, of in ((QUERIES, (20, 7)), (KEYS, (9, 4)))]
     found = counted(op, *tensors("bshd"), *masks)
     assert found == {str(op): 2 * HEADS * (20 * 9 + 7 * 4) * (DIM + VALUE_DIM)}
@@ -192,13 +198,13 @@ SPARSE = 2 * BATCH * HEADS * 3 * (12 * 2) * (DIM + VALUE_DIM)
 def lists_op() -> Any:
     schema = "lists(Tensor query, Tensor key, Tensor value, Tensor lists, Tensor number, Tensor sizes) -> Tensor"
     op = define(schema, output_of)
-    fastac.register(row(op, layout="bhsd", flops=Flops(blocks=("lists", "number")), coarse="sizes"))
+    register(op, layout="bhsd", flops=Flops(blocks=("lists", "number")), coarse="sizes")
     return op
 
 
 def map_op() -> Any:
     op = define("map(Tensor query, Tensor key, Tensor value, Tensor map) -> Tensor", output_of)
-    fastac.register(row(op, layout="bhsd", flops=Flops(blocks=("map",))))
+    register(op, layout="bhsd", flops=Flops(blocks=("map",)))
     return op
 
 
@@ -232,8 +238,7 @@ def test_an_op_that_comes_after_its_row() -> None:
 def test_a_formula_that_is_there_stays() -> None:
     op = define("own_formula(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
     torch.utils.flop_counter.register_flop_formula(op)(lambda *args, **kwargs: 7)
-    fastac.register(row(op))
-    interception.install()
+    register(op)
     assert counted(op, *tensors()) == {str(op): 7}
 
 
@@ -275,15 +280,14 @@ def test_the_op_of_compiled_flex_attention() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backward": "fastac_tests::backward"}, "is not the bare name of an op"),
-        ({"offsets": ("query",)}, "are two arguments, of queries and of keys"),
-        ({"offsets": ("query", "nowhere")}, "names the argument 'nowhere'"),
-        ({"blocks": ("nowhere",)}, "names the argument 'nowhere'"),
-        ({"blocks": ("query", "key")}, "names lists of blocks, and no `coarse`"),
-        ({"blocks": "query"}, "no tuple of texts"),
+        ({"backward": "fastac_tests::backward"}, "bare name"),
+        ({"offsets": ("query",)}, "offsets"),
+        ({"offsets": ("query", "nowhere")}, "'nowhere'"),
+        ({"blocks": ("nowhere",)}, "'nowhere'"),
+        ({"blocks": ("query", "key")}, "coarse"),
     ],
 )
 def test_rows_that_are_refused(options: dict[str, Any], message: str) -> None:
     op = define("refused(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
     with pytest.raises(fastac.FastacError, match=message):
-        fastac.register(row(op, **options))
+        register(op, flops=Flops(**options))

@@ -8,8 +8,8 @@ import torch
 
 from fastac import registry
 from fastac.engine import opaque, torch_private
+from fastac.engine.blocks import is_inside
 from fastac.errors import UnsupportedBackendError, class_name
-from fastac.models import is_inside
 from fastac.policy import BlockPolicies, Policy, saves_nothing
 from fastac.registry import AttentionOp, BackendUse, Verdict
 

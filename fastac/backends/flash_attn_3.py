@@ -28,7 +28,7 @@ _row = partial(
 _NAMESPACE = r"flash_attn_3|_flash_attn_?3_\w+"
 
 ROWS = (
-    _row(namespace=_NAMESPACE, name="fwd", flops=Flops(backward="bwd")),
+    _row(namespace=_NAMESPACE, name="fwd", flops=Flops(backward="bwd", offsets=("cu_seqlens_q", "cu_seqlens_k"))),
     _row(namespace=_NAMESPACE, name="_flash_attn_forward"),
     _row(namespace="flash_attn", name="_flash_attn_forward", with_argument="qv"),
 )

@@ -18,7 +18,7 @@ from fastac.cli.plan import DTYPES, telling, video_of
 from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError
 from fastac.models import published as configurations
-from fastac.sizes import parse_bytes
+from fastac.planning.plans import parse_bytes
 
 SIZES = ("frames", "height", "width", "batch", "text_tokens")
 

@@ -29,8 +29,7 @@ from fastac import hook
 from fastac.engine import interception
 from fastac.errors import FastacError
 from fastac.planning import Plan, plan
-from fastac.sizes import readable_bytes
-from fastac.verify import Step, differences, floating, render, run_step
+from fastac.verify import Step, differences, floating, readable_bytes, render, run_step
 
 Tell = Callable[[str], object]
 

@@ -19,9 +19,9 @@ from fastac.models import published as configurations
 from fastac.models.videos import Video
 from fastac.planning import Plan
 from fastac.planning.forecast import OPTIMIZERS
-from fastac.planning.plans import WITHIN
+from fastac.planning.plans import WITHIN, parse_bytes
 from fastac.planning.video import Training, plan_video
-from fastac.sizes import parse_bytes, readable_bytes
+from fastac.verify import readable_bytes
 
 GIB = 2**30
 

@@ -100,11 +100,12 @@ def _called_compiled(record: Record, observer: Observer | None) -> bool:
 
 def _missing(seen: EagerLook, record: Record, where: str) -> list[str]:
     """Calls that the eager run made and the compiled one did not."""
-    made = collections.Counter(op.row.backend for op, _ in record.made)  # compiled flex_attention is an op of its own
+    # By backend: compiled flex_attention is an op of its own.
+    made = collections.Counter(op.backend for op, _ in record.made)
     problems = []
     for op in seen.made:
-        made[op.row.backend] -= 1
-        if made[op.row.backend] >= 0:
+        made[op.backend] -= 1
+        if made[op.backend] >= 0:
             continue
         if op.is_opaque:  # what make_visible made visible is so in eager mode only
             logger.warning("%s: %s runs compiled here, where it cannot be saved: it is recomputed", where, op.name)

@@ -89,6 +89,7 @@ class Observer(TorchDispatchMode):
         self.compiled_calls.__exit__(*exception)
         while self._handles:
             self._handles.pop().remove()
+        self._sum, self._roots = (), {}  # they hold tensors
         coarse = coarse_numbers(self._coarse)
         self.small = [one for one in self.small if one.keys not in coarse]
 

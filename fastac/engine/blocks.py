@@ -65,6 +65,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in (_INNER, _FSDP1))
 
 
+def is_inside(name: str, block: str) -> bool:
+    """Whether a qualified name is that of a block, or of a module inside it. All are inside ""."""
+    return not block or name == block or name.startswith(block + ".")
+
+
 def module_of(function: Any) -> torch.nn.Module | None:
     """The module that a function is, or is a method of."""
     owner = getattr(function, "__self__", function)

@@ -258,7 +258,7 @@ class Scope:
             if self.product is None:
                 return op.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
             product, self.product = self.product, None
-        # dynamo and AOT call ops with fakes, and sometimes the real kernel on stand-ins, while a region is open.
+        # dynamo and AOT call ops with fakes, or the real kernel on meaningless tensors, while a region is open.
         if op.installed > self.tape.installed or torch_private.is_abstract(args):
             return run_kernel(op, keyset, args, kwargs, inside=self)
         if op.kind == "choice" and not sparse.is_choice(args):

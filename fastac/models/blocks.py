@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastac.engine.blocks import inside, plain_name
+from fastac.engine.blocks import inside, is_inside, plain_name
 from fastac.errors import FastacError, class_name
 from fastac.models.row import ModelRow
 
@@ -121,11 +121,6 @@ def select(
         if around:
             raise FastacError(f"enable(blocks=...): block {name!r} is inside block {around[0]!r}. Name one of them.")
     return grouped(found)
-
-
-def is_inside(name: str, block: str) -> bool:
-    """Whether a qualified name is that of a block, or of a module inside it. All are inside ""."""
-    return not block or name == block or name.startswith(block + ".")
 
 
 def _is_container(module: torch.nn.Module) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,8 +17,7 @@ from fastac.errors import FastacError, class_name
 from fastac.planning.forecast import EVERY_SECOND, Forecast, PolicyPlan, States
 from fastac.planning.subject import BREAKS, subject
 from fastac.policy import Policy
-from fastac.sizes import parse_bytes, readable_bytes
-from fastac.verify import render
+from fastac.verify import readable_bytes, render
 
 logger = logging.getLogger("fastac")
 
@@ -31,6 +32,22 @@ FIXED = ("none", "full", "long_attn_only", "attn_only", EVERY_SECOND)
 
 WITHIN = "within "
 """How the name of a plan for a budget begins."""
+
+
+UNITS = {"": 1, "b": 1}
+UNITS.update({f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)})
+UNITS.update({f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)})
+
+
+def parse_bytes(text: str | int) -> int:
+    """A number of bytes: 1234, "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB". Raises FastacError."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    found = re.fullmatch(r"\s*([0-9]+)(\.[0-9]+)?\s*([a-z]*)\s*", text.lower()) if isinstance(text, str) else None
+    unit = UNITS.get(found[3]) if found else None
+    if found is None or unit is None or (found[2] and unit == 1):
+        raise FastacError(f'{text!r}: expected bytes, as in 1234, "512MiB", "24GiB" (2**30 each) or "24GB" (10**9)')
+    return int(Fraction(found[1] + (found[2] or "")) * unit)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -116,12 +116,17 @@ GENERATOR_STATE = torch.get_rng_state().nbytes
 
 @dataclasses.dataclass(eq=False)
 class _Storage:
-    """A storage and the candidate it is a part of. copied: what would be kept is a copy, since nobody guards it."""
+    """A storage and the candidate it is a part of. copied: what would be kept is a copy, since nobody guards it.
+
+    replayed: recompute makes it, and would be handed what was saved. region: that ends with it.
+    """
 
     event: Event
     candidate: Place | None = None
     copied: bool = False
     gone: bool = False
+    replayed: bool = False
+    region: str = ""
 
 
 class Meter(TorchDispatchMode):
@@ -138,17 +143,18 @@ class Meter(TorchDispatchMode):
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
         self._alive: dict[int, _Storage] = {}
         self._parts: dict[Place, list[_Storage]] = {}  # of the candidates
+        self._held: dict[str, Counter[Place]] = {}  # by what is saved of a region, above full checkpointing
         self._repeated: dict[str, int] = {}  # how many candidates of a block recompute has come to
 
     def mark(self, kind: str, block: str = "") -> None:
         """Something else begins."""
         self.segments.append(Segment(kind, block))
 
-    def hold(self, size: int, owner: object) -> None:
-        """So many bytes, which no operation returns, are alive as long as something is."""
+    def hold(self, size: int, owner: object, region: str) -> None:
+        """So many bytes, which no operation returns, are alive as long as the owner, as is what a region saves."""
         event = Event(size)
         self.segments[-1].events.append(event)
-        self._alive[-id(owner)] = _Storage(event)  # the addresses of storages are above 0
+        self._alive[-id(owner)] = _Storage(event, region=region)  # the addresses of storages are above 0
         weakref.finalize(owner, self._free, -id(owner)).atexit = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,39 +222,45 @@ class Meter(TorchDispatchMode):
             if copied:
                 self._keep(event, place, storage.nbytes())
             if len(self._parts[place]) == 1:
-                self._exchange(place, storage.nbytes(), 1)
+                self._exchange(place, storage.nbytes())
         elif place is not None:
-            self._replay(event, place)
+            self._replay(mine, place)
         self.segments[-1].events.append(event)
         weakref.finalize(storage, self._free, address).atexit = False
 
     def _keep(self, event: Event, place: Place, size: int) -> None:
-        event.candidate, event.change = place, size
+        self._change(event, place, size)
         self.candidates[place[0]][place[1]].bytes += size
 
-    def _replay(self, event: Event, place: Place) -> None:
+    def _change(self, event: Event, place: Place, change: int) -> None:
+        event.candidate, event.change = place, change
+        held = self._held.setdefault(place[0], Counter())
+        held[place] += change
+
+    def _replay(self, mine: _Storage, place: Place) -> None:
         """A part of a candidate is made again, which it would not be if that were saved."""
         kept = self._parts[place].pop(0)
-        self._exchange(place, event.bytes, -1)
-        if kept.gone or kept.copied:
-            event.candidate, event.change = place, -event.bytes
+        if kept.gone and not kept.copied:  # of a copy another copy is handed out
+            self._change(mine.event, place, -mine.event.bytes)
+            mine.replayed = True
 
-    def _exchange(self, place: Place, size: int, sign: int) -> None:
+    def _exchange(self, place: Place, size: int) -> None:
         """The collectives of an attention return as much as itself, each: for query, key, value and output."""
         region, after = place[0], place[1] + 1
         mine = self.candidates[region]
-        if after < len(mine) and mine[after].name == EXCHANGED and (sign > 0 or mine[after].bytes):
-            if sign > 0:
-                mine[after].bytes = 4 * size
-            elif 4 * size != mine[after].bytes:
-                return  # the statistics
-            self.segments[-1].events.append(Event(0, (region, after), sign * mine[after].bytes))
+        if after < len(mine) and mine[after].name == EXCHANGED:
+            mine[after].bytes = 4 * size
+            event = Event(0)
+            self._change(event, (region, after), 4 * size)
+            self.segments[-1].events.append(event)
 
     def _free(self, address: int) -> None:
         mine = self._alive.pop(address, None)
         if mine is None:
             return  # the step is over
         mine.gone = True
+        for place, held in self._held.pop(mine.region, {}).items():
+            self.segments[-1].events.append(Event(0, place, -held))
         event = Event(-mine.event.bytes, gradient=mine.event.gradient)
         if (
             mine.candidate is not None
@@ -256,6 +268,8 @@ class Meter(TorchDispatchMode):
             and self._repeated.get(mine.candidate[0], 0) <= mine.candidate[1]
         ):
             self._keep(event, mine.candidate, mine.event.bytes)
+        elif mine.replayed and mine.event.candidate is not None:
+            self._change(event, mine.event.candidate, mine.event.bytes)
         self.segments[-1].events.append(event)
 
     def leave_out(self, region: str) -> None:
@@ -301,7 +315,7 @@ def simulate(
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"
         run = functools.partial(_run, meter, region, block)
         if checkpoints:
-            meter.hold(GENERATOR_STATE, run)  # which lives as long as what recompute needs
+            meter.hold(GENERATOR_STATE, run, region)  # which lives as long as what recompute needs
         outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpoints else run(*args, **kwargs)
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:

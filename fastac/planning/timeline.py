@@ -60,7 +60,7 @@ class Timeline:
         }
         forward = next(i for i, segment in enumerate(segments) if segment.kind == LOSS)
         self._forward_ends = sum(len(segment.events) for segment in segments[:forward])
-        events = [event for segment in _with_ends(segments) for event in segment.events]
+        events = [event for segment in segments for event in segment.events]
         self._bytes = np.array([event.bytes for event in events], np.int64)
         self._gradients = np.array([event.bytes if event.gradient else 0 for event in events], np.int64)
         self._change = np.array([event.change for event in events], np.int64)
@@ -87,21 +87,6 @@ class Timeline:
         if gradient_shards > 1:
             deltas = deltas - self._gradients + self._gradients // gradient_shards
         return deltas
-
-
-def _with_ends(segments: Sequence[Segment]) -> list[Segment]:
-    """The segments, with an end for what is saved and never replayed: it goes with its block's backward."""
-    left: dict[Place, int] = {}
-    for segment in segments:
-        for event in segment.events:
-            if event.candidate is not None:
-                left[event.candidate] = left.get(event.candidate, 0) + event.change
-    last = {segment.block: i for i, segment in enumerate(segments) if segment.kind == BACKWARD}
-    ended = [dataclasses.replace(segment, events=list(segment.events)) for segment in segments]
-    for (block, place), change in left.items():
-        if change and block in last:
-            ended[last[block]].events.append(Event(0, (block, place), -change))
-    return ended
 
 
 def middles_are_alike(forward: Simulation, lists: Sequence[BlockList]) -> bool:

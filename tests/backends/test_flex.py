@@ -57,7 +57,7 @@ class TestFlex(Parity):
         Case(OP, lambda q, k, v, _: nabla(q, k, v, q), "nabla", queries=TOKENS, keys=TOKENS, sparse=True),
     )
     test_flops = None  # type: ignore[assignment]  # torch's counter fails on it: see tests/test_flops.py
-    rows = ROWS[:1]  # the other, of compiled code: tests/backends/test_compiled_flex.py
+    rows = ROWS[:1]  # the other, of compiled code: tests/compile/test_flex.py
 
 
 def inputs(tokens: int = TOKENS) -> support.Tensors:

@@ -62,18 +62,17 @@ def test_every_way_is_measured(measured: Measurements) -> None:
     """Attention kernels are counted: two blocks with two calls each. In every round a way runs under its own policy."""
     rows = rows_of(measured)
     assert list(rows) == NAMES
-    assert not any(row.problem for row in measured.rows)
-    attention = {name: row.attention for name, row in rows.items()}
+    assert [row.variant for row in measured.rows if row.problem] == ["long_attn_only"], "no attention is long here"
+    attention = {name: row.attention for name, row in rows.items() if not row.problem}
     assert 4 <= attention.pop("planned") <= 8
-    assert attention == {"none": 4, "full": 8, "attn_only": 4, "long_attn_only": 8, "torch SAC, by name": 4}
-    assert {row.seconds for row in measured.rows} == {(1.0 + place,) * 3 for place in range(6)}
-    assert [rows[name].relative for name in NAMES] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert attention == {"none": 4, "full": 8, "attn_only": 4, "torch SAC, by name": 4}
+    assert [rows[name].relative for name in ("none", "full", "attn_only")] == [0.5, 1.0, 1.5]
 
 
 def test_held_bytes(measured: Measurements) -> None:
     rows = rows_of(measured)
     none, full, saved = rows["none"], rows["full"], rows["attn_only"]
-    assert none.held_bytes > saved.held_bytes > full.held_bytes == rows["long_attn_only"].held_bytes
+    assert none.held_bytes > saved.held_bytes > full.held_bytes
     assert saved.held_bytes - full.held_bytes == measured.budget == 52 * 2**10, "what fastac.report says is saved"
     assert 0 < rows["planned"].held_bytes - full.held_bytes <= measured.budget
     assert none.peak_bytes > saved.peak_bytes > full.peak_bytes > saved.held_bytes
@@ -82,6 +81,8 @@ def test_held_bytes(measured: Measurements) -> None:
 def test_outputs_and_gradients_are_compared(measured: Measurements) -> None:
     assert (measured.reference, measured.noise) == ("none", 0.0)
     for row in measured.rows:
+        if row.problem:
+            continue
         assert row.compared > len(list(tiny_wan().model.parameters()))
         assert (row.different, row.largest_difference) == (0, 0.0)
 
@@ -248,7 +249,7 @@ def test_a_configuration_and_a_video(small: list[str], capsys: pytest.CaptureFix
     assert "2 x 5 frames of 32 x 48, 8 text tokens, blocks x 2, fp32 on cpu" in title
     cells = cells_of(captured.out)
     assert [cells[name][4] for name in ("none", "full", "attn_only", "torch SAC, by name")] == ["4", "8", "4", "4"]
-    assert {row[5] for row in cells.values()} == {"bitwise"}
+    assert {row[5] for row in cells.values()} == {"bitwise", "refused"}
     found = json.loads(written.read_text())
     assert str(written) not in found["command"]
     assert found["command"].startswith(f"fastac bench {small[0]} --frames 5")

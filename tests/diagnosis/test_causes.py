@@ -111,8 +111,8 @@ def strided(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 DECOMPOSED = {
     mask_requires_grad: "mask requires grad",
-    dropout: "drops out",
-    narrow_value: "value has head dim 6",
+    dropout: "dropout",
+    narrow_value: "head dim 6",
     query_without_heads: "query has 3 dimensions",
     mask_with_three_dimensions: "mask has 3 dimensions",
     math_kernel: "math kernel",
@@ -129,7 +129,7 @@ def test_decomposed_attention_is_named_with_its_cause(attend: Attend, attention_
     fastac.enable(model)
     model.blocks[0].attn1.processor.attend = attend
     message = error_of(model, **inputs)
-    assert re.search(r"blocks\.0\.attn1\b", message)
+    assert re.search(r"blocks\.0\b.*\n.*attn1\b", message)
     assert re.search(DECOMPOSED[attend], message), message
     assert "attn2" not in message, "the other one was saved"
     assert len(message.splitlines()) <= 5
@@ -164,8 +164,7 @@ def test_a_region_whose_every_call_is_decomposed() -> None:
     fastac.enable(model)
     with sdpa_kernel(SDPBackend.MATH):
         message = error_of(model, **inputs)
-    assert "blocks.0.attn1" in message
-    assert "math kernel" in message
+    assert re.search(r"blocks\.0.*\n.*attn1.*math", message)
 
 
 def test_one_decomposed_call_among_three() -> None:
@@ -173,15 +172,14 @@ def test_one_decomposed_call_among_three() -> None:
         return sdpa(q, k, v) + sdpa(q, k, v) + dropout(q, k, v)
 
     message = error_of(fastac.checkpoint, three, *tensors())
-    assert "(2 reached" in message
-    assert "drops out" in message
+    assert re.search(r"\b2 .*\n.*dropout", message)
 
 
 def test_dropout_of_torch_s_own_layers() -> None:
     """Its default of 0.1 has no fused kernel on a CPU."""
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     fastac.enable(model, blocks="layers")
-    with pytest.raises(PolicyNotAppliedError, match="drops out"):
+    with pytest.raises(PolicyNotAppliedError, match="dropout"):
         model(stack_inputs()["video"])
 
 
@@ -228,7 +226,7 @@ def written_under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 def test_attention_written_out_in_small_ops(attend: Attend) -> None:
     model, inputs = wan(attend)
     fastac.enable(model)
-    assert re.search(r"written out.*blocks\.0\.attn1|blocks\.0\.attn1.*small ops", error_of(model, **inputs))
+    assert re.search(r"blocks\.0.*\n.*attn1.*written out", error_of(model, **inputs))
 
 
 def test_the_legacy_attention_processor_of_diffusers() -> None:
@@ -379,11 +377,11 @@ class PastTheDispatcher(torch.autograd.Function):
 
 
 def test_an_attention_module_whose_attention_cannot_be_seen() -> None:
-    """Nothing was recorded and nothing recognized while it ran."""
+    """Nothing was recorded and nothing recognized while it ran. In a later block it is one of fewer calls."""
     model, inputs = wan()
     model.blocks[0].attn1.processor.attend = PastTheDispatcher.apply
     fastac.enable(model)
-    assert "blocks.0.attn1" in error_of(model, **inputs)
+    assert re.search(r"blocks\.0.*\n.*attn1", error_of(model, **inputs))
 
 
 def without_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -513,7 +511,7 @@ def test_an_additional_call_that_is_decomposed() -> None:
 
     model = stack(policy="attn_only", block=lambda: Alternating(attend=attend))
     model.blocks[0].cross = False
-    assert "dropout" in error_of(model, **stack_inputs())
+    assert "small ops" in error_of(model, **stack_inputs())
 
 
 def test_a_flag_or_a_shape_that_changes_the_number_of_calls(

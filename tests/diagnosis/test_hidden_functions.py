@@ -180,8 +180,6 @@ def test_only_what_the_policy_saves_counts() -> None:
         train(sdpa, hidden(), policy=fastac.Policy("attn_only", min_kv=12))
 
 
-
-
 def test_outputs_in_a_dataclass_are_looked_into() -> None:
     @dataclasses.dataclass
     class Output:

@@ -85,11 +85,16 @@ def _events(profiled: profile) -> list[Any]:
 
 
 def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) -> int:
-    """Executions of a kernel. A call whose output is replayed is an event, too; one that runs allocates its output."""
+    """Executions of a kernel. A call whose output is replayed is an event, too, and may copy what was kept.
+
+    One that runs allocates its output by itself.
+    """
     events = _events(profiled)
     names = (attention,) if isinstance(attention, str) else attention
     calls = [event for event in events if event.name() in names]
+    copies = [event for event in events if event.name() == "aten::clone"]
     allocations = [event for event in events if event.name().startswith("aten::empty")]
+    allocations = [one for one in allocations if not any(_inside(one, copy) for copy in copies)]
     # Where one call is inside another, the inner one allocates for both.
     innermost = [call for call in calls if not any(other is not call and _inside(other, call) for other in calls)]
     return sum(any(_inside(allocation, call) for allocation in allocations) for call in innermost)
@@ -140,7 +145,8 @@ class Setup:
     wrap: the engine. prepare: called with the bare model, as well in the single process that it is compared with.
     order: of wrap and enable. enable: in the place of fastac.enable; called with the policy "none", too. last: called
     before every micro-batch with whether it is the last of a step; may return a context for it. data: what a rank makes
-    of its batch. compiles: in the first step, in which more runs then, the tracing itself to begin with.
+    of its batch. compiles: in the first step, in which more runs then, the tracing itself to begin with. plain: in
+    the place of wrap without checkpointing.
     """
 
     wrap: Callable[[Any], torch.nn.Module]
@@ -152,6 +158,7 @@ class Setup:
     data: Callable[[Batch, int], Batch] | None = None
     world: int = 2
     compiles: bool = False
+    plain: Callable[[Any], torch.nn.Module] | None = None
 
 
 @dataclasses.dataclass
@@ -197,7 +204,7 @@ def train(setup: Setup, policy: str) -> Trained:
     with Warnings() as warnings:
         if setup.order == "enable, wrap":
             enable(model, policy, setup)
-        model = setup.wrap(model)
+        model = (setup.wrap if policy != "none" or setup.plain is None else setup.plain)(model)
         if setup.order == "wrap, enable":
             enable(model, policy, setup)
         for number in range(STEPS):

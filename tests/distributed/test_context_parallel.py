@@ -161,7 +161,6 @@ def _torch(rotation: str) -> dict[str, Trained]:
             batch["weights"] = torch.randn(batch["video"].shape, generator=torch.Generator().manual_seed(3))
             buffers = list(batch.values())
             split = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers))
-            blocks = {f"blocks.{i}": block for i, block in enumerate(model.stack.blocks)}
             calls.clear()
             forward: list[int] = []
 
@@ -169,7 +168,7 @@ def _torch(rotation: str) -> dict[str, Trained]:
                 forward.append(len(calls))
                 return loss
 
-            with contextlib.nullcontext() if way == "single" else split, support.reported_blocks(blocks):
+            with contextlib.nullcontext() if way == "single" else split:
                 step = steps.measured(model, batch, loss_of)
                 step.attention = forward[0], len(calls) - forward[0]
                 # The loss is of this rank's tokens.

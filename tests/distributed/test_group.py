@@ -1,4 +1,4 @@
-"""What fastac.ranks knows: a class's own name, the rank of an error, and a failure on one rank that is one on all."""
+"""Several processes: the rank of an error, and a failure on one rank that is one on all."""
 
 from __future__ import annotations
 
@@ -6,37 +6,15 @@ import copy
 import pickle
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable
 from torch.distributed.fsdp import fully_shard
 
 import fastac
-from fastac import ranks as own
+from fastac import errors
+from fastac.engine.ranks import Group
 from fastac.models import row_of
 from tests.distributed import ranks
 from tests.ways.recipes import WAN, build
-
-
-class Block(torch.nn.Module):
-    pass
-
-
-class Net(Joinable, torch.nn.Module):
-    pass
-
-
-class FSDPNet(Net):
-    pass
-
-
-def test_a_class_that_an_engine_made_has_the_name_of_its_own() -> None:
-    """As fully_shard and replicate make them, of theirs and of one another's; a class of two parents is none."""
-    engine, other = (type(name, (), {}) for name in ("FSDPModule", "ReplicateModule"))
-    sharded = type("FSDPBlock", (engine, Block), {})
-    both = type("ReplicateFSDPBlock", (other, sharded), {})
-    assert [own.class_name(one) for one in (Block, Block(), sharded, sharded(), both)] == ["Block"] * 5
-    assert [own.class_name(one) for one in (Net, FSDPNet)] == ["Net", "FSDPNet"]
 
 
 def _catalogued() -> tuple[str, bool]:
@@ -52,7 +30,7 @@ def test_a_sharded_model_is_known_in_the_catalogue() -> None:
 
 @pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_an_error_keeps_the_rank_it_was_raised_on(again: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own, "name", lambda: "rank 1 of 2")
+    monkeypatch.setattr(errors, "rank", lambda: "rank 1 of 2")
     error = fastac.PolicyNotAppliedError("what was seen")
     monkeypatch.undo()
     other = again(error)  # type: ignore[operator]
@@ -60,16 +38,10 @@ def test_an_error_keeps_the_rank_it_was_raised_on(again: object, monkeypatch: py
     assert str(other) == str(error) == "rank 1 of 2: what was seen"
 
 
-def test_a_group_of_one_process_runs_alone() -> None:
-    group = own.Group()
-    assert own.name() == ""
-    assert group.run(lambda: (group.any(True), group.any(False), group.agree(3))) == (True, False, True)
-
-
 def _in_a_group() -> list[object]:
     """What is found together, and what each raises where rank 1 does."""
     rank, groups = dist.get_rank(), len(dist.distributed_c10d._world.pg_map)
-    group = own.Group()
+    group = Group()
     found: list[object] = group.run(
         lambda: [group.any(rank == 1), group.any(False), group.agree(rank), group.agree("same")]
     )
@@ -79,7 +51,7 @@ def _in_a_group() -> list[object]:
             raise ValueError("this rank's own")
         group.any(True)
 
-    group = own.Group()
+    group = Group()
     try:
         group.run(fail)
     except Exception as error:

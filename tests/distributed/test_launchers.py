@@ -111,9 +111,3 @@ def test_launched_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert main(*arguments, "--output", launched, "--resume", "--steps", 6) == 2
     assert "processes was 2 and is 1" in capsys.readouterr().err
-
-
-def test_one_process_has_nothing_to_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    video = write_video(tmp_path / "0.mp4")
-    assert main(*TINY, "--video", video, "--output", tmp_path / "unused", "--fsdp") == 2
-    assert "--fsdp: needs several processes" in capsys.readouterr().err

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.profiler import ProfilerActivity, profile
 
 import fastac
@@ -21,9 +26,6 @@ from tests.support import Tensors, assert_same, stack, stack_inputs
 LAYERS, MICRO_BATCHES = 4, 4
 CALLS = 2 * MICRO_BATCHES
 """Attention calls that a block makes in one step."""
-
-ORDERS = ("F0 F1 B1 B0 F2 F3 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 F1 F2 F3 B3 B2 B1 B0")
-"""Of forwards and backwards, by the number of their micro-batch."""
 
 
 class Stage(torch.nn.Module):
@@ -65,41 +67,6 @@ def alone() -> Tensors:
     return {"loss": loss.detach()} | support.gradients(dict(stage.named_parameters()))
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_orders_by_hand(order: str, attention_executions: Counter[str]) -> None:
-    """Two stages in one process: a backward of a stage gets the gradient that the next has for its input."""
-
-    def run(policy: str) -> tuple[Tensors, list[int]]:
-        both = stages(2, policy)
-        videos, texts = (tensor.split(1) for tensor in batch())
-        open_: dict[str, tuple[torch.Tensor, ...]] = {}
-        found: Tensors = {}
-        ran = [0, 0]
-        for kind, number in order.split():
-            attention_executions.clear()
-            if kind == "F":
-                video, text = videos[int(number)], texts[int(number)]
-                middle = both[0](video, text)
-                received = middle.detach().requires_grad_()
-                loss = loss_of(both[1](received, text), video) / MICRO_BATCHES
-                found[f"loss {number}"] = loss.detach()
-                open_[number] = loss, middle, received
-            else:
-                loss, middle, received = open_.pop(number)
-                loss.backward()
-                middle.backward(received.grad)
-            ran[kind == "B"] += attention_executions[support.CPU_ATTENTION]
-        for i, stage in enumerate(both):
-            gradients = support.gradients(dict(stage.named_parameters()))
-            found |= {f"{i}: {name}": tensor for name, tensor in gradients.items()}
-        return found, ran
-
-    plain, _ = run("none")
-    found, ran = run("attn_only")
-    assert_same(found, plain)
-    assert ran == [LAYERS * CALLS, 0]
-
-
 def in_parallel(kind: Callable[..., Any], of_each: int, policy: str) -> tuple[Tensors, int, list[str]]:
     """One step of this rank's stages: losses and gradients by the name in the whole stack; attention that ran."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -130,7 +97,10 @@ def each_policy(kind: Callable[..., Any], of_each: int) -> Any:
     return {policy: in_parallel(kind, of_each, policy) for policy in ("none", "full", "attn_only")}
 
 
-@pytest.mark.parametrize(("kind", "of_each"), [(ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)])
+@pytest.mark.parametrize(
+    ("kind", "of_each"),
+    [(ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2), (ScheduleInterleavedZeroBubble, 2)],
+)
 def test_schedules_of_torch(kind: Callable[..., Any], of_each: int) -> None:
     calls = LAYERS * CALLS // 2
     everything: Tensors = {}
@@ -139,6 +109,9 @@ def test_schedules_of_torch(kind: Callable[..., Any], of_each: int) -> None:
         everything |= plain
         for policy, (tensors, ran, warnings) in rank.items():
             assert_same(tensors, plain)
-            assert ran == (2 * calls if policy == "full" else calls), policy
+            if policy == "full":  # zero bubble goes through a block's graph many times
+                assert ran > 2 * calls if kind is ScheduleInterleavedZeroBubble else ran == 2 * calls
+            else:
+                assert ran == calls, policy
             assert not warnings
     assert_close(everything, alone(), 1e-5)

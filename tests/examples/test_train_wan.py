@@ -155,7 +155,7 @@ def test_learns(run: Run) -> None:
     assert sum(seen[-10:]) < 0.7 * sum(seen[:10])
 
 
-@pytest.mark.parametrize(("policy", "again"), [("none", 0), ("full", 4), ("attn_only", 0), ("long_attn_only", 4)])
+@pytest.mark.parametrize(("policy", "again"), [("none", 0), ("full", 4), ("attn_only", 0)])
 def test_counts_attention_forwards(policy: str, again: int) -> None:
     """The counter knows nothing of fastac, so it tells none, full and attn_only apart only if they differ."""
     transformer = train_wan.new_transformer(layers=2, width=32)

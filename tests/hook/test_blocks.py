@@ -123,10 +123,6 @@ def test_names_may_be_those_of_the_wrapper(attention_executions: Counter[str]) -
     assert [row.container for row in fastac.report(model).rows] == ["blocks"]
 
 
-
-
-
-
 class WithProperty(support.AttentionBlock):
     @property
     def forward(self) -> Any:
@@ -157,8 +153,6 @@ def test_a_forward_that_cannot_be_replaced_is_refused(make: Any) -> None:
     with pytest.raises(fastac.FastacError, match=r"'listed\.1'"):
         fastac.enable(model, blocks="listed")
     assert state_of(model) == before
-
-
 
 
 # Hooks of others around the same forward

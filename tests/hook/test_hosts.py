@@ -97,8 +97,6 @@ def test_copies_and_pickles(host: Host, way: str, policy: Any, attention_executi
     assert step_of(model, attention_executions) == executions
 
 
-
-
 @pytest.mark.parametrize(
     ("kind", "wrap"),
     [("diffusers", alone), ("blocks", alone), ("diffusers", lambda block: torch.compile(block, backend="eager"))],
@@ -193,5 +191,3 @@ def test_blocks_that_the_model_checkpoints_already() -> None:
     model.enable_gradient_checkpointing()
     with pytest.raises(fastac.FastacError, match="twice"):
         fastac.enable(model, blocks="blocks")
-
-

@@ -70,8 +70,6 @@ def test_a_forward_that_opened_no_region(make: Any, blocks: Any) -> None:
     assert_same(train_step(model, stack_inputs()), expected)
 
 
-
-
 # Attention in a backward, outside a replay
 
 

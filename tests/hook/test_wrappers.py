@@ -55,10 +55,6 @@ def test_blocks_below_an_offloading_wrapper(attention_executions: Counter[str]) 
     assert (row.block_class, row.blocks_seen, row.saved) == ("AttentionBlock", 2, 4)
 
 
-
-
-
-
 @pytest.mark.parametrize(("host", "enabled_first"), [("diffusers", True), ("diffusers", False), ("blocks", False)])
 def test_a_wrapped_part_of_a_block_is_refused(host: str, enabled_first: bool) -> None:
     """Its attention would run again in backward, where no region is open."""

@@ -25,7 +25,6 @@ HEADINGS = (
     "attention backend",
     "remarks",
 )
-SHORT_HEADINGS = (HEADINGS[0], *HEADINGS[2:5], *HEADINGS[7:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +65,6 @@ class Figures:
             self.backend,
             f"{outside} outside the blocks" if outside else "",
         )
-
-    def short_cells(self) -> tuple[str, ...]:
-        """A line of the table in README.md, below SHORT_HEADINGS."""
-        cells = self.cells()
-        return tuple(cells[HEADINGS.index(heading)] for heading in SHORT_HEADINGS)
 
 
 @functools.cache

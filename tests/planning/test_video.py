@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fastac.errors import FastacError
-from fastac.models import configurations
+from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import Plan
@@ -25,9 +25,9 @@ from fastac.planning.simulation import Split
 from fastac.planning.subject import subject
 from fastac.planning.video import Training, most_steps, plan_video
 from fastac.policy import Policy
+from tests.models.tiny import TINY
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-from tests.models.tiny import TINY
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fastac.errors import FastacError
-from fastac.sizes import parse_bytes, readable_bytes
+from fastac.planning.plans import parse_bytes
+from fastac.verify import readable_bytes
 
 
 @pytest.mark.parametrize(
