@@ -8,10 +8,6 @@ VISIBLE = "made visible when it is loaded"
 LEAVE_UNCOMPILED = "leave blocks that use it uncompiled: in compiled code it is recomputed"
 """How a library of autograd.Functions is saved, and what its users do."""
 
-VISIBLE = "made visible when it is loaded"
-LEAVE_UNCOMPILED = "leave blocks that use it uncompiled: in compiled code it is recomputed"
-"""How a library of autograd.Functions is saved, and what its users do."""
-
 LIBRARY = Library(
     backend="fa4",
     name="flash-attn 4",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import diffusers
@@ -82,85 +84,8 @@ class Called(Exception):  # noqa: N818 nothing went wrong
         self.arguments = arguments
 
 
-def call_of(pipeline: Any, **arguments: Any) -> dict[str, Any]:
-    """The arguments of the first call of a pipeline's transformer, by name, but for those that are None."""
-
-    def look(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise Called(dict(zip(("hidden_states", "timestep"), args, strict=False)) | kwargs)
-
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.transformer.register_forward_pre_hook(look, with_kwargs=True)
-    with pytest.raises(Called) as called:
-        pipeline(num_inference_steps=2, output_type="latent", **arguments)
-    return {name: value for name, value in called.value.arguments.items() if value is not None}
-
-
-def size_of(video: Video) -> dict[str, int]:
-    return {"height": video.height, "width": video.width, "num_frames": video.frames}
-
-
-def text_of(video: Video, width: int) -> torch.Tensor:
-    return torch.randn(1, video.text_tokens, width, dtype=video.dtype)
-
-
-def wan(model: Any, video: Video, expand_timesteps: bool = False) -> dict[str, Any]:
-    pipeline = diffusers.WanPipeline(
-        None, None, None, diffusers.UniPCMultistepScheduler(), model, expand_timesteps=expand_timesteps
-    )
-    return call_of(pipeline, prompt_embeds=text_of(video, 16), guidance_scale=1.0, **size_of(video))
-
-
-def wan_5b(model: Any, video: Video) -> dict[str, Any]:
-    return wan(model, video, expand_timesteps=True)
-
-
-def skyreels(model: Any, video: Video) -> dict[str, Any]:
-    pipeline = diffusers.SkyReelsV2Pipeline(None, None, model, None, diffusers.UniPCMultistepScheduler())
-    return call_of(pipeline, prompt_embeds=text_of(video, 16), guidance_scale=1.0, **size_of(video))
-
-
-def hunyuan_video(model: Any, video: Video) -> dict[str, Any]:
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipeline = diffusers.HunyuanVideoPipeline(None, None, model, None, scheduler, None, None)
-    return call_of(
-        pipeline,
-        prompt_embeds=text_of(video, 16),
-        pooled_prompt_embeds=torch.randn(1, 8, dtype=video.dtype),
-        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
-        **size_of(video),
-    )
-
-
 class Sizes(types.SimpleNamespace):
     """What a pipeline reads of a VAE before it decodes, and of a text encoder that it does not run."""
-
-
-def hunyuan_video_15(model: Any, video: Video) -> dict[str, Any]:
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    guider = diffusers.ClassifierFreeGuidance(guidance_scale=1.0)
-    config = types.SimpleNamespace(latent_channels=4)
-    vae = Sizes(config=config, temporal_compression_ratio=4, spatial_compression_ratio=16)
-    pipeline = diffusers.HunyuanVideo15Pipeline(None, None, model, vae, scheduler, None, None, guider)
-    return call_of(
-        pipeline,
-        prompt_embeds=text_of(video, 16),
-        prompt_embeds_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
-        prompt_embeds_2=torch.randn(1, 256, 10, dtype=video.dtype),
-        prompt_embeds_mask_2=torch.ones(1, 256, dtype=torch.int64),
-        **size_of(video),
-    )
-
-
-def ltx(model: Any, video: Video) -> dict[str, Any]:
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    pipeline = diffusers.LTXPipeline(scheduler, None, None, None, model)
-    return call_of(
-        pipeline,
-        prompt_embeds=text_of(video, 16),
-        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.bool),
-        guidance_scale=1.0,
-        **size_of(video),
-    )
 
 
 class Connectors(Sizes):
@@ -168,19 +93,6 @@ class Connectors(Sizes):
 
     def __call__(self, text: torch.Tensor, mask: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
         return text, text, mask
-
-
-def ltx_2(model: Any, video: Video) -> dict[str, Any]:
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    pipeline = diffusers.LTX2Pipeline(scheduler, None, None, Sizes(dtype=video.dtype), None, Connectors(), model, None)
-    return call_of(
-        pipeline,
-        prompt_embeds=text_of(video, 16),
-        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
-        guidance_scale=1.0,
-        audio_guidance_scale=1.0,
-        **size_of(video),
-    )
 
 
 class Checker(Sizes):
@@ -194,124 +106,166 @@ class Checker(Sizes):
         return True
 
 
-def cosmos(model: Any, video: Video) -> dict[str, Any]:
-    pipeline = diffusers.CosmosTextToWorldPipeline(
-        None, None, model, None, diffusers.EDMEulerScheduler(sigma_schedule="karras"), Checker()
-    )
-    return call_of(pipeline, prompt_embeds=text_of(video, 16), guidance_scale=1.0, **size_of(video))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """One pipeline of diffusers, and how it is asked for a video.
+
+    model: a name of TINY; changes: of its configuration. components: of the pipeline, but for the transformer; None
+    for those that are not named. text: argument of the embedded text, and its width. mask: the dtype of its mask.
+    sizes: its names for height, width and frames. arguments: of the call, made from the video.
+    """
+
+    pipeline: str
+    model: str
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    components: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    text: tuple[str, int] = ("prompt_embeds", 16)
+    mask: torch.dtype | None = None
+    sizes: tuple[str, str, str] = ("height", "width", "num_frames")
+    guided: bool = True
+    arguments: Callable[[Video], dict[str, Any]] = lambda video: {}
+
+    def call(self, model: Any, video: Video) -> dict[str, Any]:
+        """The arguments of the first call of the pipeline's transformer, by name, but for those that are None."""
+        made = getattr(diffusers, self.pipeline)
+        required = [one.name for one in inspect.signature(made).parameters.values() if one.default is one.empty]
+        pipeline = made(**dict.fromkeys(required) | dict(self.components) | {"transformer": model})
+        pipeline.set_progress_bar_config(disable=True)
+        model.register_forward_pre_hook(look, with_kwargs=True)
+        text, width = self.text
+        arguments = dict(zip(self.sizes, (video.height, video.width, video.frames), strict=True))
+        arguments |= {text: torch.randn(1, video.text_tokens, width, dtype=video.dtype)} | self.arguments(video)
+        if self.mask is not None:
+            arguments["prompt_attention_mask"] = torch.ones(1, video.text_tokens, dtype=self.mask)
+        if self.guided:
+            arguments["guidance_scale"] = 1.0
+        with pytest.raises(Called) as called:
+            pipeline(num_inference_steps=2, output_type="latent", **arguments)
+        return {name: value for name, value in called.value.arguments.items() if value is not None}
 
 
-def cogvideox(model: Any, video: Video) -> dict[str, Any]:
-    pipeline = diffusers.CogVideoXPipeline(None, None, None, model, diffusers.CogVideoXDDIMScheduler())
-    return call_of(pipeline, prompt_embeds=text_of(video, 8), guidance_scale=1.0, **size_of(video))
+def look(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise Called(dict(zip(("hidden_states", "timestep"), args, strict=False)) | kwargs)
 
 
-def mochi(model: Any, video: Video) -> dict[str, Any]:
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
-    pipeline = diffusers.MochiPipeline(scheduler, None, None, None, model)
-    return call_of(
-        pipeline,
-        prompt_embeds=text_of(video, 16),
-        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.bool),
-        guidance_scale=1.0,
-        **size_of(video),
-    )
+def ones(tokens: int) -> torch.Tensor:
+    return torch.ones(1, tokens, dtype=torch.int64)
 
 
-def allegro(model: Any, video: Video) -> dict[str, Any]:
-    scheduler = diffusers.EulerAncestralDiscreteScheduler()
-    pipeline = diffusers.AllegroPipeline(None, None, None, model, scheduler)
-    return call_of(
-        pipeline,
-        prompt_embeds=text_of(video, 8),
-        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
-        guidance_scale=1.0,
-        **size_of(video),
-    )
+def glyphs(video: Video) -> dict[str, Any]:
+    """The second text of HunyuanVideo 1.5, and the mask of the first."""
+    return {
+        "prompt_embeds_mask": ones(video.text_tokens),
+        "prompt_embeds_2": torch.randn(1, 256, 10, dtype=video.dtype),
+        "prompt_embeds_mask_2": ones(256),
+    }
 
 
-def latte(model: Any, video: Video) -> dict[str, Any]:
-    pipeline = diffusers.LattePipeline(None, None, None, model, diffusers.DDIMScheduler())
-    return call_of(
-        pipeline,
-        prompt_embeds=text_of(video, 8),
-        negative_prompt="",
-        guidance_scale=1.0,
-        clean_caption=False,
-        mask_feature=False,
-        height=video.height,
-        width=video.width,
-        video_length=video.frames,
-    )
+def pooled(name: str) -> Callable[[Video], dict[str, Any]]:
+    return lambda video: {name: torch.randn(1, 8, dtype=video.dtype)}
 
 
-def easyanimate(model: Any, video: Video) -> dict[str, Any]:
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipeline = diffusers.EasyAnimatePipeline(None, None, None, model, scheduler)
-    return call_of(
-        pipeline,
-        prompt_embeds=text_of(video, 16),
-        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
-        guidance_scale=1.0,
-        **size_of(video),
-    )
-
-
-def sana_video(model: Any, video: Video) -> dict[str, Any]:
-    pipeline = diffusers.SanaVideoPipeline(None, None, None, model, diffusers.DPMSolverMultistepScheduler())
-    return call_of(
-        pipeline,
-        prompt_embeds=text_of(video, 16),
-        prompt_attention_mask=torch.ones(1, video.text_tokens, dtype=torch.int64),
-        guidance_scale=1.0,
-        use_resolution_binning=False,
-        height=video.height,
-        width=video.width,
-        frames=video.frames,
-    )
-
-
-def kandinsky_5(model: Any, video: Video) -> dict[str, Any]:
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    pipeline = diffusers.Kandinsky5T2VPipeline(model, None, None, None, None, None, scheduler)
-    return call_of(
-        pipeline,
-        prompt_embeds_qwen=text_of(video, 24),
-        prompt_embeds_clip=torch.randn(1, 8, dtype=video.dtype),
-        prompt_cu_seqlens=torch.tensor([0, video.text_tokens], dtype=torch.int32),
-        guidance_scale=1.0,
-        **size_of(video),
-    )
-
-
+FLOW = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+SHIFTED = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)}
+UNI_PC = {"scheduler": diffusers.UniPCMultistepScheduler()}
+HUNYUAN_VAE = Sizes(
+    config=types.SimpleNamespace(latent_channels=4), temporal_compression_ratio=4, spatial_compression_ratio=16
+)
 ROTARY_HEADS = {"attention_head_dim": 16}  # the fewest whose quarter and three eighths are even numbers
-Pipeline = Callable[[Any, Video], dict[str, Any]]
-PIPELINES: dict[str, tuple[str, Pipeline, dict[str, Any]]] = {
-    "wan": ("WanTransformer3DModel", wan, {}),
-    "wan 5b": ("WanTransformer3DModel", wan_5b, {"in_channels": 48, "out_channels": 48}),
-    "skyreels": ("SkyReelsV2Transformer3DModel", skyreels, {}),
-    "hunyuan video": ("HunyuanVideoTransformer3DModel", hunyuan_video, {}),
-    "hunyuan video 1.5": ("HunyuanVideo15Transformer3DModel", hunyuan_video_15, {"in_channels": 9}),
-    "ltx": ("LTXVideoTransformer3DModel", ltx, {}),
-    "ltx 2": ("LTX2VideoTransformer3DModel", ltx_2, {"audio_in_channels": 128}),
-    "cosmos": ("CosmosTransformer3DModel", cosmos, {}),
-    "cogvideox 2b": ("CogVideoXTransformer3DModel", cogvideox, {}),
-    "cogvideox 5b": (
-        "CogVideoXTransformer3DModel",
-        cogvideox,
-        ROTARY_HEADS | {"use_rotary_positional_embeddings": True},
+
+wan = functools.partial(Pipeline, pipeline="WanPipeline", model="WanTransformer3DModel")
+cogvideox = functools.partial(
+    Pipeline,
+    pipeline="CogVideoXPipeline",
+    model="CogVideoXTransformer3DModel",
+    components={"scheduler": diffusers.CogVideoXDDIMScheduler()},
+    text=("prompt_embeds", 8),
+)
+PIPELINES = {
+    "wan": wan(components=UNI_PC),
+    "wan 5b": wan(components=UNI_PC | {"expand_timesteps": True}, changes={"in_channels": 48, "out_channels": 48}),
+    "skyreels": Pipeline(pipeline="SkyReelsV2Pipeline", model="SkyReelsV2Transformer3DModel", components=UNI_PC),
+    "hunyuan video": Pipeline(
+        pipeline="HunyuanVideoPipeline",
+        model="HunyuanVideoTransformer3DModel",
+        components=FLOW,
+        mask=torch.int64,
+        guided=False,
+        arguments=pooled("pooled_prompt_embeds"),
     ),
-    "cogvideox 1.5": (
-        "CogVideoXTransformer3DModel:1.5",
-        cogvideox,
-        ROTARY_HEADS | {"sample_height": 24, "sample_width": 24},
+    "hunyuan video 1.5": Pipeline(
+        pipeline="HunyuanVideo15Pipeline",
+        model="HunyuanVideo15Transformer3DModel",
+        changes={"in_channels": 9},
+        components=FLOW | {"vae": HUNYUAN_VAE, "guider": diffusers.ClassifierFreeGuidance(guidance_scale=1.0)},
+        guided=False,
+        arguments=glyphs,
     ),
-    "mochi": ("MochiTransformer3DModel", mochi, {}),
-    "allegro": ("AllegroTransformer3DModel", allegro, {}),
-    "latte": ("LatteTransformer3DModel", latte, {}),
-    "easyanimate": ("EasyAnimateTransformer3DModel", easyanimate, {}),
-    "sana video": ("SanaVideoTransformer3DModel", sana_video, {}),
-    "kandinsky 5": ("Kandinsky5Transformer3DModel", kandinsky_5, {}),
+    "ltx": Pipeline(pipeline="LTXPipeline", model="LTXVideoTransformer3DModel", components=SHIFTED, mask=torch.bool),
+    "ltx 2": Pipeline(
+        pipeline="LTX2Pipeline",
+        model="LTX2VideoTransformer3DModel",
+        changes={"audio_in_channels": 128},
+        components=SHIFTED | {"text_encoder": Sizes(dtype=torch.bfloat16), "connectors": Connectors()},
+        mask=torch.int64,
+        arguments=lambda video: {"audio_guidance_scale": 1.0},
+    ),
+    "cosmos": Pipeline(
+        pipeline="CosmosTextToWorldPipeline",
+        model="CosmosTransformer3DModel",
+        components={
+            "scheduler": diffusers.EDMEulerScheduler(sigma_schedule="karras"),
+            "safety_checker": Checker(),
+        },
+    ),
+    "cogvideox 2b": cogvideox(),
+    "cogvideox 5b": cogvideox(changes=ROTARY_HEADS | {"use_rotary_positional_embeddings": True}),
+    "cogvideox 1.5": cogvideox(
+        model="CogVideoXTransformer3DModel:1.5",
+        changes=ROTARY_HEADS | {"sample_height": 24, "sample_width": 24},
+    ),
+    "mochi": Pipeline(
+        pipeline="MochiPipeline",
+        model="MochiTransformer3DModel",
+        components={"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True)},
+        mask=torch.bool,
+    ),
+    "allegro": Pipeline(
+        pipeline="AllegroPipeline",
+        model="AllegroTransformer3DModel",
+        components={"scheduler": diffusers.EulerAncestralDiscreteScheduler()},
+        text=("prompt_embeds", 8),
+        mask=torch.int64,
+    ),
+    "latte": Pipeline(
+        pipeline="LattePipeline",
+        model="LatteTransformer3DModel",
+        components={"scheduler": diffusers.DDIMScheduler()},
+        text=("prompt_embeds", 8),
+        sizes=("height", "width", "video_length"),
+        arguments=lambda video: {"negative_prompt": "", "clean_caption": False, "mask_feature": False},
+    ),
+    "easyanimate": Pipeline(
+        pipeline="EasyAnimatePipeline", model="EasyAnimateTransformer3DModel", components=FLOW, mask=torch.int64
+    ),
+    "sana video": Pipeline(
+        pipeline="SanaVideoPipeline",
+        model="SanaVideoTransformer3DModel",
+        components={"scheduler": diffusers.DPMSolverMultistepScheduler()},
+        mask=torch.int64,
+        sizes=("height", "width", "frames"),
+        arguments=lambda video: {"use_resolution_binning": False},
+    ),
+    "kandinsky 5": Pipeline(
+        pipeline="Kandinsky5T2VPipeline",
+        model="Kandinsky5Transformer3DModel",
+        components=FLOW,
+        text=("prompt_embeds_qwen", 24),
+        arguments=lambda video: (
+            pooled("prompt_embeds_clip")(video)
+            | {"prompt_cu_seqlens": torch.tensor([0, video.text_tokens], dtype=torch.int32)}
+        ),
+    ),
 }
 NOT_INPUTS = {
     *("attention_kwargs", "return_dict"),
@@ -333,14 +287,14 @@ def shapes(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_inputs_are_those_of_the_pipeline(name: str) -> None:
-    model_name, call, changes = PIPELINES[name]
-    row, latents = row_of(model_name), (3, 12, 8)
-    model = model_for(model_name, latents[0], **changes).to(torch.bfloat16)
+    pipeline, latents = PIPELINES[name], (3, 12, 8)
+    row = row_of(pipeline.model)
+    model = model_for(pipeline.model, latents[0], **pipeline.changes).to(torch.bfloat16)
     video = small(row, model.config, latents, dtype=torch.bfloat16)
     if name == "wan 5b":  # a pipeline without VAE takes it for that of Wan 2.1
         video = dataclasses.replace(video, compression=Compression(4, 8, 8))
     ours = inputs_of(row, model.config, video)
-    theirs = call(model, video)
+    theirs = pipeline.call(model, video)
     for arguments in (ours, theirs):
         for argument in NOT_INPUTS & arguments.keys():
             del arguments[argument]

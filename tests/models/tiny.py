@@ -66,66 +66,43 @@ def _typed(value: Any, dtype: torch.dtype | None, requires_grad: bool) -> Any:
     return value
 
 
-WAN = {
+def _video(size: tuple[int, ...] = (1, 4, 2, 8, 8), text: tuple[int, int] = (12, 16), **more: Any) -> dict[str, Any]:
+    """What most models take: latents, a timestep for each of them, and text: how many tokens, and how wide."""
+    return {
+        "hidden_states": torch.randn(size),
+        "timestep": torch.tensor([500, 300][: size[0]]),
+        "encoder_hidden_states": torch.randn(size[0], *text),
+        **more,
+    }
+
+
+def _valid(tokens: int, *valid: int) -> torch.Tensor:
+    """The mask of texts, of which so many tokens are no padding."""
+    return torch.arange(tokens) < torch.tensor(valid)[:, None]
+
+
+def _hunyuan_video(size: tuple[int, ...] = (1, 4, 2, 8, 8), **more: Any) -> dict[str, Any]:
+    mask, guidance = _valid(12, 8), torch.tensor([6000])
+    pooled = torch.randn(1, 8)
+    return _video(size, encoder_attention_mask=mask, pooled_projections=pooled, guidance=guidance, **more)
+
+
+def _cogvideox_video(**more: Any) -> dict[str, Any]:
+    return _video((2, 2, 4, 8, 8), (8, 8), **more)
+
+
+SMALL = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "num_layers": 2}
+
+WAN = SMALL | {
     "patch_size": (1, 2, 2),
-    "num_attention_heads": 2,
     "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
     "text_dim": 16,
     "freq_dim": 32,
     "ffn_dim": 32,
-    "num_layers": 2,
     "rope_max_seq_len": 32,
 }
 
 WAN_IMAGE = {"image_dim": 16, "added_kv_proj_dim": 24}
-
-
-def _wan_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 16, 16),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-    }
-
-
-def _wan_short_video() -> dict[str, Any]:
-    return _wan_text_to_video() | {"hidden_states": torch.randn(1, 4, 2, 8, 8)}
-
-
-def _wan_image_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 8, 8),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 512, 16),
-        "encoder_hidden_states_image": torch.randn(1, 5, 16),
-    }
-
-
-def _wan_control() -> dict[str, Any]:
-    return _wan_short_video() | {"control_hidden_states": torch.randn(1, 12, 2, 8, 8)}
-
-
-def _wan_diffusion_forcing() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 4, 8, 8),
-        "timestep": torch.tensor([[500, 500, 300, 300]]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "enable_diffusion_forcing": True,
-        "fps": [1],
-    }
-
-
-def _wan_animate_animate() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 12, 3, 8, 8),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 8, 16),
-        "encoder_hidden_states_image": torch.randn(1, 4, 16),
-        "pose_hidden_states": torch.randn(1, 4, 2, 8, 8),
-        "face_pixel_values": torch.randn(1, 3, 5, 8, 8),
-    }
 
 
 def _wan_animate_reference() -> dict[str, Any]:
@@ -144,81 +121,10 @@ def _wan_animate_reference() -> dict[str, Any]:
     }
 
 
-def _anyflow_flow_map() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 2, 4, 8, 8),
-        "timestep": torch.full((1, 2), 500.0),
-        "r_timestep": torch.full((1, 2), 250.0),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-    }
-
-
-def _anyflow_autoregressive() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 3, 4, 8, 8),
-        "timestep": torch.full((1, 3), 500.0),
-        "r_timestep": torch.full((1, 3), 250.0),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "chunk_partition": [1, 1, 1],
-        "clean_hidden_states": torch.randn(1, 2, 4, 8, 8),
-        "clean_timestep": torch.zeros(1, 2),
-    }
-
-
 HELIOS = {name: value for name, value in WAN.items() if name != "rope_max_seq_len"}
 
-
-def _helios_next_section() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 8, 8),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "indices_hidden_states": torch.arange(7, 9).unsqueeze(0),
-        "indices_latents_history_short": torch.arange(6, 7).unsqueeze(0),
-        "indices_latents_history_mid": torch.arange(4, 6).unsqueeze(0),
-        "indices_latents_history_long": torch.arange(4).unsqueeze(0),
-        "latents_history_short": torch.randn(1, 4, 1, 8, 8),
-        "latents_history_mid": torch.randn(1, 4, 2, 8, 8),
-        "latents_history_long": torch.randn(1, 4, 4, 8, 8),
-    }
-
-
-def _ltx_text_to_video() -> dict[str, Any]:
-    mask = torch.ones(2, 16, dtype=torch.bool)
-    mask[:, 12:] = False
-    return {
-        "hidden_states": torch.randn(2, 2 * 8 * 8, 4),
-        "encoder_hidden_states": torch.randn(2, 16, 16),
-        "timestep": torch.tensor([500, 300]),
-        "encoder_attention_mask": mask,
-        "num_frames": 2,
-        "height": 8,
-        "width": 8,
-    }
-
-
-def _ltx_audio_and_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(2, 2 * 4 * 4, 4),
-        "audio_hidden_states": torch.randn(2, 9, 4),
-        "encoder_hidden_states": torch.randn(2, 16, 16),
-        "audio_encoder_hidden_states": torch.randn(2, 16, 16),
-        "timestep": torch.tensor([500, 300]),
-        "encoder_attention_mask": torch.arange(16) < torch.tensor([[12], [8]]),
-        "audio_encoder_attention_mask": torch.arange(16) < torch.tensor([[12], [8]]),
-        "num_frames": 2,
-        "height": 4,
-        "width": 4,
-        "audio_num_frames": 9,
-    }
-
-
-HUNYUAN = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
+HUNYUAN = SMALL | {
     "attention_head_dim": 8,
-    "num_layers": 2,
     "num_refiner_layers": 1,
     "text_embed_dim": 16,
     "rope_axes_dim": (2, 2, 4),
@@ -226,61 +132,10 @@ HUNYUAN = {
 
 HUNYUAN_TWO_STREAMS = HUNYUAN | {"num_single_layers": 2, "pooled_projection_dim": 8}
 
-
-def _padded(tokens: int, valid: int) -> torch.Tensor:
-    return (torch.arange(tokens) < valid).expand(1, tokens)
-
-
-def _hunyuan_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 8, 8),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "encoder_attention_mask": _padded(12, 8),
-        "pooled_projections": torch.randn(1, 8),
-        "guidance": torch.tensor([6000]),
-    }
-
-
-def _hunyuan_image_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 4, 4),
-        "timestep": torch.tensor([500.0]),
-        "encoder_hidden_states": torch.randn(1, 6, 16),
-        "encoder_attention_mask": _padded(6, 4),
-        "encoder_hidden_states_2": torch.randn(1, 4, 10),
-        "encoder_attention_mask_2": _padded(4, 3),
-        "image_embeds": torch.randn(1, 3, 12),
-    }
-
-
-def _hunyuan_next_section() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 3, 4, 4),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "encoder_attention_mask": _padded(12, 8),
-        "pooled_projections": torch.randn(1, 8),
-        "guidance": torch.tensor([6000]),
-        "image_embeds": torch.randn(1, 4, 16),
-        "indices_latents": torch.arange(11, 14),
-        "latents_clean": torch.randn(1, 4, 1, 4, 4),
-        "indices_latents_clean": torch.arange(1),
-        "latents_history_2x": torch.randn(1, 4, 2, 4, 4),
-        "indices_latents_history_2x": torch.arange(9, 11),
-        "latents_history_4x": torch.randn(1, 4, 8, 4, 4),
-        "indices_latents_history_4x": torch.arange(1, 9),
-    }
-
-
-COGVIDEOX = {
-    "num_attention_heads": 2,
+COGVIDEOX = SMALL | {
     "attention_head_dim": 8,
-    "in_channels": 4,
-    "out_channels": 4,
     "time_embed_dim": 2,
     "text_embed_dim": 8,
-    "num_layers": 2,
     "sample_width": 8,
     "sample_height": 8,
     "sample_frames": 5,
@@ -288,67 +143,13 @@ COGVIDEOX = {
 }
 
 
-def _cogvideox_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(2, 2, 4, 8, 8),
-        "encoder_hidden_states": torch.randn(2, 8, 8),
-        "timestep": torch.tensor([500, 300]),
-    }
-
-
 def _cogvideox_rotary() -> dict[str, Any]:
     angles = torch.arange(16.0).unsqueeze(1) / torch.tensor([1, 1, 10, 10, 100, 100, 1000, 1000])
-    return _cogvideox_text_to_video() | {"image_rotary_emb": (angles.cos(), angles.sin())}
+    return _cogvideox_video(image_rotary_emb=(angles.cos(), angles.sin()))
 
 
-def _cogvideox_identity() -> dict[str, Any]:
-    return _cogvideox_text_to_video() | {
-        "id_cond": torch.randn(2, 6),
-        "id_vit_hidden": [torch.randn(2, 3, 4)],
-    }
-
-
-def _mochi_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8),
-        "encoder_hidden_states": torch.randn(2, 16, 16),
-        "timestep": torch.tensor([500, 300]),
-        "encoder_attention_mask": torch.arange(16) < torch.tensor([[12], [8]]),
-    }
-
-
-def _allegro_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8),
-        "encoder_hidden_states": torch.randn(2, 16, 8),
-        "timestep": torch.tensor([500, 300]),
-        "encoder_attention_mask": torch.arange(16) < torch.tensor([[12], [8]]),
-    }
-
-
-def _latte_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 16, 16),
-        "encoder_hidden_states": torch.randn(1, 8, 8),
-        "timestep": torch.tensor([500]),
-    }
-
-
-def _easyanimate_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(2, 4, 2, 8, 8),
-        "timestep": torch.tensor([500, 300]),
-        "encoder_hidden_states": torch.randn(2, 8, 16),
-        "encoder_hidden_states_t5": torch.randn(2, 4, 12),
-    }
-
-
-COSMOS = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
+COSMOS = SMALL | {
     "attention_head_dim": 12,
-    "num_layers": 2,
     "text_embed_dim": 16,
     "adaln_lora_dim": 4,
     "max_size": (4, 32, 32),
@@ -356,24 +157,6 @@ COSMOS = {
 }
 
 COSMOS_TEXT, COSMOS_VIDEO, COSMOS_SOUND, COSMOS_ACTION = 4, 16, 2, 2
-
-
-def _cosmos_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 8, 8),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "attention_mask": (torch.arange(12) < 8).unsqueeze(0),
-        "fps": 30,
-    }
-
-
-def _cosmos_image_context() -> dict[str, Any]:
-    return _cosmos_text_to_video() | {
-        "timestep": torch.full((1, 1, 2, 1, 1), 500),
-        "encoder_hidden_states": (torch.randn(1, 12, 20), torch.randn(1, 4, 10)),
-        "attention_mask": None,
-    }
 
 
 def _cosmos_omni() -> dict[str, Any]:
@@ -408,15 +191,6 @@ def _cosmos_omni() -> dict[str, Any]:
     }
 
 
-def _sana_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 8, 8),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "timestep": torch.tensor([500]),
-        "encoder_attention_mask": (torch.arange(12) < 8).unsqueeze(0),
-    }
-
-
 def _sana_camera() -> dict[str, Any]:
     frames = 2
     pose = torch.eye(4).flatten().expand(1, frames, 16) + 0.1 * torch.randn(1, frames, 16)
@@ -425,7 +199,7 @@ def _sana_camera() -> dict[str, Any]:
         "hidden_states": torch.randn(1, 4, frames, 4, 4),
         "timestep": torch.full((1, 1, frames), 500),
         "encoder_hidden_states": torch.randn(1, 1, 12, 16),
-        "encoder_attention_mask": (torch.arange(12) < 8).unsqueeze(0),
+        "encoder_attention_mask": _valid(12, 8),
         "camera_conditions": torch.cat([pose, intrinsics], dim=-1),
         "chunk_plucker": torch.randn(1, 6, frames, 4, 4),
     }
@@ -443,43 +217,6 @@ KANDINSKY = {
     "num_visual_blocks": 2,
     "axes_dims": (4, 2, 2),
 }
-
-
-def _kandinsky_text_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 2, 8, 8, 4),
-        "encoder_hidden_states": torch.randn(1, 6, 24),
-        "timestep": torch.tensor([500.0]),
-        "pooled_projections": torch.randn(1, 8),
-        "visual_rope_pos": [torch.arange(2), torch.arange(4), torch.arange(4)],
-        "text_rope_pos": torch.arange(6),
-    }
-
-
-def _kandinsky_audio_and_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 2, 8, 8, 9),
-        "encoder_hidden_states": torch.randn(1, 6, 24),
-        "pooled_projections": torch.randn(1, 8),
-        "timestep": torch.tensor([500.0]),
-        "audio_hidden_states": torch.randn(1, 5, 4),
-        "encoder_attention_mask": (torch.arange(6) < 4).unsqueeze(0),
-    }
-
-
-def _kandinsky_super_resolution() -> dict[str, Any]:
-    return {"hidden_states": torch.randn(1, 1, 16, 16, 9), "timestep": torch.tensor([500.0])}
-
-
-def _motif_image_to_video() -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 9, 2, 8, 8),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 12, 16),
-        "encoder_attention_mask": (torch.arange(12) < 8).unsqueeze(0),
-        "image_embeds": torch.randn(1, 3, 10),
-    }
-
 
 MINIMAX_TEXT, MINIMAX_AUDIO, MINIMAX_VIDEO = 4, 6, 16
 
@@ -502,15 +239,21 @@ def _minimax_audio_and_video() -> dict[str, Any]:
 
 
 TINY = {
-    "WanTransformer3DModel": Tiny(WAN, _wan_text_to_video),
-    "WanTransformer3DModel:i2v": Tiny(WAN | WAN_IMAGE, _wan_image_to_video),
-    "WanVACETransformer3DModel": Tiny(
-        WAN | {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 12}, _wan_control
+    "WanTransformer3DModel": Tiny(WAN, lambda: _video((1, 4, 2, 16, 16))),
+    "WanTransformer3DModel:i2v": Tiny(
+        WAN | WAN_IMAGE, lambda: _video(text=(512, 16), encoder_hidden_states_image=torch.randn(1, 5, 16))
     ),
-    "ChronoEditTransformer3DModel": Tiny(WAN, _wan_short_video),
-    "SkyReelsV2Transformer3DModel": Tiny(WAN, _wan_short_video),
+    "WanVACETransformer3DModel": Tiny(
+        WAN | {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 12},
+        lambda: _video(control_hidden_states=torch.randn(1, 12, 2, 8, 8)),
+    ),
+    "ChronoEditTransformer3DModel": Tiny(WAN, _video),
+    "SkyReelsV2Transformer3DModel": Tiny(WAN, _video),
     "SkyReelsV2Transformer3DModel:diffusion_forcing": Tiny(
-        WAN | {"num_frame_per_block": 2, "inject_sample_info": True}, _wan_diffusion_forcing
+        WAN | {"num_frame_per_block": 2, "inject_sample_info": True},
+        lambda: _video(
+            (1, 4, 4, 8, 8), timestep=torch.tensor([[500, 500, 300, 300]]), enable_diffusion_forcing=True, fps=[1]
+        ),
     ),
     "WanAnimateTransformer3DModel": Tiny(
         WAN
@@ -527,7 +270,13 @@ TINY = {
             "face_encoder_num_heads": 2,
             "inject_face_latents_blocks": 2,
         },
-        _wan_animate_animate,
+        lambda: _video(
+            (1, 12, 3, 8, 8),
+            (8, 16),
+            encoder_hidden_states_image=torch.randn(1, 4, 16),
+            pose_hidden_states=torch.randn(1, 4, 2, 8, 8),
+            face_pixel_values=torch.randn(1, 3, 5, 8, 8),
+        ),
     ),
     "WanAnimate2Transformer3DModel": Tiny(
         {
@@ -543,26 +292,47 @@ TINY = {
         },
         _wan_animate_reference,
     ),
-    "AnyFlowTransformer3DModel": Tiny(WAN, _anyflow_flow_map),
-    "AnyFlowFARTransformer3DModel": Tiny(WAN | {"full_chunk_limit": 2}, _anyflow_autoregressive, flex=True),
-    "HeliosTransformer3DModel": Tiny(HELIOS | {"rope_dim": (4, 4, 4)}, _helios_next_section),
+    "AnyFlowTransformer3DModel": Tiny(
+        WAN, lambda: _video((1, 2, 4, 8, 8), timestep=torch.full((1, 2), 500.0), r_timestep=torch.full((1, 2), 250.0))
+    ),
+    "AnyFlowFARTransformer3DModel": Tiny(
+        WAN | {"full_chunk_limit": 2},
+        lambda: _video(
+            (1, 3, 4, 8, 8),
+            timestep=torch.full((1, 3), 500.0),
+            r_timestep=torch.full((1, 3), 250.0),
+            chunk_partition=[1, 1, 1],
+            clean_hidden_states=torch.randn(1, 2, 4, 8, 8),
+            clean_timestep=torch.zeros(1, 2),
+        ),
+        flex=True,
+    ),
+    "HeliosTransformer3DModel": Tiny(
+        HELIOS | {"rope_dim": (4, 4, 4)},
+        lambda: _video(
+            indices_hidden_states=torch.arange(7, 9)[None],
+            indices_latents_history_short=torch.arange(6, 7)[None],
+            indices_latents_history_mid=torch.arange(4, 6)[None],
+            indices_latents_history_long=torch.arange(4)[None],
+            latents_history_short=torch.randn(1, 4, 1, 8, 8),
+            latents_history_mid=torch.randn(1, 4, 2, 8, 8),
+            latents_history_long=torch.randn(1, 4, 4, 8, 8),
+        ),
+    ),
     "LTXVideoTransformer3DModel": Tiny(
-        {
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
+        SMALL
+        | {
             "attention_head_dim": 8,
             "cross_attention_dim": 16,
-            "num_layers": 2,
             "caption_channels": 16,
         },
-        _ltx_text_to_video,
+        lambda: _video(
+            (2, 2 * 8 * 8, 4), (16, 16), encoder_attention_mask=_valid(16, 12, 12), num_frames=2, height=8, width=8
+        ),
     ),
     "LTX2VideoTransformer3DModel": Tiny(
-        {
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
+        SMALL
+        | {
             "attention_head_dim": 8,
             "cross_attention_dim": 16,
             "audio_in_channels": 4,
@@ -570,23 +340,52 @@ TINY = {
             "audio_num_attention_heads": 2,
             "audio_attention_head_dim": 4,
             "audio_cross_attention_dim": 8,
-            "num_layers": 2,
             "caption_channels": 16,
         },
-        _ltx_audio_and_video,
+        lambda: _video(
+            (2, 2 * 4 * 4, 4),
+            (16, 16),
+            encoder_attention_mask=_valid(16, 12, 8),
+            audio_hidden_states=torch.randn(2, 9, 4),
+            audio_encoder_hidden_states=torch.randn(2, 16, 16),
+            audio_encoder_attention_mask=_valid(16, 12, 8),
+            num_frames=2,
+            height=4,
+            width=4,
+            audio_num_frames=9,
+        ),
     ),
-    "HunyuanVideoTransformer3DModel": Tiny(HUNYUAN_TWO_STREAMS, _hunyuan_text_to_video),
+    "HunyuanVideoTransformer3DModel": Tiny(HUNYUAN_TWO_STREAMS, _hunyuan_video),
     "HunyuanVideoTransformer3DModel:token_replace": Tiny(
-        HUNYUAN_TWO_STREAMS | {"image_condition_type": "token_replace"}, _hunyuan_text_to_video
+        HUNYUAN_TWO_STREAMS | {"image_condition_type": "token_replace"}, _hunyuan_video
     ),
     "HunyuanVideo15Transformer3DModel": Tiny(
-        HUNYUAN | {"text_embed_2_dim": 10, "image_embed_dim": 12}, _hunyuan_image_to_video
+        HUNYUAN | {"text_embed_2_dim": 10, "image_embed_dim": 12},
+        lambda: _video(
+            (1, 4, 2, 4, 4),
+            (6, 16),
+            timestep=torch.tensor([500.0]),
+            encoder_attention_mask=_valid(6, 4),
+            encoder_hidden_states_2=torch.randn(1, 4, 10),
+            encoder_attention_mask_2=_valid(4, 3),
+            image_embeds=torch.randn(1, 3, 12),
+        ),
     ),
     "HunyuanVideoFramepackTransformer3DModel": Tiny(
         HUNYUAN_TWO_STREAMS | {"has_image_proj": True, "image_proj_dim": 16, "has_clean_x_embedder": True},
-        _hunyuan_next_section,
+        lambda: _hunyuan_video(
+            (1, 4, 3, 4, 4),
+            image_embeds=torch.randn(1, 4, 16),
+            indices_latents=torch.arange(11, 14),
+            latents_clean=torch.randn(1, 4, 1, 4, 4),
+            indices_latents_clean=torch.arange(1),
+            latents_history_2x=torch.randn(1, 4, 2, 4, 4),
+            indices_latents_history_2x=torch.arange(9, 11),
+            latents_history_4x=torch.randn(1, 4, 8, 4, 4),
+            indices_latents_history_4x=torch.arange(1, 9),
+        ),
     ),
-    "CogVideoXTransformer3DModel": Tiny(COGVIDEOX, _cogvideox_text_to_video),
+    "CogVideoXTransformer3DModel": Tiny(COGVIDEOX, _cogvideox_video),
     "CogVideoXTransformer3DModel:1.5": Tiny(
         COGVIDEOX | {"patch_size_t": 2, "patch_bias": False, "use_rotary_positional_embeddings": True},
         _cogvideox_rotary,
@@ -607,7 +406,7 @@ TINY = {
             "LFE_output_dim": 10,
             "LFE_num_scale": 1,
         },
-        _cogvideox_identity,
+        lambda: _cogvideox_video(id_cond=torch.randn(2, 6), id_vit_hidden=[torch.randn(2, 3, 4)]),
     ),
     "MochiTransformer3DModel": Tiny(
         {
@@ -619,7 +418,7 @@ TINY = {
             "text_embed_dim": 16,
             "time_embed_dim": 4,
         },
-        _mochi_text_to_video,
+        lambda: _video((2, 4, 2, 8, 8), (16, 16), encoder_attention_mask=_valid(16, 12, 8)),
     ),
     "AllegroTransformer3DModel": Tiny(
         {
@@ -629,7 +428,7 @@ TINY = {
             "cross_attention_dim": 16,
             "caption_channels": 8,
         },
-        _allegro_text_to_video,
+        lambda: _video((2, 4, 2, 8, 8), (16, 8), encoder_attention_mask=_valid(16, 12, 8)),
     ),
     "LatteTransformer3DModel": Tiny(
         {
@@ -649,24 +448,21 @@ TINY = {
             "caption_channels": 8,
             "video_length": 2,
         },
-        _latte_text_to_video,
+        lambda: _video((1, 4, 2, 16, 16), (8, 8)),
     ),
     "EasyAnimateTransformer3DModel": Tiny(
-        {
-            "num_attention_heads": 2,
+        SMALL
+        | {
             "attention_head_dim": 16,
-            "in_channels": 4,
-            "out_channels": 4,
             "patch_size": 2,
-            "num_layers": 2,
             "mmdit_layers": 1,
             "time_embed_dim": 8,
             "text_embed_dim": 16,
             "text_embed_dim_t5": 12,
         },
-        _easyanimate_text_to_video,
+        lambda: _video((2, 4, 2, 8, 8), (8, 16), encoder_hidden_states_t5=torch.randn(2, 4, 12)),
     ),
-    "CosmosTransformer3DModel": Tiny(COSMOS, _cosmos_text_to_video),
+    "CosmosTransformer3DModel": Tiny(COSMOS, lambda: _video(attention_mask=_valid(12, 8), fps=30)),
     "CosmosTransformer3DModel:2.5": Tiny(
         COSMOS
         | {
@@ -677,7 +473,12 @@ TINY = {
             "img_context_dim_in": 10,
             "img_context_dim_out": 24,
         },
-        _cosmos_image_context,
+        lambda: _video(
+            timestep=torch.full((1, 1, 2, 1, 1), 500),
+            encoder_hidden_states=(torch.randn(1, 12, 20), torch.randn(1, 4, 10)),
+            attention_mask=None,
+            fps=30,
+        ),
     ),
     "Cosmos3OmniTransformer": Tiny(
         {
@@ -701,12 +502,9 @@ TINY = {
         _cosmos_omni,
     ),
     "SanaVideoTransformer3DModel": Tiny(
-        {
-            "in_channels": 4,
-            "out_channels": 4,
-            "num_attention_heads": 2,
+        SMALL
+        | {
             "attention_head_dim": 12,
-            "num_layers": 2,
             "num_cross_attention_heads": 2,
             "cross_attention_head_dim": 12,
             "cross_attention_dim": 24,
@@ -714,7 +512,7 @@ TINY = {
             "sample_size": 8,
             "rope_max_seq_len": 32,
         },
-        _sana_text_to_video,
+        lambda: _video(encoder_attention_mask=_valid(12, 8)),
     ),
     "SanaWMTransformer3DModel": Tiny(
         {
@@ -729,9 +527,27 @@ TINY = {
         },
         _sana_camera,
     ),
-    "Kandinsky5Transformer3DModel": Tiny(KANDINSKY, _kandinsky_text_to_video),
+    "Kandinsky5Transformer3DModel": Tiny(
+        KANDINSKY,
+        lambda: _video(
+            (1, 2, 8, 8, 4),
+            (6, 24),
+            timestep=torch.tensor([500.0]),
+            pooled_projections=torch.randn(1, 8),
+            visual_rope_pos=[torch.arange(2), torch.arange(4), torch.arange(4)],
+            text_rope_pos=torch.arange(6),
+        ),
+    ),
     "Kandinsky6Transformer3DModel": Tiny(
-        KANDINSKY | {"in_audio_dim": 4, "out_audio_dim": 4}, _kandinsky_audio_and_video
+        KANDINSKY | {"in_audio_dim": 4, "out_audio_dim": 4},
+        lambda: _video(
+            (1, 2, 8, 8, 9),
+            (6, 24),
+            timestep=torch.tensor([500.0]),
+            pooled_projections=torch.randn(1, 8),
+            audio_hidden_states=torch.randn(1, 5, 4),
+            encoder_attention_mask=_valid(6, 4),
+        ),
     ),
     "Kandinsky6SRTransformer3DModel": Tiny(
         {
@@ -743,7 +559,7 @@ TINY = {
             "num_visual_blocks": 2,
             "axes_dims": (4, 2, 2),
         },
-        _kandinsky_super_resolution,
+        lambda: {"hidden_states": torch.randn(1, 1, 16, 16, 9), "timestep": torch.tensor([500.0])},
         flex=True,
     ),
     "MotifVideoTransformer3DModel": Tiny(
@@ -761,7 +577,7 @@ TINY = {
             "enable_text_cross_attention_dual": True,
             "enable_text_cross_attention_single": True,
         },
-        _motif_image_to_video,
+        lambda: _video((1, 9, 2, 8, 8), encoder_attention_mask=_valid(12, 8), image_embeds=torch.randn(1, 3, 10)),
     ),
     "MiniMaxH3Transformer3DModel": Tiny(
         {
