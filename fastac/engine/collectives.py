@@ -7,15 +7,14 @@ inside an autograd.Function or compiled code, may be overwritten after that, so 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from fastac.engine import torch_private
-
-if TYPE_CHECKING:
-    from fastac.engine.tape import Entry
 
 _POINT_TO_POINT = ("batch_p2p_ops", "irecv", "isend")
 _NOT_COUNTED = ("barrier", "monitored_barrier_", "check_for_nan")
@@ -26,7 +25,7 @@ class Communication:
     """Numbers and bytes of the collectives of one region; the bytes are those of what each returns on this rank.
 
     issued: in the forward. saved: of these, those whose outputs are kept. again: issued in recompute.
-    pending: while the forward runs, what is kept and not waited for, by its memory.
+    pending: while the forward runs, what is kept and not waited for: by its memory, what keeps a copy instead.
     """
 
     issued: int = 0
@@ -35,7 +34,7 @@ class Communication:
     saved_bytes: int = 0
     again: int = 0
     again_bytes: int = 0
-    pending: dict[object, list[tuple[Entry, int]]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    pending: dict[object, list[Callable[[], None]]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __add__(self, other: Communication) -> Communication:
         """Both together."""
@@ -58,19 +57,19 @@ class Communication:
         self.again += 1
         self.again_bytes += _bytes(outputs)
 
-    def keep(self, entry: Entry, outputs: Any, guarded: bool) -> None:
-        """Keep what a collective has returned. guarded: autograd notices an in-place change of it."""
-        entry.keep(outputs, guarded, copied=False)
+    def keep(self, kept: Sequence[Any], copy: Callable[[int], None] | None) -> None:
+        """Count one whose outputs are kept. copy: keeps a copy of one of them instead, where autograd guards none."""
         self.saved += 1
-        self.saved_bytes += _bytes(outputs)
-        if not guarded:
-            for position, tensor in enumerate(entry.kept or ()):
-                self.pending.setdefault(torch_private.memory(tensor), []).append((entry, position))
+        self.saved_bytes += _bytes(kept)
+        if copy is not None:
+            for position, tensor in enumerate(kept):
+                copies = self.pending.setdefault(torch_private.memory(tensor), [])
+                copies.append(functools.partial(copy, position))
 
     def complete(self, tensor: torch.Tensor) -> None:
         """A collective was waited for: copy what it returned, where nobody guards it."""
-        for entry, position in self.pending.pop(torch_private.memory(tensor), ()) if self.pending else ():
-            entry.copy(position)
+        for copy in self.pending.pop(torch_private.memory(tensor), ()) if self.pending else ():
+            copy()
 
 
 def _bytes(outputs: Any) -> int:

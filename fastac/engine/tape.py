@@ -395,7 +395,9 @@ class Record(Scope):
         entry.ran = True
         communication.forward(outputs)
         if op.kind == "exchange" and self.policy.saves_collectives:
-            communication.keep(entry, outputs, guarded=is_differentiable(args))
+            guarded = is_differentiable(args)
+            entry.keep(outputs, guarded, copied=False)
+            communication.keep(entry.kept or (), None if guarded else entry.copy)
         return outputs
 
     def result(self, compiled: bool = False, writing: int = 0) -> RegionResult:
