@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import registry
@@ -16,13 +18,15 @@ from fastac.diagnosis.autograd_graph import graph_roots, leads_to, tensors_of
 from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
 from fastac.engine import torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
-from fastac.engine.generators import autocast_as_called
 from fastac.engine.tape import Record, engine
-from fastac.engine.torch_private import qualified_name
+from fastac.engine.torch_private import is_of_torch, qualified_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp
 
 PRODUCTS = ("aten::bmm", "aten::baddbmm")
+
+_CASTING = [device for device in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(device)]
+"""Types of device that autocast can be on for."""
 
 
 @dataclasses.dataclass
@@ -94,7 +98,7 @@ class Observer(TorchDispatchMode):
         self.small = [one for one in self.small if one.keys not in coarse]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with autocast_as_called(func):
+        with _autocast_as_called(func):
             outputs = func(*args, **(kwargs or {}))
         self.observe(func, args, outputs, kwargs or {})
         return outputs
@@ -202,3 +206,19 @@ class Observer(TorchDispatchMode):
             self.elsewhere.append(
                 f"{op.name} was called in another thread, where no region is open: call it in the block's own"
             )
+
+
+def _autocast_as_called(op: Any) -> contextlib.AbstractContextManager[Any]:
+    """Autocast for the kernel of an op as it was on where the op was called.
+
+    Under a mode torch leaves autocast out, also for kernels in Python that would run under it without the mode. Ops of
+    torch's own never do: their inputs were cast before.
+    """
+    if is_of_torch(op):
+        return contextlib.nullcontext()
+    with enable_reentrant_dispatch():
+        devices = [device for device in _CASTING if torch.is_autocast_enabled(device)]
+    stack = contextlib.ExitStack()
+    for device in devices:
+        stack.enter_context(torch.autocast(device))  # in the dtype that is set
+    return stack

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
-from torch.overrides import enable_reentrant_dispatch
-
-_CASTING = [device for device in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(device)]
-"""Types of device that autocast can be on for."""
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
@@ -68,25 +62,3 @@ def buffers_preserved(module: torch.nn.Module | None) -> Iterator[None]:
                 setattr(owner, name, buffer)
             if not torch.equal(buffer, value):  # writing would count as an in-place change
                 buffer.detach().copy_(value)
-
-
-@functools.cache
-def is_of_torch(op: Any) -> bool:
-    """Whether an op is one of torch's own, higher-order ones among them."""
-    return not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prim", "prims")
-
-
-def autocast_as_called(op: Any) -> contextlib.AbstractContextManager[Any]:
-    """For a dispatch mode that runs an op: autocast for its kernel as it was on where the op was called.
-
-    Under a mode torch leaves autocast out, also for kernels in Python that would run under it without the mode. Ops of
-    torch's own never do: their inputs were cast before.
-    """
-    if is_of_torch(op):
-        return contextlib.nullcontext()
-    with enable_reentrant_dispatch():
-        devices = [device for device in _CASTING if torch.is_autocast_enabled(device)]
-    stack = contextlib.ExitStack()
-    for device in devices:
-        stack.enter_context(torch.autocast(device))  # in the dtype that is set
-    return stack

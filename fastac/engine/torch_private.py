@@ -7,6 +7,7 @@ version. What fastac uses of the compiler stands in `fastac.compile.torch_privat
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import operator
@@ -116,6 +117,12 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 def is_op(value: object) -> bool:
     """Whether a value is an op: of the dispatcher, one overload, or a higher-order one."""
     return isinstance(value, (torch._ops.OpOverload, HigherOrderOperator))
+
+
+@functools.cache
+def is_of_torch(op: Any) -> bool:
+    """Whether an op is one of torch's own, higher-order ones among them."""
+    return not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prim", "prims")
 
 
 def qualified_name(op: Op) -> str:

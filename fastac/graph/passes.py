@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compile import tracing
 from fastac.compile.tracing import Decisions
-from fastac.engine.generators import is_of_torch
+from fastac.engine.torch_private import is_of_torch
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph import torch_private
 from fastac.graph.nodes import (
