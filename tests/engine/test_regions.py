@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -14,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastac
 from fastac import FastacError
+from fastac.checkpoint import state as regions
+from fastac.engine.blocks import record_of
 from tests import support
 from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact
+from tests.live_bytes import LiveBytes, allocated
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, custom_attention, stack, stack_inputs, train_step
 
 # As torch.utils.checkpoint.checkpoint is called
@@ -306,42 +308,9 @@ def test_kernel_that_raises_and_is_caught(attention_executions: Counter[str]) ->
 # Memory
 
 
-def _tensors_of_python() -> list[torch.Tensor]:
-    """Those with memory of their own: what vmap of another test left behind has none."""
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-    return [tensor for tensor in tensors if not torch._C._functorch.is_functorch_wrapped_tensor(tensor)]
-
-
-class NewStorages(TorchDispatchMode):
-    """Weak references to the storages that were not there when this was made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = {tensor.untyped_storage()._cdata: tensor for tensor in _tensors_of_python()}
-        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = func(*args, **(kwargs or {}))
-        for tensor in support.flat_tensors(outputs, "").values():
-            self.add(tensor)
-        return outputs
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.before:
-            self.seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-
-    def sizes(self) -> list[int]:
-        """Of the new storages that live. Python's tensors count: a copy made below the mode was not seen by it."""
-        for tensor in _tensors_of_python():
-            self.add(tensor)
-        return [nbytes for reference, nbytes in self.seen.values() if not reference.expired()]
-
-
 def held_bytes(block: torch.nn.Module, policy: Any, known: bool) -> tuple[int, int]:
-    """Bytes that one region adds: after its forward, and after its output was dropped without a backward.
+    """Bytes that one region adds: after its forward, its output not counted, and after that was dropped.
 
-    Without the garbage collector, which in training comes when it likes. The output itself is not counted.
     known: the region is not the first of its kind, which is watched.
     """
     inputs = stack_inputs()
@@ -350,18 +319,17 @@ def held_bytes(block: torch.nn.Module, policy: Any, known: bool) -> tuple[int, i
         # The generator's state, which torch keeps for each region, is none of fastac's bytes.
         return fastac.checkpoint(block, **inputs, policy=policy, preserve_rng_state=False)
 
-    if known:
+    def dropped() -> None:
         forward()
-    gc.collect()
-    gc.disable()
-    try:
-        with NewStorages() as storages:
-            output = forward()
-        held = sum(storages.sizes()) - output.untyped_storage().nbytes()
-        del output
-        return held, sum(storages.sizes())
-    finally:
-        gc.enable()
+
+    dropped()
+    held = []
+    for run in (forward, dropped):
+        if not known:
+            regions.reset()
+            record_of(block).key = None
+        held.append(allocated(run))
+    return held[0] - inputs["video"].nbytes, held[1]
 
 
 ROW_BYTES = support.VIDEO_TOKENS * 4  # of one float per query
@@ -394,20 +362,17 @@ def test_outputs_are_freed_one_by_one_during_backward() -> None:
     gc.disable()
     alive: list[int] = []
     try:
-        with NewStorages() as storages:
+        with LiveBytes([*model.parameters(), *inputs.values()]) as meter:
             outputs = model(**inputs)
-        references = [ref for ref, size in storages.seen.values() if size == 2 * ROW_BYTES and not ref.expired()]
         for block in model.blocks:  # called when a block's backward has reached its first operation
-            block.norms[0].weight.register_post_accumulate_grad_hook(
-                lambda _: alive.append(sum(not ref.expired() for ref in references))
-            )
+            block.norms[0].weight.register_post_accumulate_grad_hook(lambda _: alive.append(meter.now))
         support.loss_of(outputs).backward()
+        del outputs
     finally:
         gc.enable()
-    assert len(references) == 6
-    assert alive == sorted(alive, reverse=True)
-    assert alive[-1] <= 2
-    assert not any(not ref.expired() for ref in references)
+    assert len(alive) == 3
+    assert all(before - after >= 2 * CALL_BYTES for before, after in itertools.pairwise(alive))
+    assert meter.now == 0
 
 
 def test_graph_of_a_recompute_goes_with_it() -> None:
