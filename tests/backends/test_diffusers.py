@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -48,12 +47,6 @@ def test_every_backend_of_diffusers_has_a_verdict() -> None:
     for name, found in BACKENDS.items():
         assert found.reason
         assert bool(found.family) == (name in SERVED)
-
-
-def test_what_does_not_train_is_known() -> None:
-    assert {name for name in EVERY if BACKENDS[name].verdict is Verdict.NOT_TRAINABLE} == set(NO_TRAINING)
-    assert BACKENDS["_native_math"].verdict is Verdict.DECOMPOSED
-    assert BACKENDS["flash_4_hub"].verdict is Verdict.OPAQUE
 
 
 # enable
@@ -133,15 +126,3 @@ def test_a_processor_without_one_uses_the_process_wide_default() -> None:
     assert set(uses(model).values()) == {"_native_math"}
     _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
     assert set(uses(model).values()) == {"native"}
-
-
-def test_a_legacy_processor_ignores_what_is_set(attention_executions: Counter[str]) -> None:
-    """CogVideoX's processors know no backends and call scaled_dot_product_attention whatever is set."""
-    model, inputs = support.build("CogVideoXTransformer3DModel")
-    model.set_attention_backend("_native_math")  # type: ignore[operator]
-    assert set(uses(model).values()) == {"native"}
-    expected = train_step(model, inputs)
-    fastac.enable(model)
-    attention_executions.clear()
-    assert_same(train_step(model, inputs), expected)
-    assert attention_executions == {support.CPU_ATTENTION: 2}

@@ -85,7 +85,7 @@ def test_libraries(group: str) -> None:
         pytest.skip("\n".join(absent))
 
 
-# What decides above
+# The list
 
 
 def test_every_library_is_in_a_group_and_says_what_it_needs() -> None:
@@ -97,38 +97,3 @@ def test_ci_names_every_library() -> None:
     found = re.search(r'FASTAC_TEST_BACKENDS="([^"]*)"', (ROOT / ".ci" / "run").read_text())
     assert found is not None
     assert named(found.group(1), packages.LIBRARIES) == set(packages.LIBRARIES)
-
-
-def test_a_name_that_no_library_has_is_an_error() -> None:
-    assert named("one, two", ["one", "two", "three"]) == {"one", "two"}
-    with pytest.raises(pytest.UsageError, match=r"names four\. There are one, three, two"):
-        named("one four", ["one", "two", "three"])
-
-
-def test_a_package_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "FOLDER", tmp_path)
-    (reason,) = not_here(["flash_attn_2", "varlen"], [])
-    assert reason.startswith("not covered: flash_attn_2 needs flash-attn 2.8.3.post2 in ")
-    with pytest.raises(pytest.fail.Exception, match=r"not covered: flash_attn_2"):
-        not_here(["flash_attn_2"], ["flash_attn_2"])
-    with pytest.raises(ModuleNotFoundError, match=r"needs flash-attn 2\.8\.3\.post2"):
-        packages.use("flash_attn_2")
-
-
-PASSED = "PASSED tests/backends/libraries/mine.py::test_it\n"
-
-
-@pytest.mark.parametrize(
-    ("returncode", "output", "expected"),
-    [
-        (0, PASSED, ""),
-        (0, PASSED + "SKIPPED [1] x.py:3: not run on a GPU: no CUDA device here", ""),
-        (0, PASSED + "SKIPPED [1] x.py:3: not today", "did not run all"),
-        (0, PASSED.replace("mine", "another"), "did not run all"),
-        (1, PASSED, "failed"),
-    ],
-)
-def test_what_passes(returncode: int, output: str, expected: str) -> None:
-    found = verdict(["mine"], returncode, output)
-    assert bool(found) == bool(expected)
-    assert expected in found

@@ -144,13 +144,6 @@ def test_every_overload_is_run() -> None:
     assert ops - {f"aten::{DECOMPOSITION}"} == {case.op for case in TestSdpa.cases}
 
 
-def test_op_that_writes_its_output_argument_can_have_no_row() -> None:
-    """aten::_flash_attention_forward_no_dropout_inplace, which is why sdpa.ROWS leaves it out."""
-    row = fastac.AttentionOp(backend="sdpa", namespace="aten", name="_flash_attention_forward_no_dropout_inplace")
-    with pytest.raises(fastac.FastacError, match="writes its argument 'out'"):
-        fastac.register(row)
-
-
 @pytest.mark.parametrize(
     "options",
     [
