@@ -1,9 +1,8 @@
 """What `fastac.plan` predicts against what is measured, on a CPU, for ten pairs of a model and a size of inputs.
 
-The models are of the classes that people train, with few and narrow blocks, so that a step fits a CPU: more blocks than
-are simulated, so that what is repeated is measured, too. Bytes are those of the allocator, from the profiler's memory
-events: held after the forward, and the most of a step. FLOPs are those of torch's FlopCounterMode, which counts calls;
-what a replayed call would have cost is taken off.
+The models are of the classes that people train, with few and narrow blocks, so that a step fits a CPU. Bytes are those
+of the allocator, from the profiler's memory events: held after the forward, and the most of a step. FLOPs are those of
+torch's FlopCounterMode, which counts calls; what a replayed call would have cost is taken off.
 
     python benchmarks/plan_accuracy.py [--check]
 """

@@ -13,9 +13,9 @@ import torch
 from fastac.errors import FastacError
 from fastac.planning import knapsack
 from fastac.planning.knapsack import Choice, Output
-from fastac.planning.simulation import EXCHANGED, Candidate, Place, Split
+from fastac.planning.simulation import EXCHANGED, Split
 from fastac.planning.subject import Subject, simulated
-from fastac.planning.timeline import Timeline
+from fastac.planning.timeline import Candidate, Place, Timeline
 from fastac.policy import NAMED, Policy
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
