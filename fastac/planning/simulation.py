@@ -54,9 +54,6 @@ class Split:
         return self.ranks > 1 and keys >= self.tokens
 
 
-PRODUCTS = ("aten.mm.default", "aten.addmm.default")
-"""Matrix products that are candidates also outside Linear modules, for policies that know no modules."""
-
 LINEAR_PRODUCTS = tuple(f"{name.replace('::', '.')}.default" for name in LINEAR_OPS)
 
 GENERATOR_STATE = torch.get_rng_state().nbytes
@@ -129,7 +126,7 @@ class Meter(TorchDispatchMode):
         """The candidate that was called: a new one, or the one that recompute has come to."""
         resolved = classify(func)
         attends = resolved is not None and resolved.is_attention
-        if not attends and str(func) not in (LINEAR_PRODUCTS if self.linear else PRODUCTS):
+        if not attends and not (self.linear and str(func) in LINEAR_PRODUCTS):
             return None
         mine = self.candidates.setdefault(self.region, [])
         if self.forwards:

@@ -13,9 +13,9 @@ Place = tuple[str, int]
 
 @dataclasses.dataclass
 class Candidate:
-    """One output of a block that could be saved: of an attention call (keys > 0), or of a matrix product.
+    """One output of a block that could be saved: of an attention call (keys > 0), or of a Linear module.
 
-    name: of the Linear module, or of the attention op; "" for a product outside Linear modules. bytes: what it holds
+    name: of the Linear module, "" where it cannot be saved; or of the attention op. bytes: what it holds
     from the forward to recompute when it is saved. flops: of its recompute, 0 where that ends before it.
     """
 

@@ -29,7 +29,7 @@ def test_the_command_of_the_readme(tmp_path: Path, capsys: pytest.CaptureFixture
     captured = capsys.readouterr()
     assert captured.err == ""
     cells = cells_of(captured.out)
-    assert list(cells) == ["none", "full", "long_attn_only", "attn_only", "ops (torchtitan)", "within 40.0 GiB"]
+    assert list(cells) == ["none", "full", "long_attn_only", "attn_only", "within 40.0 GiB"]
     assert cells["full"] == ["0 B", "7.3 GiB", "25.1 GiB", "1,143", "1.000"]
     assert cells["long_attn_only"][:2] == ["6.3 GiB", "13.6 GiB"]
     assert cells["within 40.0 GiB"][0] == "40.0 GiB"
@@ -48,7 +48,7 @@ def test_a_plan_as_json(small: list[str], tmp_path: Path, capsys: pytest.Capture
     assert captured.err == ""
     assert found["configuration"] == found["subject"] == small[0]
     assert found["inputs"] == "1 x 5 frames of 32 x 48, 8 tokens of text, bfloat16, all weights, adamw"
-    assert [one["policy"] for one in found["policies"]][-2:] == ["ops", "within 20.0 KiB"]
+    assert [one["policy"] for one in found["policies"]][-2:] == ["attn_only", "within 20.0 KiB"]
     assert (found["budget"], found["memory"], found["largest"]) == (20 * 2**10, None, {})
     assert found["frontier"][0] == [0, 1.0]
     blocks = {name: Policy(**one) for name, one in found["blocks"].items()}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastac.errors import FastacError
-from fastac.planning.forecast import EVERY_SECOND, Forecast
+from fastac.planning.forecast import Forecast
 from fastac.planning.knapsack import Choice
 from fastac.planning.simulation import GENERATOR_STATE
 from fastac.planning.subject import subject
@@ -119,17 +119,6 @@ def test_what_cannot_be_simulated_is_an_error(name: str) -> None:
     found = Forecast(subject(*tiny(name)))
     with pytest.raises(Exception, match=CANNOT_BE_SIMULATED[name]):
         assert found.plain
-
-
-def test_what_torchtitan_saves() -> None:
-    """Attention, and of the matrix products of a block the first, the third, ..."""
-    found = forecast_of(WAN)
-    for block, candidates in found.candidates.items():
-        products = [place for place, one in enumerate(candidates) if not one.keys]
-        attention = [place for place, one in enumerate(candidates) if one.keys]
-        assert (len(products), len(attention)) == (10, 2)
-        saved = [place for mine, place in found.saved(EVERY_SECOND) if mine == block]
-        assert saved == sorted(attention + products[::2])
 
 
 def test_a_block_that_is_called_twice() -> None:
