@@ -146,7 +146,7 @@ def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path, monkeypatch: pyte
     assert rows["none"].held_bytes > rows["attn_only"].held_bytes > rows["full"].held_bytes
     weights = sum(one.nbytes for one in gpu_wan.Training(case.configuration, case.video, device).model.parameters())
     assert result.besides > 3 * weights, "with two states for each"
-    assert gpu_wan.table_of(result, "a title").row_count == len(rows)
+    assert gpu_wan.kernel_table(result, "a title").row_count == len(rows)
     gpu_wan.write_result(tmp_path / "gpu.json", gpu_wan.json_of(case, 1, checked, result))
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert [row["variant"] for row in written["results"]] == list(rows)
