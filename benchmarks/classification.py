@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fastac  # registers the rows
-from common import parser, positive, write_result
+from common import finish, parser, positive
 from fastac import registry
 
 TARGET_NS = 200
@@ -58,12 +58,8 @@ def main() -> int:
     for row in results:
         table.add_row(*(str(value) for value in row.values()))
     Console().print(table)
-    write_result(options.output, {"rows": len(registry.rows()), "target_ns": TARGET_NS, "results": results})
-    slow = [row["op"] for row in results if row["cached_ns"] > TARGET_NS]
-    if options.check and slow:
-        print(f"more than {TARGET_NS} ns: {', '.join(slow)}")
-        return 1
-    return 0
+    slow = [f"{row['op']}: more than {TARGET_NS} ns" for row in results if row["cached_ns"] > TARGET_NS]
+    return finish(options, {"rows": len(registry.rows()), "target_ns": TARGET_NS, "results": results}, slow)
 
 
 if __name__ == "__main__":

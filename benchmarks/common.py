@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,11 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"command": command, "machine": machine(), **result}, indent=2) + "\n")
+
+
+def finish(options: argparse.Namespace, result: dict[str, Any], wrong: Sequence[str]) -> int:
+    """Write a result, and say what is not as it should be: with --check that is 1, the exit status."""
+    write_result(options.output, result)
+    for line in wrong:
+        print(line)
+    return int(options.check and bool(wrong))

@@ -12,16 +12,13 @@ of experts or a print would make it.
 
 from __future__ import annotations
 
-import argparse
-import collections
 import functools
 import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +32,8 @@ from torch._dynamo.utils import counters
 
 import fastac
 import fastac.graph
-from common import RESULTS, allocated_bytes, build_model, write_result
-from fastac.engine import interception
-from fastac.engine.tape import engine
+from common import allocated_bytes, build_model, finish, parser
+from fastac.cli.measuring import counted_attention
 from fastac.graph.application import KEEP_ORDER
 from held_bytes import (
     BATCH,
@@ -329,17 +325,6 @@ class Row:
         return ""
 
 
-@contextmanager
-def counted() -> Iterator[collections.Counter[str]]:
-    """Attention kernels that really run meanwhile."""
-    calls: collections.Counter[str] = collections.Counter()
-    engine.counters.append(calls)
-    try:
-        yield calls
-    finally:
-        engine.counters.remove(calls)
-
-
 class Measured(NamedTuple):
     """What one composition did under one policy."""
 
@@ -380,7 +365,7 @@ def measure_one(name: str, composition: Composition, policy: str, backend: str) 
         for _ in range(WARM_UP):
             step()
             model.zero_grad()
-        with counted() as calls:
+        with counted_attention() as calls:
             step()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
@@ -395,7 +380,7 @@ def measure_one(name: str, composition: Composition, policy: str, backend: str) 
 def measure_step(step: Callable[..., Any], inputs: dict[str, Any]) -> Measured:
     for _ in range(WARM_UP):
         step(**inputs)
-    with counted() as calls:
+    with counted_attention() as calls:
         gradients = step(**inputs)
     gc.collect()
     peak = allocated_bytes(lambda: step(**inputs)).peak
@@ -453,18 +438,17 @@ def tabulate(rows: list[Row]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    parser.add_argument("--backends", nargs="+", choices=("aot_eager", "inductor"), default=["aot_eager", "inductor"])
-    parser.add_argument("--only", default="", help="only compositions whose name holds this")
-    parser.add_argument("--output", type=Path, default=RESULTS / "compositions_cpu.json", help="where the JSON goes")
-    parser.add_argument("--check", action="store_true", help="fail when attention ran again, or there are more graphs")
-    options = parser.parse_args()
+    arguments = parser(__doc__, "compositions_cpu.json", check="attention ran again, or there are more graphs")
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    arguments.add_argument(
+        "--backends", nargs="+", choices=("aot_eager", "inductor"), default=["aot_eager", "inductor"]
+    )
+    arguments.add_argument("--only", default="", help="only compositions whose name holds this")
+    options = arguments.parse_args()
 
     logging.getLogger("torch").setLevel(logging.ERROR)  # dynamo tells of graph breaks, which are meant
     torch._inductor.config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
-    interception.install()  # counts attention also where nothing is checkpointed
     rows = [
         measure(name, composition, backend)
         for name in options.models
@@ -475,11 +459,8 @@ def main() -> int:
     console = Console(width=160)
     console.print(tabulate(rows))
     shapes = {"layers": LAYERS, "batch": BATCH, "tokens": TOKENS, "text_tokens": TEXT_TOKENS, "dtype": "float32"}
-    write_result(options.output, {"unit": "bytes", **shapes, "results": [asdict(row) for row in rows]})
     off = [f"{row.model} {row.backend} {row.composition}: {row.is_off()}" for row in rows if row.is_off()]
-    for line in off:
-        console.print(line)
-    return 1 if options.check and off else 0
+    return finish(options, {"unit": "bytes", **shapes, "results": [asdict(row) for row in rows]}, off)
 
 
 if __name__ == "__main__":

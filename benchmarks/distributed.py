@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fastac
-from common import allocated_bytes, parser, write_result
+from common import allocated_bytes, finish, parser
 from fastac.verify import readable_bytes
 from held_bytes import BATCH, HEAD_DIM, TEXT_TOKENS, TOKENS, WIDTH, build_wan, wan_inputs
 
@@ -212,11 +212,7 @@ def main() -> int:
         table.add_row(row["engine"], str(row["ranks"]), row["policy"], *numbers, readable_bytes(row["held"]), sent)
     Console(width=160).print(table)
     shapes = {"layers": LAYERS, "batch": BATCH, "tokens": TOKENS, "text_tokens": TEXT_TOKENS, "width": WIDTH}
-    write_result(options.output, {**shapes, "dtype": "float32", "results": rows})
-    wrong = failures(rows)
-    for message in wrong:
-        print(message)
-    return int(options.check and bool(wrong))
+    return finish(options, {**shapes, "dtype": "float32", "results": rows}, failures(rows))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ fastac need not be installed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,19 @@ from rich.table import Table
 
 import fastac
 from common import parser, positive, write_result
-from fastac.cli.measuring import PLANNED, Measurement, Switch, Workload, gpu, measure
-from fastac.engine.tape import engine
+from fastac.cli.measuring import (
+    PLANNED,
+    Measurement,
+    Switch,
+    Workload,
+    build,
+    counted_attention,
+    gpu,
+    measure,
+    table_of,
+)
 from fastac.models import published as configurations
-from fastac.models.published import Configuration, fill_zeros
+from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning.plans import parse_bytes
 from fastac.planning.video import without_weights
@@ -98,16 +106,9 @@ class Training(Workload):
     """A step with an optimizer. The gradients are gone with the next step, weights and the optimizer's states stay."""
 
     def __init__(self, configuration: Configuration, video: Video, device: torch.device) -> None:
-        torch.manual_seed(0)
-        with device:
-            model = configurations.build(configuration, video.dtype)
-        fill_zeros(model)
-        inputs = configuration.inputs(video)
-        placed = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
-        }
-        super().__init__(model, placed, device)
-        self.target = torch.randn(placed["hidden_states"].shape, device=device)
+        model, inputs = build(configuration, video, device)
+        super().__init__(model, inputs, device)
+        self.target = torch.randn(inputs["hidden_states"].shape, device=device)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def forward(self) -> torch.Tensor:
@@ -118,6 +119,13 @@ class Training(Workload):
     def finish(self, loss: torch.Tensor) -> None:
         loss.backward()
         self.optimizer.step()
+
+    @property
+    def besides(self) -> int:
+        """Bytes of weights, the optimizer's states and inputs."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        found = [*states, self.target, *self.inputs.values()]
+        return self.weights + sum(tensor.nbytes for tensor in found if isinstance(tensor, torch.Tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +140,8 @@ def profiled(workload: Workload) -> tuple[dict[str, Kernels], dict[str, int]]:
     """Kernels of a step by group, and attention ops that ran in it by name."""
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CPU] + [kinds.CUDA] * (workload.device.type == "cuda")
-    ran: Counter[str] = Counter()
-    engine.counters.append(ran)
-    try:
-        with torch.profiler.profile(activities=activities) as profile:
-            workload.step()
-    finally:
-        engine.counters.remove(ran)
+    with counted_attention() as ran, torch.profiler.profile(activities=activities) as profile:
+        workload.step()
     return grouped(profile.events() or ()), dict(ran)
 
 
@@ -190,36 +193,21 @@ def measured(case: Case, device: torch.device, rounds: int, budget: int | None, 
         return {"attention": sum(ops[name].values())}
 
     rows = measure(switch, look, rounds=rounds, tell=console.print)
-    weights = [*training.model.parameters(), *training.model.buffers()]
-    states = [value for state in training.optimizer.state.values() for value in state.values()]
-    besides = [*weights, *states, training.target, *training.inputs.values()]
-    total = sum(tensor.nbytes for tensor in besides if isinstance(tensor, torch.Tensor))
     planned = any(row.variant == PLANNED and not row.problem for row in rows)
-    return Result(rows, kernels, ops, total, switch.budget if planned else budget)
+    return Result(rows, kernels, ops, training.besides, switch.budget if planned else budget)
 
 
-def table_of(result: Result, title: str) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    headings = ("step / full", "seconds (fastest - slowest)", "held", "peak with weights", "attention ops")
-    table.add_column("checkpointing", no_wrap=True)
-    for heading in (*headings, *GROUPS):
-        table.add_column(heading, justify="right")
-    for row in result.rows:
-        if row.problem:
-            table.add_row(row.variant, "", row.problem.partition(": ")[0])
-            continue
-        table.add_row(
-            row.variant,
-            "" if row.relative is None else f"{row.relative:.3f}",
-            f"{statistics.median(row.seconds):.3f} ({min(row.seconds):.3f} - {max(row.seconds):.3f})",
-            readable_bytes(row.held_bytes),
-            readable_bytes(row.peak_bytes + result.besides),
-            str(row.attention),
-            *(f"{one.count} ({one.seconds:.3f} s)" for group in GROUPS for one in [result.kernels[row.variant][group]]),
-        )
-    budget = "" if result.budget is None else f", budget {readable_bytes(result.budget)}"
-    table.caption = f"kernels of one step, by name{budget}"
-    return table
+def kernel_table(result: Result, title: str) -> Table:
+    """What every way took, and its kernels."""
+
+    def kernels(group: str, row: Measurement) -> str:
+        one = result.kernels[row.variant][group]
+        return f"{one.count} ({one.seconds:.3f} s)"
+
+    captions = [f"bytes besides {readable_bytes(result.besides)} of weights, the optimizer's states and inputs"]
+    captions += ["kernels of one step, by name"]
+    captions += [f"budget: {readable_bytes(result.budget)}"] if result.budget is not None else []
+    return table_of(result.rows, title, captions, {group: functools.partial(kernels, group) for group in GROUPS})
 
 
 def json_of(case: Case, rounds: int, checked: fastac.Verification, result: Result) -> dict[str, Any]:
@@ -266,7 +254,7 @@ def main() -> int:
     checked = check(case, device)
     console.print(str(checked), markup=False)
     result = measured(case, device, options.rounds, budget, console)
-    console.print(table_of(result, f"{MODEL}, {case.video.tokens((1, 2, 2)):,} tokens, {found['name']}"))
+    console.print(kernel_table(result, f"{MODEL}, {case.video.tokens((1, 2, 2)):,} tokens, {found['name']}"))
     name = re.sub(r"[^a-z0-9]+", "_", found["name"].lower()).strip("_")
     output = options.output.with_name(options.output.name.replace("<GPU>", name))
     write_result(output, json_of(case, options.rounds, checked, result))

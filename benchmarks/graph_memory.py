@@ -10,8 +10,6 @@ none. Loss and gradients must be bitwise those of eager mode without checkpointi
 from __future__ import annotations
 
 import functools
-import gc
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,13 +22,12 @@ from rich.table import Table
 
 import fastac
 import fastac.graph
-from common import parser, positive, write_result
+from common import allocated_bytes, finish, parser, positive
 from held_bytes import CASES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.graph_models import Llama, step_of
-from tests.live_bytes import allocated_peak
 
 TOKENS = 1024
 
@@ -73,8 +70,7 @@ def measure(name: str, layers: int) -> list[Row]:
         reference = reference or (loss, gradients)
         exact = torch.equal(loss, reference[0]) and all(map(torch.equal, gradients, reference[1]))
         del loss, gradients
-        gc.collect()
-        peak = allocated_peak(functools.partial(step, **inputs))
+        peak = allocated_bytes(functools.partial(step, **inputs)).peak
         if way == "eager":
             peaks[policy] = peak
         rows.append(Row(name, way, policy, peak, peak / peaks[policy] if way == "graph" else None, exact))
@@ -86,7 +82,6 @@ def main() -> int:
     arguments.add_argument("--layers", type=positive, default=4, help="blocks per model (default: %(default)s)")
     options = arguments.parse_args()
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
     rows = [row for name in ("Wan", "LTX", "Llama") for row in measure(name, options.layers)]
     console = Console()
     table = Table(title=f"MiB at the peak of a training step: {options.layers} blocks, fp32")
@@ -96,14 +91,11 @@ def main() -> int:
         ratio = "" if row.over_eager is None else f"{row.over_eager:.3f}"
         table.add_row(row.model, row.policy, row.way, f"{row.peak / 2**20:.2f}", ratio)
     console.print(table)
-    write_result(options.output, {"unit": "bytes", "layers": options.layers, "results": [asdict(row) for row in rows]})
-    wrong = [row for row in rows if not row.exact]
+    wrong = [f"{row.model} {row.way} {row.policy}: loss or gradients are not eager's" for row in rows if not row.exact]
     more = [row for row in rows if row.over_eager is not None and row.over_eager > 1]
-    for row in wrong:
-        console.print(f"{row.model} {row.way} {row.policy}: loss or gradients differ from eager mode")
-    for row in more if options.check else []:
-        console.print(f"{row.model} {row.policy}: the graph needs more than eager mode")
-    return int(bool(wrong or (options.check and more)))
+    problems = [f"{row.model} {row.policy}: the graph needs more than eager mode" for row in more]
+    result = {"unit": "bytes", "layers": options.layers, "results": [asdict(row) for row in rows]}
+    return finish(options, result, [*wrong, *problems]) or int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fastac
-from common import allocated_bytes, build_model, parser, positive, write_result
+from common import allocated_bytes, build_model, finish, parser, positive
 
 TOLERANCE = 0.01
 
@@ -265,13 +265,8 @@ def main() -> int:
     console.print(table)
     shapes = {"batch": BATCH, "heads": HEADS, "head_dim": HEAD_DIM, "tokens": TOKENS, "text_tokens": TEXT_TOKENS}
     results = [asdict(row) for row in rows]
-    write_result(options.output, {"unit": "bytes", "layers": options.layers, **shapes, "results": results})
-
-    missed = [f"{row.model} {row.dtype} {row.policy}" for row in rows if row.is_off()]
-    if options.check and missed:
-        console.print(f"off by more than {TOLERANCE:.0%}: {', '.join(missed)}")
-        return 1
-    return 0
+    missed = [f"{row.model} {row.dtype} {row.policy}: off by more than {TOLERANCE:.0%}" for row in rows if row.is_off()]
+    return finish(options, {"unit": "bytes", "layers": options.layers, **shapes, "results": results}, missed)
 
 
 if __name__ == "__main__":

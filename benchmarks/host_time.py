@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fastac
-from common import build_model, parser, positive, write_result
+from common import build_model, finish, parser, positive
 from fastac.cli.measuring import enable_torch_sac, is_attention_by_name, take_turns
 
 
@@ -114,9 +114,9 @@ def measure(names: Sequence[str], case: Case, rounds: int) -> dict[str, list[flo
         for _ in range(3):
             step()
             step.clear()
-    turns = take_turns(names, rounds, switch, lambda: steps[current](), clock=time.process_time)
-    assert not turns.problems, turns.problems
-    return turns.seconds
+    seconds, problems = take_turns(names, rounds, switch, lambda: steps[current](), clock=time.process_time)
+    assert not problems, problems
+    return seconds
 
 
 def summarize(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
@@ -155,21 +155,15 @@ def main() -> int:
     for name in CASES:
         console.print(f"full before fastac was first enabled, {name}: {before[name]['full']['fastest_ms']:.2f} ms")
 
-    write_result(
-        options.output,
-        {
-            "model": {"class": "WanTransformer3DModel", **CONFIG, "text": TEXT},
-            "latents": {name: case.latents for name, case in CASES.items()},
-            "rounds": options.rounds,
-            "results": results,
-            "before_fastac_was_enabled": before,
-        },
-    )
+    result = {
+        "model": {"class": "WanTransformer3DModel", **CONFIG, "text": TEXT},
+        "latents": {name: case.latents for name, case in CASES.items()},
+        "rounds": options.rounds,
+        "results": results,
+        "before_fastac_was_enabled": before,
+    }
     missed = [name for name, case in CASES.items() if results[name]["attn_only"]["ratio_of_fastest"] > case.target]
-    if options.check and missed:
-        console.print("attn_only missed its target: " + ", ".join(f"{name} {CASES[name].target}" for name in missed))
-        return 1
-    return 0
+    return finish(options, result, [f"{name}: attn_only missed its target {CASES[name].target}" for name in missed])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """What `fastac.plan` predicts against what is measured, on a CPU, for ten pairs of a model and a size of inputs.
 
-The models are of the classes that people train, with few and narrow blocks, so that a step fits a CPU: more blocks than
-are simulated, so that what is repeated is measured, too. Bytes are those of the allocator, from the profiler's memory
-events: held after the forward, and the most of a step. FLOPs are those of torch's FlopCounterMode, which counts calls;
-what a replayed call would have cost is taken off.
+The models are of the classes that people train, with few and narrow blocks, so that a step fits a CPU. Bytes are those
+of the allocator, from the profiler's memory events: held after the forward, and the most of a step. FLOPs are those of
+torch's FlopCounterMode, which counts calls; what a replayed call would have cost is taken off.
 
     python benchmarks/plan_accuracy.py [--check]
 """
@@ -11,6 +10,7 @@ what a replayed call would have cost is taken off.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import sys
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
-from common import allocated_bytes, parser, positive, write_result
+from common import allocated_bytes, finish, parser, positive
+from fastac.cli.measuring import build
 from fastac.engine.tape import Replay
 from fastac.models import published as configurations
-from fastac.models import videos
 from fastac.planning.forecast import Forecast
 from fastac.planning.subject import subject
 from fastac.policy import NAMED, Policy
@@ -100,25 +100,15 @@ class Row:
         return abs(held) > HELD or abs(peak) > PEAK or flops != 0
 
 
-def build(pair: Pair) -> tuple[torch.nn.Module, dict[str, Any]]:
+def built(pair: Pair) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model with random weights, and the keyword arguments of one call."""
-    torch.manual_seed(0)
     found = configurations.load(pair.configuration)
-    config = {**found.config, **pair.change}
-    model: Any = configurations.build(configurations.Configuration(pair.name, found.row, config, "", found.default))
-    model = model.to(pair.dtype)
+    sizes = {name: getattr(pair, name) for name in ("frames", "height", "width", "batch", "text_tokens", "dtype")}
+    found = dataclasses.replace(found, config={**found.config, **pair.change})
+    model, inputs = build(found, dataclasses.replace(found.default, **sizes))
     if pair.lora:
         configurations.add_lora(model, pair.lora)
-    video = videos.Video(
-        frames=pair.frames,
-        height=pair.height,
-        width=pair.width,
-        batch=pair.batch,
-        text_tokens=pair.text_tokens,
-        dtype=pair.dtype,
-        compression=found.compression,
-    )
-    return model, found.row.video_inputs(config, video)
+    return model, inputs
 
 
 def outputs_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
@@ -170,7 +160,7 @@ def measure(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[int, int, i
 
 def compare(pair: Pair) -> Iterator[Row]:
     """Every policy on one pair."""
-    model, inputs = build(pair)
+    model, inputs = built(pair)
     forecast = Forecast(subject(model, inputs))
     tokens = f"{pair.frames}x{pair.height}x{pair.width}"
     policies: dict[str, Any] = {
@@ -220,14 +210,9 @@ def main() -> int:
             str(flops),
         )
     Console(width=120).print(table)
-    write_result(
-        options.output, {"held_tolerance": HELD, "peak_tolerance": PEAK, "results": [asdict(row) for row in rows]}
-    )
-    missed = [f"{row.pair} {row.policy}" for row in rows if row.is_off]
-    if options.check and missed:
-        print(f"off by more than they may be: {', '.join(missed)}")
-        return 1
-    return 0
+    missed = [f"{row.pair} {row.policy}: off by more than it may be" for row in rows if row.is_off]
+    result = {"held_tolerance": HELD, "peak_tolerance": PEAK, "results": [asdict(row) for row in rows]}
+    return finish(options, result, missed)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in arguments[:1]:
             module = importlib.import_module(f"fastac.cli.{name}")
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, arguments=arguments)
     options = parser.parse_args(arguments)
     try:
         code = int(options.run(options))

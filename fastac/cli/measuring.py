@@ -13,10 +13,9 @@ import importlib.metadata
 import os
 import platform
 import random
-import shutil
 import statistics
-import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fastac import hook
 from fastac.engine import interception
+from fastac.engine.tape import engine
+from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError
+from fastac.models import published
+from fastac.models.published import Configuration
+from fastac.models.videos import Video
 from fastac.planning import Plan, plan
 from fastac.verify import Step, differences, floating, readable_bytes, render, run_step
 
@@ -54,13 +58,12 @@ def machine() -> dict[str, Any]:
 
 
 def gpu(device: torch.device | int | None = None) -> dict[str, Any]:
-    """A CUDA device, by default the current one: its name and memory, and the versions of what drives it."""
+    """A CUDA device, by default the current one: its name and memory, and the versions of CUDA and cuDNN."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "capability": f"{properties.major}.{properties.minor}",
-        "driver": _driver(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
     }
@@ -69,11 +72,9 @@ def gpu(device: torch.device | int | None = None) -> dict[str, Any]:
 def _processor() -> str:
     """The processor's name, which `platform` does not know on Linux."""
     information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def version(distribution: str) -> str | None:
@@ -82,18 +83,6 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver, as its own tool tells it; torch does not."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    ran = subprocess.run(
-        [tool, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
-    lines = ran.stdout.split()
-    return lines[0] if ran.returncode == 0 and lines else None
 
 
 # Bytes
@@ -155,24 +144,13 @@ FAILURES = (FastacError, RuntimeError)
 """What one way to run a step may raise while others go on: refused by fastac, out of memory, or refused by torch."""
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch raised it for want of memory, on a GPU or a CPU, which has no error of its own for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-
-
 def failure(error: Exception) -> str:
     """What became of a way to run a step that raised one of FAILURES, in a line."""
-    if is_out_of_memory(error):
+    # On a CPU torch has no error of its own for want of memory.
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
         return "out of memory"
     line = str(error).strip().partition("\n")[0]
     return f"refused: {line}" if isinstance(error, FastacError) else f"failed: {line}"
-
-
-class Turns(NamedTuple):
-    """Seconds of each way in each round, and what became of those that failed."""
-
-    seconds: dict[str, list[float]]
-    problems: dict[str, str]
 
 
 def take_turns(
@@ -183,41 +161,37 @@ def take_turns(
     *,
     clock: Callable[[], float] = time.perf_counter,
     tell: Callable[[str], object] = lambda text: None,
-) -> Turns:
+) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Time several ways to run a step: in each round every way once, in an order drawn anew.
 
     A slower spell of the machine meets all of them. switch: is given the name of the way to run next, and is not timed.
-    The step ends when its work is done: it synchronizes. Garbage is collected between steps, never within one.
+    The step ends when its work is done: it synchronizes. Garbage is collected between steps, never within one. Returns
+    the seconds of each way in each round, and what became of those that failed.
     """
-    turns = Turns({name: [] for name in names}, {})
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    problems: dict[str, str] = {}
     order = random.Random(0)
-    with _without_collecting():
+    gc.collect()
+    gc.freeze()  # what is alive by now need not be walked through again in every round
+    gc.disable()
+    try:
         for number in range(rounds):
             tell(f"round {number + 1} of {rounds}")
-            for name in order.sample(list(turns.seconds), len(turns.seconds)):
+            for name in order.sample(list(seconds), len(seconds)):
                 gc.collect()
                 try:
                     switch(name)
                     gc.collect()
                     start = clock()
                     step()
-                    turns.seconds[name].append(clock() - start)
+                    seconds[name].append(clock() - start)
                 except FAILURES as error:
-                    turns.problems[name] = failure(error)
-                    del turns.seconds[name]
-    return turns
-
-
-@contextlib.contextmanager
-def _without_collecting() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()  # what is alive by now need not be walked through again in every round
-    gc.disable()
-    try:
-        yield
+                    problems[name] = failure(error)
+                    del seconds[name]
     finally:
         gc.enable()
         gc.unfreeze()
+    return seconds, problems
 
 
 def relative(seconds: Mapping[str, Sequence[float]], to: str) -> dict[str, float]:
@@ -238,6 +212,11 @@ class Workload:
 
     def __init__(self, model: Any, inputs: Mapping[str, Any], device: str | torch.device = "cpu") -> None:
         self.model, self.inputs, self.device = model, inputs, torch.device(device)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of parameters and buffers."""
+        return sum(one.nbytes for one in (*self.model.parameters(), *self.model.buffers()))
 
     def forward(self) -> torch.Tensor:
         """The loss: mean squares of all outputs, from the same random state in every step."""
@@ -263,6 +242,29 @@ class Workload:
         """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def build(configuration: Configuration, video: Video, device: str | torch.device = "cpu") -> tuple[Any, dict[str, Any]]:
+    """A published model with random weights, the same in every call, and the keyword arguments for a video."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        inputs = configuration.inputs(video)
+        with torch.device(device):
+            model = published.build(configuration, video.dtype)
+        published.fill_zeros(model)
+    return model, tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, inputs)
+
+
+@contextlib.contextmanager
+def counted_attention() -> Iterator[Counter[str]]:
+    """Attention kernels that really run meanwhile, by the names of their ops."""
+    interception.install()  # so that they are counted without checkpointing as well
+    ran: Counter[str] = Counter()
+    engine.counters.append(ran)
+    try:
+        yield ran
+    finally:
+        engine.counters.remove(ran)
 
 
 def is_attention_by_name(op: Any) -> bool:
@@ -380,11 +382,11 @@ def measure(
         except FAILURES as error:
             rows[name] = Measurement(name, failure(error))
     names = [name for name, row in rows.items() if not row.problem]
-    turns = take_turns(names, rounds, switch.to, workload.step, clock=clock, tell=tell)
-    ratios = relative(turns.seconds, FULL)
-    for name, series in turns.seconds.items():
+    seconds, problems = take_turns(names, rounds, switch.to, workload.step, clock=clock, tell=tell)
+    ratios = relative(seconds, FULL)
+    for name, series in seconds.items():
         rows[name] = dataclasses.replace(rows[name], seconds=tuple(series), relative=ratios.get(name))
-    for name, problem in turns.problems.items():
+    for name, problem in problems.items():
         rows[name] = Measurement(name, problem)
     switch.off()
     return list(rows.values())
@@ -425,9 +427,10 @@ def bench(
     if not expected:
         raise FastacError(f"bench {subject}: no step could be run here: {rows[0].problem}")
     ((reference, _, noise),) = expected
-    weights = sum(one.nbytes for one in (*workload.model.parameters(), *workload.model.buffers()))
     planned = any(row.variant == PLANNED and not row.problem for row in rows)
-    return Measurements(subject, rounds, weights, switch.budget if planned else budget, reference, noise, tuple(rows))
+    return Measurements(
+        subject, rounds, workload.weights, switch.budget if planned else budget, reference, noise, tuple(rows)
+    )
 
 
 def _on_host(step: Step) -> Step:
@@ -463,26 +466,8 @@ class Measurements:
         ]
         captions += [f"two runs of {self.reference} differ by up to {self.noise:.2g}"] * bool(self.noise)
         captions += [f"budget: {readable_bytes(self.budget)}"] if self.budget is not None else []
-        captions += [f"{row.variant}: {row.problem}" for row in self.rows if ": " in row.problem]
-        table = Table(title=self.subject, title_justify="left", caption="\n".join(captions), caption_justify="left")
-        headings = ("step / full", "seconds (from - to)", "held", "peak", "attention kernels")
-        table.add_column("checkpointing", no_wrap=True)
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column(f"outputs and gradients as {self.reference}", no_wrap=True)
-        for row in self.rows:
-            if row.problem:
-                table.add_row(row.variant, *[""] * len(headings), row.problem.partition(": ")[0])
-                continue
-            table.add_row(
-                row.variant,
-                "" if row.relative is None else f"{row.relative:.3f}",
-                f"{statistics.median(row.seconds):.4g} ({min(row.seconds):.4g} - {max(row.seconds):.4g})",
-                *map(readable_bytes, (row.held_bytes, row.peak_bytes)),
-                str(row.attention),
-                self._equality(row),
-            )
-        return render(table)
+        equality = f"outputs and gradients as {self.reference}"
+        return render(table_of(self.rows, self.subject, captions, {equality: self._equality}))
 
     def as_json(self) -> dict[str, Any]:
         """The measurements in what JSON has."""
@@ -492,3 +477,28 @@ class Measurements:
         if not row.different:
             return "bitwise"
         return f"{row.different} of {row.compared} differ, by up to {row.largest_difference:.2g}"
+
+
+def table_of(
+    rows: Sequence[Measurement], title: str, captions: Sequence[str], more: Mapping[str, Callable[[Measurement], str]]
+) -> Table:
+    """What every way took, and what became of those that have no figures. more: the last columns, by heading."""
+    problems = [f"{row.variant}: {row.problem}" for row in rows if ": " in row.problem]
+    table = Table(title=title, title_justify="left", caption="\n".join([*captions, *problems]), caption_justify="left")
+    headings = ("step / full", "seconds (from - to)", "held", "peak", "attention kernels")
+    table.add_column("checkpointing", no_wrap=True)
+    for heading in (*headings, *more):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        if row.problem:
+            table.add_row(row.variant, *[""] * len(headings), row.problem.partition(": ")[0])
+            continue
+        table.add_row(
+            row.variant,
+            "" if row.relative is None else f"{row.relative:.3f}",
+            f"{statistics.median(row.seconds):.4g} ({min(row.seconds):.4g} - {max(row.seconds):.4g})",
+            *map(readable_bytes, (row.held_bytes, row.peak_bytes)),
+            str(row.attention),
+            *(figure(row) for figure in more.values()),
+        )
+    return table

@@ -30,16 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `fastac plan` takes."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help=f"{', '.join(configurations.shipped())}, a diffusers class, or the path of a transformer's config.json",
-    )
-    for name in ("frames", "height", "width"):
-        parser.add_argument(f"--{name}", type=int, help="of the video; default: what the model was made for")
-    parser.add_argument("--batch", type=int, default=1, help="videos per step and device (default: %(default)s)")
-    parser.add_argument("--text-tokens", type=int, help="tokens of each text; default: what the model was made for")
-    parser.add_argument("--dtype", default="bf16", choices=list(DTYPES), help="of weights and video (%(default)s)")
+    add_video(parser)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA weights of attention alone")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="default: %(default)s")
     parser.add_argument("--gpus", type=int, default=1, help="that FSDP2 shards the model over (default: %(default)s)")
@@ -52,13 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the frontier as a picture: .png, .svg or .pdf")
 
 
+def add_video(parser: argparse.ArgumentParser) -> None:
+    """A published model, and a video, which `video_of` reads."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"{', '.join(configurations.shipped())}, a diffusers class, or the path of a transformer's config.json",
+    )
+    for name in ("frames", "height", "width"):
+        parser.add_argument(f"--{name}", type=int, help="of the video; default: what the model was made for")
+    parser.add_argument("--batch", type=int, default=1, help="videos per step and device (default: %(default)s)")
+    parser.add_argument("--text-tokens", type=int, help="tokens of each text; default: what the model was made for")
+    parser.add_argument("--dtype", default="bf16", choices=list(DTYPES), help="of weights and video (%(default)s)")
+
+
 def run(options: argparse.Namespace) -> int:
     """Print a plan. Raises FastacError for what cannot be planned."""
     if options.lora < 0:
         raise FastacError(f"plan --lora {options.lora}: a rank of 1 or more was expected")
-    budget, memory = (_bytes(name, getattr(options, name)) for name in ("budget", "memory"))
-    if options.plot is not None:
-        check_path(options.plot)
+    budget, memory = (None if text is None else parse_bytes(text) for text in (options.budget, options.memory))
     configuration = configurations.load(options.model)
     with telling() as tell, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own, about a device that is not there
@@ -79,12 +82,6 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         plot(found, options.plot)
     return 0
-
-
-def _bytes(name: str, text: str | None) -> int | None:
-    if text is not None and text.isdigit():
-        raise FastacError(f"plan --{name} {text}: of what? {text}GiB, say")
-    return None if text is None else parse_bytes(text)
 
 
 def _written(size: int) -> str:
@@ -111,17 +108,6 @@ def telling() -> Iterator[Callable[[str], object]]:
         return
     with console.status("") as status:
         yield status.update
-
-
-SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def check_path(path: Path) -> None:
-    """Raise FastacError for a file that a plot cannot be written to."""
-    if path.suffix not in SUFFIXES:
-        raise FastacError(f"plan: a plot is a file that ends in {', '.join(SUFFIXES)}, not {path.name}")
-    if not path.parent.is_dir():
-        raise FastacError(f"plan: cannot write the plot {path}: there is no folder {path.parent}")
 
 
 def plot(plan: Plan, path: str | Path) -> None:

@@ -13,9 +13,9 @@ import torch
 from fastac.errors import FastacError
 from fastac.planning import knapsack
 from fastac.planning.knapsack import Choice, Output
-from fastac.planning.simulation import EXCHANGED, Candidate, Place, Split
+from fastac.planning.simulation import EXCHANGED, Split
 from fastac.planning.subject import Subject, simulated
-from fastac.planning.timeline import Timeline
+from fastac.planning.timeline import Candidate, Place, Timeline
 from fastac.policy import NAMED, Policy
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
@@ -25,9 +25,6 @@ OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
 }
 """Optimizer -> bytes of state for a trained number of so many bytes. 8 bits: with an fp32 scale for 256 of them, as
 bitsandbytes has it."""
-
-EVERY_SECOND = "ops"
-"""torchtitan's selective checkpointing by op: attention, and every second matrix product."""
 
 MIB = 2**20
 
@@ -147,8 +144,6 @@ class Forecast:
 
     def saved(self, policy: str | Policy | Mapping[str, Policy]) -> list[Place]:
         """What is saved under a policy of all blocks, by its value or name, or under one of each block."""
-        if policy == EVERY_SECOND:
-            return self._every_second_product()
         if isinstance(policy, str):
             policy = NAMED[policy]
         policies = dict.fromkeys(self.outputs(), policy) if isinstance(policy, Policy) else policy
@@ -212,26 +207,24 @@ class Forecast:
     def largest_budget(self, memory: int) -> int | None:
         """The most bytes of saved outputs with which a step fits a memory; None where full checkpointing does not.
 
-        To within a thousandth of all that could be saved, in whole MiB where these fit, as one writes it.
+        To within a thousandth of all that could be saved, in whole MiB where there are some, as one writes it.
         """
-
-        def fits(limit: int) -> bool:
-            return self.plan(self.within(limit)).peak_bytes <= memory
-
-        everything = sum(one.bytes for found in self.candidates.values() for one in found)
-        low, high = 0, everything
         if self.plan("full").peak_bytes > memory:
             return None
+        everything = sum(one.bytes for found in self.candidates.values() for one in found)
+        unit = MIB if everything >= MIB else 1
+
+        def fits(units: int) -> bool:
+            return self.plan(self.within(units * unit)).peak_bytes <= memory
+
+        low, high = 0, -(-everything // unit)
         if fits(high):
-            return -(-high // MIB) * MIB  # more than all is all
-        while high - low > everything / 1000:
+            return high * unit  # more than all is all
+        tolerance = max(1, high // 1000)
+        while high - low > tolerance:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        step = max(MIB, everything // 1000 // MIB * MIB)
-        for limit in range(low // MIB * MIB, 0, -step):
-            if fits(limit):  # fewer bytes may be saved by other blocks, at a worse moment
-                return limit
-        return low
+        return low * unit
 
     def frontier(self, points: int = 257) -> list[tuple[int, float]]:
         """Bytes that are saved and FLOPs relative to full checkpointing, for growing budgets."""
@@ -240,18 +233,6 @@ class Forecast:
 
     def _bytes(self, saved: Collection[Place]) -> int:
         return sum(self.candidates[region][place].bytes for region, place in saved)
-
-    def _every_second_product(self) -> list[Place]:
-        saved = []
-        for region, found in self.candidates.items():
-            products = 0
-            for place, one in enumerate(found):
-                if one.name == EXCHANGED:
-                    continue
-                products += not one.keys
-                if one.keys or products % 2:
-                    saved.append((region, place))
-        return saved
 
 
 def policy_of(choice: Choice, outputs: Sequence[Output], collectives: str, communicates: bool) -> Policy:

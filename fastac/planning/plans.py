@@ -14,7 +14,7 @@ import torch
 from rich.table import Table
 
 from fastac.errors import FastacError, class_name
-from fastac.planning.forecast import EVERY_SECOND, Forecast, PolicyPlan, States
+from fastac.planning.forecast import Forecast, PolicyPlan, States
 from fastac.planning.subject import BREAKS, subject
 from fastac.policy import Policy
 from fastac.verify import readable_bytes, render
@@ -27,7 +27,7 @@ NOT_MODELLED = (
     "fused norms or rotary kernels hold less than the operators that are simulated",
 )
 
-FIXED = ("none", "full", "long_attn_only", "attn_only", EVERY_SECOND)
+FIXED = ("none", "full", "long_attn_only", "attn_only")
 """The policies that every plan compares."""
 
 WITHIN = "within "
@@ -136,7 +136,7 @@ class Plan:
             table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
         for one in self.policies:
             table.add_row(
-                f"{one.policy} (torchtitan)" if one.policy == EVERY_SECOND else one.policy,
+                one.policy,
                 *map(readable_bytes, (one.saved_bytes, one.held_bytes, one.peak_bytes)),
                 f"{one.recomputed_flops / 1e12:,.4g}",
                 f"{one.relative:.3f}",

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,8 @@ from fastac.engine.tape import WHOLE_PRODUCT, is_differentiable
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.planning.known_values import KnownValues
+from fastac.planning.timeline import Candidate, Event, Place, Timeline
 from fastac.registry import classify
-
-START, FORWARD, LOSS, BACKWARD, RECOMPUTE = "start", "forward", "loss", "backward", "recompute"
-"""Kinds of segment: before the blocks, from a block's forward on, after the forward, from a block's backward on; and
-phases of FLOPs."""
-
-Place = tuple[str, int]
-"""A region, and which of its candidates. A region has the name of its block; from a second call on, with "#2", ..."""
 
 EXCHANGED = "exchanged"
 """The candidate that stands behind an attention under context parallelism: what its collectives return."""
@@ -59,54 +53,6 @@ class Split:
         """Whether an attention over so many keys is over the video, and not the text alone."""
         return self.ranks > 1 and keys >= self.tokens
 
-
-@dataclasses.dataclass
-class Candidate:
-    """One output of a block that could be saved: of an attention call (keys > 0), or of a matrix product.
-
-    name: of the Linear module, or of the attention op; "" for a product outside Linear modules. bytes: what it holds
-    from the forward to recompute when it is saved. flops: of its recompute, 0 where that ends before it.
-    """
-
-    name: str
-    keys: int = 0
-    bytes: int = 0
-    flops: int = 0
-
-
-@dataclasses.dataclass
-class Event:
-    """Bytes that are allocated at one moment; freed, below 0.
-
-    change: what they are more where the candidate is saved. gradient: it is the gradient of a parameter.
-    """
-
-    bytes: int
-    candidate: Place | None = None
-    change: int = 0
-    gradient: bool = False
-
-
-@dataclasses.dataclass
-class Segment:
-    """What happens from one mark to the next. flops: by phase."""
-
-    kind: str
-    block: str = ""
-    events: list[Event] = dataclasses.field(default_factory=list)
-    flops: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class Simulation:
-    """One simulated step. candidates: by block, in the order of their calls."""
-
-    segments: list[Segment]
-    candidates: dict[str, list[Candidate]]
-
-
-PRODUCTS = ("aten.mm.default", "aten.addmm.default")
-"""Matrix products that are candidates also outside Linear modules, for policies that know no modules."""
 
 LINEAR_PRODUCTS = tuple(f"{name.replace('::', '.')}.default" for name in LINEAR_OPS)
 
@@ -135,9 +81,10 @@ class Meter(TorchDispatchMode):
     def __init__(self, outside: Sequence[torch.Tensor], known: KnownValues, split: Split) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known, self.split = known, split
-        self.segments = [Segment(START)]
+        self.events: list[Event] = []
+        self.flops: Counter[str] = Counter()  # by phase
         self.candidates: dict[str, list[Candidate]] = {}
-        self.forwards = True
+        self.forward_ends: int | None = None  # how many events the forward had
         self.region = ""  # that runs, in forward or recompute
         self.linear = ""  # the Linear module that runs
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
@@ -146,14 +93,15 @@ class Meter(TorchDispatchMode):
         self._held: dict[str, Counter[Place]] = {}  # by what is saved of a region, above full checkpointing
         self._repeated: dict[str, int] = {}  # how many candidates of a block recompute has come to
 
-    def mark(self, kind: str, block: str = "") -> None:
-        """Something else begins."""
-        self.segments.append(Segment(kind, block))
+    @property
+    def forwards(self) -> bool:
+        """Whether the forward runs."""
+        return self.forward_ends is None
 
     def hold(self, size: int, owner: object, region: str) -> None:
         """So many bytes, which no operation returns, are alive as long as the owner, as is what a region saves."""
         event = Event(size)
-        self.segments[-1].events.append(event)
+        self.events.append(event)
         self._alive[-id(owner)] = _Storage(event, region=region)  # the addresses of storages are above 0
         weakref.finalize(owner, self._free, -id(owner)).atexit = False
 
@@ -166,9 +114,7 @@ class Meter(TorchDispatchMode):
         count, keys = flops.of_call(func, args, kwargs, outputs), flops.keys_of_call(func, args, kwargs)
         if count:
             count = count * self.split.keys(keys) // keys if keys else count
-            spent = self.segments[-1].flops
-            phase = FORWARD if self.forwards else RECOMPUTE if recomputes else BACKWARD
-            spent[phase] = spent.get(phase, 0) + count
+            self.flops["forward" if self.forwards else "recompute" if recomputes else "backward"] += count
         guarded = is_differentiable(args) and (self.linear == "" or str(func) == WHOLE_PRODUCT)
         place = self._place(func, keys, count) if self.region and (self.forwards or recomputes) else None
         for tensor in tree_leaves(outputs):
@@ -180,7 +126,7 @@ class Meter(TorchDispatchMode):
         """The candidate that was called: a new one, or the one that recompute has come to."""
         resolved = classify(func)
         attends = resolved is not None and resolved.is_attention
-        if not attends and str(func) not in (LINEAR_PRODUCTS if self.linear else PRODUCTS):
+        if not attends and not (self.linear and str(func) in LINEAR_PRODUCTS):
             return None
         mine = self.candidates.setdefault(self.region, [])
         if self.forwards:
@@ -225,7 +171,7 @@ class Meter(TorchDispatchMode):
                 self._exchange(place, storage.nbytes())
         elif place is not None:
             self._replay(mine, place)
-        self.segments[-1].events.append(event)
+        self.events.append(event)
         weakref.finalize(storage, self._free, address).atexit = False
 
     def _keep(self, event: Event, place: Place, size: int) -> None:
@@ -252,7 +198,7 @@ class Meter(TorchDispatchMode):
             mine[after].bytes = 4 * size
             event = Event(0)
             self._change(event, (region, after), 4 * size)
-            self.segments[-1].events.append(event)
+            self.events.append(event)
 
     def _free(self, address: int) -> None:
         mine = self._alive.pop(address, None)
@@ -260,7 +206,7 @@ class Meter(TorchDispatchMode):
             return  # the step is over
         mine.gone = True
         for place, held in self._held.pop(mine.region, {}).items():
-            self.segments[-1].events.append(Event(0, place, -held))
+            self.events.append(Event(0, place, -held))
         event = Event(-mine.event.bytes, gradient=mine.event.gradient)
         if (
             mine.candidate is not None
@@ -270,22 +216,22 @@ class Meter(TorchDispatchMode):
             self._keep(event, mine.candidate, mine.event.bytes)
         elif mine.replayed and mine.event.candidate is not None:
             self._change(event, mine.event.candidate, mine.event.bytes)
-        self.segments[-1].events.append(event)
+        self.events.append(event)
 
     def leave_out(self, region: str) -> None:
         """Nothing of a region is a candidate."""
         for storage in self._alive.values():
             if storage.candidate is not None and storage.candidate[0] == region:
                 storage.candidate = None
-        self.candidates.pop(region, None)
+        self.candidates[region] = []
 
-    def finish(self, parameters: Sequence[torch.nn.Parameter]) -> Simulation:
+    def finish(self, parameters: Iterable[torch.nn.Parameter]) -> Timeline:
         """What was simulated. What is still alive stays so; the gradients of parameters among it are known as such."""
         for parameter in parameters:
             if parameter.grad is not None and (found := self._alive.get(parameter.grad.untyped_storage()._cdata)):
                 found.event.gradient = True
         self._alive.clear()
-        return Simulation(self.segments, self.candidates)
+        return Timeline(self.events, self.forward_ends or 0, self.flops, self.candidates)
 
 
 def simulate(
@@ -296,9 +242,8 @@ def simulate(
     checkpoints: bool,
     known: KnownValues,
     split: Split,
-    backward: bool = True,
-) -> Simulation:
-    """One forward and backward of the mean square of a model's outputs, or the forward; all tensors are fake.
+) -> Timeline:
+    """One forward and backward of the mean square of a model's outputs; all tensors are fake.
 
     blocks: by name. attach: makes the model call a function in the place of each block, with the block and its inputs.
     checkpoints: under full checkpointing, without any otherwise. known: values of inputs. split: whose rank this is.
@@ -306,22 +251,19 @@ def simulate(
     names = {block: name for name, block in blocks.items()}
     outside = [*model.parameters(), *model.buffers(), *(x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))]
     meter = Meter(outside, known, split)
+    meter.candidates = {name: [] for name in blocks}
     calls: Counter[str] = Counter()
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         name = names[block_of(block)]  # type: ignore[index]
         calls[name] += 1
-        meter.mark(FORWARD, name)
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"
         run = functools.partial(_run, meter, region, block)
         if checkpoints:
             meter.hold(GENERATOR_STATE, run, region)  # which lives as long as what recompute needs
         outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpoints else run(*args, **kwargs)
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(functools.partial(_begin_backward, meter, name))
-                return outputs
-        meter.leave_out(region)  # frozen, and so is all before it: what it would keep is freed at once
+        if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
+            meter.leave_out(region)  # frozen, and so is all before it: what it would keep is freed at once
         return outputs
 
     attach(call)
@@ -333,14 +275,11 @@ def simulate(
             raise FastacError(
                 "plan: no output of the model requires grad: nothing of it is trained, or gradients are off"
             )
-        meter.forwards = False
-        meter.mark(LOSS)
-        if not backward:
-            return meter.finish(())
+        meter.forward_ends = len(meter.events)
         losses = [output.float().square().mean() for output in outputs]
         torch.stack(losses).sum().backward()
         del outputs, losses
-        return meter.finish(list(model.parameters()))
+        return meter.finish(model.parameters())
 
 
 def _run(meter: Meter, region: str, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -349,10 +288,6 @@ def _run(meter: Meter, region: str, block: Callable[..., Any], *args: Any, **kwa
         return block(*args, **kwargs)
     finally:
         meter.region = before
-
-
-def _begin_backward(meter: Meter, name: str, gradient: torch.Tensor) -> None:
-    meter.mark(BACKWARD, name)
 
 
 @contextlib.contextmanager

@@ -163,47 +163,37 @@ class _Search:
         return 0 if steps < 0 else first + steps * step
 
 
-def most_steps(peak: Callable[[int], int | None], memory: int, known: dict[int, int]) -> int:
+def most_steps(peak: Callable[[int], int | None], memory: int, known: Mapping[int, int]) -> int:
     """The most steps whose peak fits a memory; -1 for none.
 
-    Bytes are nearly proportional to steps: each guess is on the line through the last two. peak: of so many steps, None
-    where they are refused, few of them or many. known: peaks that are known already, of one number of steps at least.
+    Bytes are nearly proportional to steps: most guesses are on the line through two known peaks. peak: of so many
+    steps, None where they are refused, few of them or many. known: peaks that are known already, one at least.
     """
-    too_few = -1  # so many steps are refused: for want of tokens, say
-    too_many: int | None = None  # of positions
-    fitted: list[bool] = []  # the guesses so far
+    peaks, start = dict(known), min(known)
+    refused: set[int] = set()
     while True:
-        fits = max((steps for steps, size in known.items() if size <= memory), default=-1)
-        at_least = max(fits, too_few)
-        fails = min((steps for steps, size in known.items() if size > memory), default=too_many)
-        if fails is not None and too_many is not None:
-            fails = min(fails, too_many)
-        if fails is not None and fails - at_least <= 1:
-            return fits
-        guess = min(_next_guess(known, memory, at_least, fails), FARTHEST * (max(known) + 1))
-        if too_many is not None:
-            guess = min(guess, (at_least + too_many) // 2)
-        if fails is not None and len(fitted) > 1 and fitted[-1] == fitted[-2]:
-            guess = (at_least + fails) // 2  # no line: the peak moved to another moment
-        if fails is not None and at_least == too_few >= 0:
-            guess = max(guess, (too_few + fails) // 2)
+        fitting = [steps for steps, size in peaks.items() if size <= memory]
+        low = max([-1, *fitting, *(steps for steps in refused if steps < start)])
+        too_many = peaks.keys() - set(fitting) | {steps for steps in refused if steps > start}
+        high = min(too_many, default=FARTHEST * (max(peaks) + 1) + 1)
+        if high - low <= 1:
+            return max(fitting, default=-1)
+        # Where the peak moves to another moment, or steps are refused, there is no line.
+        on_line = (len(peaks) + len(refused)) % 3 and not (too_many and refused)
+        guess = _on_line(peaks, memory) if on_line else (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
         size = peak(guess)
-        if size is not None:
-            known[guess] = size
-        elif guess < min(known):
-            too_few = guess
+        if size is None:
+            refused.add(guess)
         else:
-            too_many = guess
-        fitted.append(size is not None and size <= memory)
+            peaks[guess] = size
 
 
-def _next_guess(known: Mapping[int, int], memory: int, fits: int, fails: int | None) -> int:
-    """Where the line through the two known points that are nearest to the memory meets it, between what is known."""
-    if len(known) == 1:
-        ((at, peak),) = known.items()
+def _on_line(peaks: Mapping[int, int], memory: int) -> int:
+    """Where the line through the two known peaks that are nearest to the memory meets it."""
+    if len(peaks) == 1:
+        ((at, peak),) = peaks.items()
         return 2 * at + 1 if peak <= memory else at // 2
-    (a, at_a), (b, at_b) = sorted(sorted(known.items(), key=lambda one: abs(one[1] - memory))[:2])
+    (a, at_a), (b, at_b) = sorted(peaks.items(), key=lambda one: abs(one[1] - memory))[:2]
     slope = max(1, (at_b - at_a) / (b - a))
-    guess = int(a + (memory - at_a) / slope)
-    low = fits + 1
-    return max(low, guess) if fails is None else min(max(low, guess), fails - 1)
+    return int(a + (memory - at_a) / slope)

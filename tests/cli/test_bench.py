@@ -220,20 +220,16 @@ def test_bytes_are_those_of_the_allocator() -> None:
     assert measuring.allocated_bytes(run, lambda result: torch.empty(2_000_000)) == (4000, 8_004_000)
 
 
-def test_the_facts_of_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_facts_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = measuring.machine()
     assert {"processor", "cores", "load_average", "threads", "system", "python"} < facts.keys()
     assert (facts["torch"], "gpu" in facts) == (torch.__version__, torch.cuda.is_available())
     assert measuring.version("no-such-distribution") is None
 
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] && echo 570.86.15\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     properties = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     found = measuring.gpu()
-    assert (found["name"], found["capability"], found["driver"]) == ("NVIDIA H100", "9.0", "570.86.15")
+    assert (found["name"], found["capability"]) == ("NVIDIA H100", "9.0")
 
 
 # The command
@@ -251,7 +247,6 @@ def test_a_configuration_and_a_video(small: list[str], capsys: pytest.CaptureFix
     assert [cells[name][4] for name in ("none", "full", "attn_only", "torch SAC, by name")] == ["4", "8", "4", "4"]
     assert {row[5] for row in cells.values()} == {"bitwise", "refused"}
     found = json.loads(written.read_text())
-    assert str(written) not in found["command"]
     assert found["command"].startswith(f"fastac bench {small[0]} --frames 5")
     assert {"processor", "cores", "torch", "fastac"} < found["machine"].keys()
     assert (found["rounds"], found["budget"], found["reference"]) == (1, 20 * 2**10, "none")

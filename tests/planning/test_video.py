@@ -101,7 +101,7 @@ def test_the_longest_video_fits(small: Configuration) -> None:
     """And the next longer one does not."""
     memory = 300_000
     found = plan_video(small, video_of(small, 9), memory=memory)
-    assert list(found.largest) == ["none", "full", "long_attn_only", "attn_only", "ops"]
+    assert list(found.largest) == ["none", "full", "long_attn_only", "attn_only"]
     frames = found.largest["full"]
     assert 0 < found.largest["none"] < frames
     assert peaks_of(plan_video(small, video_of(small, frames)))["full"] <= memory
