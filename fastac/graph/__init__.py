@@ -7,6 +7,9 @@ For compilers on top of AOT: `partitioner`, and `replaying_partitioner` for what
 Not imported by `import fastac`.
 """
 
+from fastac import (
+    checkpoint as checkpoint,
+)  # loads all of fastac: not in a trace, where imports may draw random numbers
 from fastac.graph.application import apply, compile  # noqa: A004
 from fastac.graph.partitioning import partitioner, recompute_parameter_gathers
 from fastac.graph.passes import functionalize, rematerialize, tag

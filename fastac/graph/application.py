@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from fastac.compile import tracing as annotation
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph.nodes import RECOMPUTED, call, is_attention, is_backward, marks, regions
-from fastac.graph.passes import Policies, decide, functionalize, own_policies, refuse_writes, rematerialize, tag, where
+from fastac.graph.passes import Policies, functionalize, own_policies, refuse_writes, rematerialize, tag, where
 from fastac.graph.tracing import Traced, summary
 from fastac.policy import Policy, resolve, resolve_blocks
 from fastac.registry import classify
@@ -85,8 +85,6 @@ def _apply_to_graph(graph_module: GraphModule, policies: Policies) -> GraphModul
             "apply: the graph has no backward in which anything could be recomputed. Compute the gradients in the "
             "step, by torch.autograd.grad, and trace it with fastac.graph.trace."
         )
-    for number, nodes in regions(graph_module).items():
-        decide(graph_module, nodes, policies[number])  # refuses, before there is work to lose
     after = rematerialize(tag(functionalize(graph_module), policies))
     _check(after, graph_module, policies)
     logger.info("graph: %s", summary(after, policies))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compile.tracing import REGION
 from fastac.engine import torch_private
-from fastac.graph.torch_private import BACKWARD, is_drawing, is_tangent, schema_of
+from fastac.graph.torch_private import BACKWARD, is_drawing, is_tangent
 from fastac.registry import AttentionOp, classify
 
 STATE = "fastac_state"
@@ -115,35 +115,6 @@ def draws(node: Node) -> bool:
     if resolved is not None and isinstance(resolved.row, AttentionOp):
         return resolved.draws(map_arg(node.args, value_of), map_arg(node.kwargs, value_of))
     return is_drawing(node)
-
-
-def constants(graph_module: GraphModule) -> list[tuple[Node, torch.Tensor]]:
-    """The nodes of a graph that hold a tensor from before the trace, and the tensor."""
-    found = []
-    for node in graph_module.graph.nodes:
-        constant = getattr(graph_module, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(constant, torch.Tensor):
-            found.append((node, constant))
-    return found
-
-
-def writer_of(node: Node) -> Node | None:
-    """A node that writes the memory of another, itself or through a view of it, as operators' schemas say."""
-    for user in node.users:
-        schema = schema_of(user)
-        if schema is None:
-            continue
-        given = {argument.name: value for argument, value in zip(schema.arguments, user.args, strict=False)}
-        given.update(user.kwargs)
-        for argument in schema.arguments:
-            value = given.get(argument.name)
-            takes = value is node or (isinstance(value, (list, tuple)) and node in value)
-            if not takes or argument.alias_info is None:
-                continue
-            writer = user if argument.alias_info.is_write else writer_of(user)
-            if writer is not None:
-                return writer
-    return None
 
 
 # Joint graphs

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compile.tracing import Decisions
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
+from fastac.graph import torch_private
 from fastac.graph.nodes import (
     REGION_TAG,
     TAG,
@@ -24,34 +25,22 @@ from fastac.graph.nodes import (
     depends_on_tangents,
     draws,
     is_getitem,
-    outputs_of,
     value_of,
 )
-from fastac.graph.saved_values import mark_saved, saved_nodes
-from fastac.graph.torch_private import (
-    COLLECTIVES,
-    CustomPartitioner,
-    is_drawing,
-    is_parameter,
-    is_tangent,
-    min_cut,
-    schema_of,
-)
+from fastac.graph.saved_values import mark_saved
+from fastac.graph.torch_private import COLLECTIVES, is_drawing, is_parameter, is_tangent, schema_of
 from fastac.policy import Policy, resolve
 
 Graphs = tuple[GraphModule, GraphModule]
 Partition = Callable[..., Graphs]
 
 
-def partitioner(
-    policy: str | Policy = "attn_only", *, recompute_gathers: bool = True, then: Partition = min_cut
-) -> Partition:
+def partitioner(policy: str | Policy = "attn_only", *, recompute_gathers: bool = True) -> Partition:
     """A partitioner that saves attention as the policy says, never a gathered parameter, and marks what it saved.
 
     Args:
-        policy: a name or a Policy, for all attention of the graph. What it says nothing about is decided by `then`.
+        policy: a name or a Policy, for all attention of the graph. torch's min-cut decides about everything else.
         recompute_gathers: whether all-gathers of parameters run again in backward, with what lays out their result.
-        then: splits the tagged graph: torch's min-cut, or a partitioner that obeys node.meta["recompute"] as it does.
 
     Returns:
         A callable for AOT's `partition_fn` and for inductor's `custom_partitioner_fn`. It raises PolicyNotAppliedError
@@ -64,60 +53,33 @@ def partitioner(
         >>> options = {"custom_partitioner_fn": fastac.graph.partitioner("attn_only")}
         >>> compiled = torch.compile(model, options=options)
     """
-    made: Partition = _PolicyPartitioner(resolve(policy), recompute_gathers, then)
+    made: Partition = _PolicyPartitioner(resolve(policy), recompute_gathers)
     return made
 
 
-class _PolicyPartitioner(CustomPartitioner):  # type: ignore[misc]
-    """What `partitioner` returns: a callable for AOT's `partition_fn` and for inductor's `custom_partitioner_fn`."""
-
-    def __init__(self, policy: Policy, gathers: bool, then: Partition) -> None:
-        self.policy, self.gathers, self.then = policy, gathers, then
+class _PolicyPartitioner(torch_private.Partitioner):
+    def __init__(self, policy: Policy, gathers: bool) -> None:
+        self.policy, self.gathers = policy, gathers
 
     def __call__(
-        self,
-        joint: GraphModule,
-        joint_inputs: Sequence[object],
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: list[int] | None = None,
-        **options: Any,
+        self, joint: GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: Any
     ) -> Graphs:
-        dependent = depends_on_tangents(joint.graph)
-        parameters = parameters_of(joint.graph, static_lifetime_input_indices)
-        saved = _tag_attention(joint.graph, self.policy, dependent, set(parameters))
-        chain = recompute_parameter_gathers(joint.graph, parameters) if self.gathers else []
-        kept_out = {node.name for node in chain}
-        attention = {node.name for node in saved}
-        forward, backward = partition(
-            self.then,
-            joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=static_lifetime_input_indices,
-            **options,
-        )
+        parameters = parameters_of(joint.graph, options.get("static_lifetime_input_indices"))
+        attention = {node.name for node in _tag_attention(joint.graph, self.policy, set(parameters))}
+        if self.gathers:
+            recompute_parameter_gathers(joint.graph, parameters)
+        forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
         again = [n.name for n in backward.graph.nodes if n.op == "call_function" and n.name in attention]
         if again:
             raise CompiledPolicyNotAppliedError(
-                f"{self.policy}: the partitioner {_name(self.then)} runs attention again in backward: "
-                f"{', '.join(again)}. It must obey node.meta['recompute'], as torch's min-cut does."
-            )
-        returned = {node.name for node in outputs_of(forward.graph)[:num_fwd_outputs] if node is not None}
-        pinned = [n.name for n in saved_nodes(forward, num_fwd_outputs) if n.name in kept_out - returned]
-        if pinned:
-            raise CompiledPolicyNotAppliedError(
-                f"{self.policy}: the partitioner {_name(self.then)} saves gathered parameters: {', '.join(pinned)}. "
-                f"It must obey node.meta['recompute'], as torch's min-cut does."
+                f"{self.policy}: torch's partitioner runs attention again in backward: {', '.join(again)}. "
+                f"activation_memory_budget=0 does that: set it to more."
             )
         mark_saved(forward, backward, num_fwd_outputs=num_fwd_outputs)
         return forward, backward
 
-    def uuid(self) -> None:
-        """None: inductor must not take from its cache what another partitioner made."""
 
-
-def partition(then: Partition, joint: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
+def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
     """Split a tagged joint graph. Raises FastacError where the backward would draw other random numbers.
 
     torch wraps each op that is recomputed and may draw random numbers, so that its generator is restored, and cannot
@@ -126,7 +88,7 @@ def partition(then: Partition, joint: GraphModule, joint_inputs: Sequence[object
     for node in joint.graph.nodes:
         if node.meta.get(TAG) is CheckpointPolicy.MUST_RECOMPUTE and is_drawing(node) and not draws(node):
             node.target = _unseeded(node.target)
-    forward, backward = then(joint, joint_inputs, **options)
+    forward, backward = torch_private.min_cut(joint, joint_inputs, **options)
     for module in (forward, backward):
         for node in module.graph.nodes:
             node.target = getattr(node.target, "fastac_op", node.target)
@@ -134,9 +96,9 @@ def partition(then: Partition, joint: GraphModule, joint_inputs: Sequence[object
     in_forward = {node.name for node in forward.graph.nodes if node.op == "call_function" and draws(node)}
     if twice := [n.name for n in backward.graph.nodes if n.op == "call_function" and n.name in in_forward and draws(n)]:
         raise FastacError(
-            f"The partitioner {_name(then)} runs ops in backward again that draw random numbers, without restoring the "
-            f"generator: {', '.join(twice)}. Gradients would be wrong. torch's min-cut does that under "
-            f"activation_memory_budget: set it to 1, or recompute by policy and tags."
+            f"torch's partitioner runs ops in backward again that draw random numbers, and does not restore their "
+            f"generator: {', '.join(twice)}. Gradients would be wrong. It does so under activation_memory_budget (set "
+            f"it to 1), and with ops without torch.Tag.nondeterministic_seeded (save them, or turn their dropout off)."
         )
     return forward, backward
 
@@ -151,14 +113,11 @@ def _unseeded(op: Any) -> Callable[..., Any]:
     return call
 
 
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node], parameters: set[Node]) -> list[Node]:
+def _tag_attention(graph: Graph, policy: Policy, parameters: set[Node]) -> list[Node]:
     """Tag the attention calls of a joint graph's forward, and return those to be saved."""
     saved = []
     decisions = Decisions(policy)
+    dependent = depends_on_tangents(graph)
 
     def value(node: Node) -> Any:
         return as_parameter(value_of(node)) if node in parameters else value_of(node)
@@ -170,27 +129,17 @@ def _tag_attention(graph: Graph, policy: Policy, dependent: set[Node], parameter
         decision = decisions.of(node.target, args, kwargs, value_of(node))
         if decision:
             saved.append(node)
-            _tag(node, CheckpointPolicy.MUST_SAVE)
-        elif decision is not None:
-            _check_draws(node)
-            _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+        if decision is not None:
+            for one in (node, *filter(is_getitem, node.users)):
+                _tag(one, CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.MUST_RECOMPUTE)
     decisions.check()
     return saved
 
 
-def _check_draws(node: Node) -> None:
-    if draws(node) and not is_drawing(node):
-        raise FastacError(
-            f"partitioner: {node.target} draws random numbers in this call and the policy lets it run again in "
-            f"backward, where it would draw others: the op lacks torch.Tag.nondeterministic_seeded, by which torch "
-            f"knows that it must restore the generator. Save it, or turn its dropout off."
-        )
-
-
 def _tag(node: Node, decision: CheckpointPolicy) -> None:
-    for one in (node, *(user for user in node.users if is_getitem(user))):
-        one.meta[TAG] = decision
-        one.meta.pop(REGION_TAG, None)
+    """Regions of checkpointing do not count for the node: torch would save what one makes and the next one reads."""
+    node.meta[TAG] = decision
+    node.meta.pop(REGION_TAG, None)
 
 
 # Gathered parameters
@@ -245,8 +194,7 @@ def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> l
     """Tag the chains from parameters through an all-gather as MUST_RECOMPUTE.
 
     A node belongs to a chain when all its inputs come from parameters and it gathers, waits, casts, or lays out, so
-    that gathers of activations are in none. Regions of checkpointing do not count for these nodes: torch would save
-    what is gathered in one region and used in the next.
+    that gathers of activations are in none.
 
     Args:
         graph: a joint graph. torch's partitioners and its rematerialization pass read the tags.
@@ -276,8 +224,7 @@ def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> l
                 before.append(node)
     chain = [node for node in graph.nodes if node in gathered]
     for node in chain:
-        node.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta.pop(REGION_TAG, None)
+        _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     return chain
 
 

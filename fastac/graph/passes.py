@@ -17,7 +17,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compile import tracing
 from fastac.compile.tracing import Decisions
-from fastac.engine.torch_private import is_of_torch
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph import torch_private
 from fastac.graph.nodes import (
@@ -25,7 +24,6 @@ from fastac.graph.nodes import (
     REGION_TAG,
     TAG,
     call,
-    constants,
     draws,
     is_backward,
     is_getitem,
@@ -34,7 +32,6 @@ from fastac.graph.nodes import (
     marks,
     memory_of_value,
     regions,
-    writer_of,
 )
 from fastac.graph.torch_private import BACKWARD, COLLECTIVES, is_functional, schema_of
 from fastac.policy import Policy
@@ -70,21 +67,6 @@ def functionalize(graph_module: GraphModule) -> GraphModule:
         >>> functional = fastac.graph.functionalize(traced.graph_module)
     """
     mode = torch_private.fake_mode_of(graph_module)
-    if mode is None:
-        raise FastacError(
-            "functionalize: the inputs of the graph have no fake tensors as values (node.meta['val']). Trace it with "
-            "fastac.graph.trace, or make_fx on fake tensors."
-        )
-    for node in graph_module.graph.nodes:
-        if not is_functional(node) and not is_of_torch(node.target):
-            raise _writes(node)
-    for node, constant in constants(graph_module):
-        writer = writer_of(node)
-        if writer is not None:
-            raise FastacError(
-                f"functionalize: {writer.target} changes a tensor of shape {tuple(constant.shape)} in place that is "
-                f"neither the model's nor an argument of the step. Pass it as an argument, or make it a buffer."
-            )
     before = graph_module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("val") for node in before]
     inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]

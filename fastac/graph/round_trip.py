@@ -30,15 +30,9 @@ from fastac.graph.saved_values import (
 logger = logging.getLogger("fastac")
 
 
-class _ReplayingPartitioner(torch_private.CustomPartitioner):  # type: ignore[misc]
+class _ReplayingPartitioner(torch_private.Partitioner):
     def __call__(
-        self,
-        joint: GraphModule,
-        joint_inputs: Sequence[object],
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: list[int] | None = None,
-        **options: Any,
+        self, joint: GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: Any
     ) -> Graphs:
         found = find_saved(joint.graph)
         if not found.wanted:
@@ -54,27 +48,17 @@ class _ReplayingPartitioner(torch_private.CustomPartitioner):  # type: ignore[mi
                 f"partitioner saved are not found in the joint graph: {', '.join(lost)}. A pass between the two "
                 f"compiles replaced their nodes without copying node.meta['custom']. Run it later, or let it copy that."
             )
-        chain = recompute_parameter_gathers(joint.graph, parameters_of(joint.graph, static_lifetime_input_indices))
-        gathers = {node for node in chain if mark_of(node) is None and mark_of(memory_of(node)) is None}
-        equals = _equal_nodes(joint.graph)
-        needed, recomputed = _tag_replay(joint.graph, num_fwd_outputs, found.saved - gathers, equals)
-        first = {node.name: equals[memory_of(node)] for node in joint.graph.nodes}
-        kept = {first[node.name] for node in needed}
-        dropped = {equals[node] for node in recomputed | gathers if memory_of(node) is node}
-        forward, backward = partition(
-            torch_private.min_cut,
-            joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            static_lifetime_input_indices=static_lifetime_input_indices,
-            **options,
+        recompute_parameter_gathers(
+            joint.graph, parameters_of(joint.graph, options.get("static_lifetime_input_indices"))
         )
-        saves = {first.get(node.name, node) for node in saved_nodes(forward, num_fwd_outputs)}
-        computed = {
-            first[node.name] for node in backward.graph.nodes if node.op == "call_function" and node.name in first
-        }
+        equals = _equal_nodes(joint.graph)
+        kept, dropped = _tag_replay(joint.graph, num_fwd_outputs, found.saved, equals)
+        memory = {node.name: equals[memory_of(node)] for node in joint.graph.nodes}
+        forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        saves = {memory[node.name] for node in saved_nodes(forward, num_fwd_outputs) if node.name in memory}
+        computed = {memory[n.name] for n in backward.graph.nodes if n.op == "call_function" and n.name in memory}
         missing = sorted(node.name for node in (kept & computed) - saves)
-        extra = sorted(node.name for node in (dropped & saves) - kept if node.op == "call_function")
+        extra = sorted(node.name for node in dropped & saves)
         if missing or extra:
             raise CompiledPolicyNotAppliedError(
                 f"replaying_partitioner: the second partition differs from the first. Saved then and not now: "
@@ -87,9 +71,6 @@ class _ReplayingPartitioner(torch_private.CustomPartitioner):  # type: ignore[mi
             held_bytes(forward, num_fwd_outputs),
         )
         return forward, backward
-
-    def uuid(self) -> None:
-        """None: inductor must not take from its cache what another partitioner made."""
 
 
 replaying_partitioner = _ReplayingPartitioner()
@@ -107,14 +88,11 @@ Example:
 def _tag_replay(
     graph: Graph, num_fwd_outputs: int, saved: set[Node], equals: dict[Node, Node]
 ) -> tuple[set[Node], set[Node]]:
-    """Tag what the marked graphs save and recompute; returns what of both the backward needs.
+    """Tag what the marked graphs save and recompute; returns what of both the backward needs, of equal nodes the first.
 
-    Only what is needed is tagged: torch keeps the inputs of every node that it must recompute.
+    Only what is needed is tagged: torch keeps the inputs of every node that it must recompute. Of a view counts the
+    node that made its memory: autograd keeps views of what it keeps.
     """
-    for node in graph.nodes:
-        if mark_of(node) is not None:
-            node.meta.pop(TAG, None)
-            node.meta.pop(REGION_TAG, None)
     dependent = depends_on_tangents(graph)
     saved_values = {equals[node] for node in saved - dependent}
     needed: set[Node] = set()
@@ -123,41 +101,36 @@ def _tag_replay(
     pending += [node for node in outputs_of(graph)[num_fwd_outputs:] if node is not None]
     seen = set(dependent)
     while pending:
-        node = pending.pop()
+        node = memory_of(pending.pop())
         if node in seen:
             continue
         seen.add(node)
         if equals[node] in saved_values:
-            needed.add(node)
-        elif node.op == "call_function" and _is_recomputed(node):
-            recomputed.add(node)
+            needed.add(equals[node])
+        elif _is_recomputed(node):
+            recomputed.add(equals[node])
             pending.extend(node.all_input_nodes)
-    needed = {node for node in needed if not (is_getitem(node) and node.args[0] in recomputed)}
+    needed = {node for node in needed if not (is_getitem(node) and equals[node.all_input_nodes[0]] in recomputed)}
     # Equal nodes are tagged alike: common subexpression elimination leaves one of them, whichever it likes.
-    _tag(graph, equals, recomputed, CheckpointPolicy.MUST_RECOMPUTE)
-    _tag(graph, equals, needed, CheckpointPolicy.MUST_SAVE)
-    memory = {memory_of(node) for node in needed}  # of a view, for which torch takes no tag
-    _tag(graph, equals, memory, CheckpointPolicy.MUST_SAVE)
-    producers = {node.all_input_nodes[0] for node in memory if is_getitem(node)}
-    _tag(graph, equals, producers, CheckpointPolicy.MUST_SAVE)
-    return needed, recomputed
-
-
-def _tag(graph: Graph, equals: dict[Node, Node], nodes: set[Node], decision: CheckpointPolicy) -> None:
-    values = {equals[node] for node in nodes}
     for node in graph.nodes:
-        if node.op == "call_function" and equals[node] in values:
-            node.meta[TAG] = decision
+        memory = memory_of(node)
+        if mark_of(memory) is not None:
+            node.meta.pop(TAG, None)
+            node.meta.pop(REGION_TAG, None)
+        if node.op != "call_function" or node in dependent:
+            continue
+        if equals[memory] in recomputed:
+            node.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
+        elif equals[memory] in needed and memory is node:
+            for one in (node, *(node.all_input_nodes if is_getitem(node) else ())):
+                one.meta[TAG] = CheckpointPolicy.MUST_SAVE
+    return needed, recomputed
 
 
 def _is_recomputed(node: Node) -> bool:
     """Whether a node that is not saved comes from a marked graph, so that the backward computes it anew."""
-    if is_getitem(node) and mark_of(node) is None:
-        return _is_recomputed(node.all_input_nodes[0])
-    mark = mark_of(node)
-    if mark is None:
-        return memory_of(node) is not node  # autograd keeps views of what it keeps, and AOT makes views anew
-    return not mark.returned and not draws(node)
+    mark = mark_of(node.all_input_nodes[0] if is_getitem(node) else node)
+    return mark is not None and not mark.returned and not draws(node)
 
 
 def _equal_nodes(graph: Graph) -> dict[Node, Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -45,20 +45,17 @@ class Value:
 class Mark:
     """Where a node of a second trace comes from, and what the first partitioner decided about it.
 
-    graph: number of the partitioned graph; node, target: of the node there. backward: it ran in the backward.
-    saved: its outputs that are saved. returned: an output of it is the user's. reads: position among its `inputs`
-    input nodes -> name of the saved value that is read there. names: of all values that graph saves.
+    graph: number of the partitioned graph; target: of the node there. saved: its outputs whose memory is held for the
+    backward. returned: an output of it is the user's. reads: the name of the saved value that each input looks at, or
+    None. names: of all values that graph saves.
     """
 
     graph: int
-    node: str
     target: str
-    backward: bool
-    saved: tuple[Value, ...]
-    returned: bool
-    inputs: int
-    reads: tuple[tuple[int, str], ...]
-    names: tuple[str, ...] = dataclasses.field(repr=False)
+    saved: tuple[Value, ...] = ()
+    returned: bool = False
+    reads: tuple[str | None, ...] = ()
+    names: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     def __deepcopy__(self, memo: object) -> Mark:
         return self  # AOT copies it deeply for every backward node
@@ -124,40 +121,33 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
             f"Give the number that the partitioner was called with."
         )
     graph = next(_numbers)
-    values: dict[Node, dict[Node, Value]] = {}
-    saved = saved_nodes(forward, num_fwd_outputs)
-    for node in saved:
+    values: dict[Node, list[Value]] = {}
+    # Of a view the node that made its memory: a second trace makes views anew, without marks.
+    for node in dict.fromkeys(map(memory_of, saved_nodes(forward, num_fwd_outputs))):
         if node.op == "call_function":
             producer, item = _producer(node)
             tensor = node.meta["val"]
-            values.setdefault(producer, {})[node] = Value(node.name, item, tensor.dtype, _sizes(tensor))
-    names = tuple(value.name for found in values.values() for value in found.values())
+            values.setdefault(producer, []).append(Value(node.name, item, tensor.dtype, _sizes(tensor)))
+    names = tuple(value.name for found in values.values() for value in found)
     returned = {_producer(node)[0] for node in outputs[:num_fwd_outputs] if node is not None}
-    everything = [(node, False) for node in forward.graph.nodes]
-    everything += [(node, True) for node in backward.graph.nodes] if backward is not None else []
-    saved_names = {node.name for node in saved}
-    for node, is_backward in everything:
-        if node.op != "call_function":
-            continue
-        reads = tuple(
-            (position, source.name)
-            for position, source in enumerate(node.all_input_nodes)
-            if source.name in saved_names and (not is_backward or source.op == "placeholder")
-        )
-        mark = Mark(
-            graph,
-            node.name,
-            str(node.target),
-            is_backward,
-            () if is_backward else tuple(values.get(node, {}).values()),
-            not is_backward and node in returned,
-            len(node.all_input_nodes),
-            reads,
-            names,
-        )
-        others = {key: value for key, value in marks(node).items() if key not in (FORWARD, BACKWARD)}
-        node.meta["custom"] = {**others, BACKWARD if is_backward else FORWARD: mark}
+    for node in forward.graph.nodes:
+        if node.op == "call_function":
+            sources = [memory_of(source).name for source in node.all_input_nodes]
+            reads = tuple(name if name in names else None for name in sources)
+            _write(
+                node,
+                FORWARD,
+                Mark(graph, str(node.target), tuple(values.get(node, ())), node in returned, reads, names),
+            )
+    for node in backward.graph.nodes if backward is not None else ():
+        if node.op == "call_function":
+            _write(node, BACKWARD, Mark(graph, str(node.target), names=names))
     return len(names)
+
+
+def _write(node: Node, key: str, mark: Mark) -> None:
+    others = {name: value for name, value in marks(node).items() if name not in (FORWARD, BACKWARD)}
+    node.meta["custom"] = {**others, key: mark}
 
 
 def _producer(node: Node) -> tuple[Node, int | None]:
@@ -174,52 +164,41 @@ class Found:
     names: dict[int, set[str]] = dataclasses.field(default_factory=dict)
     wanted: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
-    def add(self, node: Node, graph: int, name: str) -> None:
-        """A node holds a saved value."""
+    def add(self, graph: int, name: str, nodes: Iterable[Node]) -> None:
+        """Nodes hold a saved value; none where nobody reads it any more."""
         self.names.setdefault(graph, set()).add(name)
-        if node.op == "call_function":
-            self.saved.add(node)
+        self.saved.update(nodes)
 
     def lost(self) -> list[str]:
         """Names of saved values that no node is known to hold."""
         return [name for graph, names in self.wanted.items() for name in names if name not in self.names.get(graph, ())]
 
 
-def is_same_op(node: Node, mark: Mark) -> bool:
-    """Whether a node is the op call that was marked, rather than a part of what it was decomposed into."""
-    return str(node.target) == mark.target
-
-
 def find_saved(graph: Graph) -> Found:
-    """Which nodes of a second trace hold what the first partitioner saved: by their own mark or by who reads them."""
+    """Which nodes of a second trace hold what the first partitioner saved."""
     found = Found()
-    for node in graph.nodes:
-        mark = mark_of(node)
-        if mark is None:
+    parts: list[Node] = []  # of one marked op that was decomposed
+    for node in (*graph.nodes, None):
+        mark = mark_of(node) if node is not None else None
+        if node is not None and mark is None:
+            continue
+        if parts and mark != mark_of(parts[0]):
+            _match(parts, found)
+            parts = []
+        if node is None or mark is None:
             continue
         found.wanted[mark.graph] = mark.names
-        if not is_same_op(node, mark):
+        if str(node.target) != mark.target:
+            parts += [node] if mark.saved else []
             continue
         for value in mark.saved:
-            if value.item is None:
-                found.add(node, mark.graph, value.name)
-            else:
-                found.names.setdefault(mark.graph, set()).add(value.name)
-                for user in node.users:
-                    if is_getitem(user) and user.args[1] == value.item:
-                        found.add(user, mark.graph, value.name)
-        if len(node.all_input_nodes) == mark.inputs:
-            for position, name in mark.reads:
-                found.add(_origin(node.all_input_nodes[position]), mark.graph, name)
-    for members in _decomposed(graph):
-        _match(members, found)
+            items = [user for user in node.users if is_getitem(user) and user.args[1] == value.item]
+            found.add(mark.graph, value.name, [node] if value.item is None else items)
+        # A copy that inductor took out is what its readers read.
+        for source, name in zip(node.all_input_nodes, mark.reads, strict=False):
+            if name is not None and name not in found.names.get(mark.graph, ()):
+                found.add(mark.graph, name, [memory_of(source)])
     return found
-
-
-def is_alias(node: Node) -> bool:
-    """Whether a node is its input under another name: autograd detaches what it keeps."""
-    schema = schema_of(node)
-    return schema is not None and schema.name in ("aten::detach", "aten::alias")
 
 
 def memory_of(node: Node) -> Node:
@@ -233,37 +212,14 @@ def memory_of(node: Node) -> Node:
     return node
 
 
-def _origin(node: Node) -> Node:
-    while is_alias(node) and mark_of(node) is None:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _decomposed(graph: Graph) -> Iterator[list[Node]]:
-    """Runs of nodes that one marked op with saved outputs was decomposed into."""
-    run: list[Node] = []
-    for node in itertools.chain(graph.nodes, [None]):
-        mark = mark_of(node) if node is not None else None
-        if node is not None and mark is None:
-            continue
-        ours = mark is not None and bool(mark.saved) and node is not None and not is_same_op(node, mark)
-        if run and (not ours or mark != mark_of(run[0])):
-            yield run
-            run = []
-        if ours and node is not None:
-            run.append(node)
-
-
-def _match(run: Iterable[Node], found: Found) -> None:
-    members = list(run)
-    members += [user for node in members for user in node.users if is_getitem(user)]
-    order = {node: place for place, node in enumerate(members[0].graph.nodes)}
-    leaving = [node for node in members if any(user not in members for user in node.users)]
+def _match(parts: list[Node], found: Found) -> None:
+    """Find the saved outputs of an op among the nodes that it was decomposed into, by dtype and shape."""
+    parts += [user for node in parts for user in node.users if is_getitem(user)]
+    order = {node: place for place, node in enumerate(parts[0].graph.nodes)}
+    leaving = [node for node in parts if any(user not in parts for user in node.users)]
     leaving.sort(key=order.__getitem__, reverse=True)
-    mark = mark_of(members[0])
+    mark = mark_of(parts[0])
     for value in mark.saved if mark is not None else ():
-        for node in leaving:
-            if value.looks_like(node):
-                found.add(node, mark.graph, value.name)  # type: ignore[union-attr]
-                leaving.remove(node)
-                break
+        if node := next(filter(value.looks_like, leaving), None):
+            found.add(mark.graph, value.name, [node])  # type: ignore[union-attr]
+            leaving.remove(node)

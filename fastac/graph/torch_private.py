@@ -50,8 +50,16 @@ COLLECTIVES = "_c10d_functional"
 min_cut = torch._functorch.partitioners.min_cut_rematerialization_partition
 """torch's partitioner: it decides by dependency which nodes belong to the backward, and obeys meta["recompute"]."""
 
-CustomPartitioner: Any = torch._inductor.custom_graph_pass.CustomPartitionerFn
-"""What inductor's `custom_partitioner_fn` must be an instance of."""
+
+_CustomPartitioner: Any = torch._inductor.custom_graph_pass.CustomPartitionerFn
+
+
+class Partitioner(_CustomPartitioner):  # type: ignore[misc]
+    """A partitioner that is called by AOT, or by inductor as its `custom_partitioner_fn`."""
+
+    def uuid(self) -> None:
+        """None: inductor must not take from its cache what another partitioner made."""
+
 
 _TRACING = threading.RLock()
 """One trace at a time: what make_fx and `tracing` change belongs to the process."""
@@ -70,12 +78,12 @@ def fake_of(value: Any, mode: FakeTensorMode) -> Any:
     return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
 
 
-def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode | None:
+def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode:
     """The mode that the values of a graph's inputs were made in."""
     for node in graph_module.graph.nodes:
         if node.op == "placeholder" and torch_private.is_fake(node.meta.get("val")):
             return node.meta["val"].fake_mode  # type: ignore[no-any-return]
-    return None
+    raise FastacError("The graph has no fake tensors as inputs. Trace it with fastac.graph.trace, or make_fx on some.")
 
 
 @contextlib.contextmanager
@@ -110,7 +118,6 @@ def retracing(mode: FakeTensorMode) -> Iterator[None]:
 @contextlib.contextmanager
 def _backward_marked(fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
     engine = torch.autograd.graph._engine_run_backward
-    tracing_thread = threading.get_ident()
 
     def fake(value: Any) -> Any:
         found = fakes.get(id(value), value)
@@ -123,8 +130,6 @@ def _backward_marked(fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
         return found
 
     def run(outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != tracing_thread:  # there is one engine for the process
-            return engine(outputs, gradients, keep, create, inputs, *args, **kwargs)
         with annotate(BACKWARD):
             return engine(outputs, gradients, keep, create, tuple(map(fake, inputs)), *args, **kwargs)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fastac.checkpoint import prepare
 from fastac.compile import tracing
 from fastac.engine import generators
-from fastac.engine.torch_private import is_fake
 from fastac.errors import FastacError
 from fastac.graph import torch_private
-from fastac.graph.nodes import RECOMPUTED, STATE, constants, draws, is_attention, is_backward, mark, marks, regions
+from fastac.graph.nodes import RECOMPUTED, STATE, draws, is_attention, is_backward, mark, marks, regions
 from fastac.policy import Policy
 
 Description = dict[str, object]
@@ -91,9 +89,9 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         A `Traced`, to be called as the step is.
 
     Raises:
-        FastacError: the step stores gradients (`backward()`) or tensors in the model, computes with parameters that
-            are not the model's, draws random numbers in Python, or has a
-            torch.utils.checkpoint with dropout in it.
+        FastacError: the step stores gradients (`backward()`), replaces buffers of the model, computes with parameters
+            that are not the model's, draws random numbers in Python, or has a torch.utils.checkpoint with dropout in
+            it.
 
     Example:
         >>> def step(video, timestep, text):
@@ -105,7 +103,6 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     state = _state_of(model)
     described = _describe(model, state, args, kwargs)
     leaves, structure = torch_private.tree_flatten((args, kwargs))
-    _refuse_unknown_arguments(args, kwargs)
     cached = torch.is_autocast_cache_enabled()
     fakes: dict[int, torch.Tensor] = {}
     returned: list[Any] = []
@@ -131,7 +128,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     inputs = [torch_private.fake_of(value, mode) for value in (*state.values(), *leaves)]
     drawn = torch.get_rng_state(), random.getstate()
     with (
-        _nothing_stored(model, [*state.values(), *leaves]),
+        _no_gradient_stored([*state.values(), *leaves]),
         tracing.expected(),
         torch_private.tracing(mode, fakes),
     ):
@@ -166,36 +163,6 @@ def summary(graph_module: GraphModule, policies: Mapping[int, Policy] | None) ->
 
 
 # What the trace takes for granted
-
-_PLAIN = (
-    torch.Tensor,
-    torch.Generator,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    slice,
-    range,
-    enum.Enum,
-    type(None),
-)
-
-
-def _refuse_unknown_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise FastacError for an argument that may hold tensors which are not seen: they would be constants."""
-    for name, leaf in _arguments(args, kwargs).items():
-        if not isinstance(leaf, _PLAIN) and not callable(leaf):
-            raise FastacError(
-                f"trace: {name} is a {type(leaf).__name__}, and what is inside would be the same in every call of the "
-                f"graph. Pass tensors, numbers and strings, alone or in lists, tuples and dicts; or register the class "
-                f"by torch.utils._pytree.register_dataclass."
-            )
 
 
 def _state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -264,31 +231,18 @@ def _with_state(model: torch.nn.Module, fakes: Mapping[int, Any]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[None]:
-    """Put back what a trace stores: gradients in `.grad`, fake tensors in attributes of modules. Raise if it did."""
-    gradients = [(value, value.grad) for value in values if isinstance(value, torch.Tensor) and value.is_leaf]
-    attributes = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
-    stored: list[str] = []
+def _no_gradient_stored(values: Sequence[Any]) -> Iterator[None]:
+    """Put back what a trace stores in `.grad`, and raise if it did."""
+    before = [_gradient_of(value) for value in values]
     wrong = False
     try:
         yield
     finally:
-        for tensor, gradient in gradients:
-            if tensor.grad is not gradient:
-                tensor.grad, wrong = gradient, True
-        for name, module, before in attributes:
-            for key, value in list(vars(module).items()):
-                if value is not before.get(key) and is_fake(value):
-                    stored.append(f"{name}.{key}".lstrip("."))
-                    vars(module).pop(key)
-                    vars(module).update({key: before[key]} if key in before else {})
+        for value, gradient in zip(values, before, strict=True):
+            if _gradient_of(value) is not gradient:
+                value.grad, wrong = gradient, True
     if wrong:
         raise _stores_gradients()
-    if stored:
-        raise FastacError(
-            f"trace: the step stores a tensor in the model ({stored[0]}), which the graph would not do in its calls. "
-            f"Return it from the step. If it is a cache, call the model once before the trace, so that it is there."
-        )
 
 
 def _gradient_of(value: Any) -> torch.Tensor | None:
@@ -304,8 +258,9 @@ def _stores_gradients() -> FastacError:
 
 def _refuse_trained_constants(graph_module: GraphModule) -> None:
     """Raise FastacError for a constant that requires grad: its share of the gradients would be missing."""
-    for _, constant in constants(graph_module):
-        if constant.requires_grad:
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        constant = getattr(graph_module, str(node.target), None)
+        if isinstance(constant, torch.Tensor) and constant.requires_grad:
             raise FastacError(
                 f"trace: the step uses a tensor of shape {tuple(constant.shape)} that requires grad and is neither an "
                 f"argument nor taken from the model inside the step. Pass it as an argument, take it by "

@@ -18,7 +18,9 @@ from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors, ao
 from torch.fx import GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fastac.graph.torch_private import CustomPartitioner
+from fastac.graph import held_bytes
+from fastac.graph.saved_values import saved_nodes
+from fastac.graph.torch_private import Partitioner
 from fastac.registry import AttentionOp, classify
 from tests.support import AttentionBlock, AttentionStack
 
@@ -39,16 +41,12 @@ class Split:
     @property
     def saved(self) -> list[Node]:
         """Tensors that the forward returns for the backward."""
-        (output,) = self.forward.graph.find_nodes(op="output")
-        extra = output.args[0][self.num_fwd_outputs :]
-        return [node for node in extra if isinstance(node.meta["val"], torch.Tensor)]
+        return saved_nodes(self.forward, self.num_fwd_outputs)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all memory that is saved and was no input, each storage once."""
-        inputs = {storage(node) for node in self.forward.graph.find_nodes(op="placeholder")}
-        held = {storage(node): node for node in self.saved if storage(node) not in inputs}
-        return sum(node.meta["val"].untyped_storage().nbytes() for node in held.values())
+        return held_bytes(self.forward, self.num_fwd_outputs)
 
     def count(self, part: str, wanted: Callable[[Node], bool]) -> int:
         """How many calls of a kind one of the two graphs has."""
@@ -71,10 +69,6 @@ class Split:
         return self.attention, self.gathers, self.held_bytes
 
 
-def storage(node: Node) -> Any:
-    return node.meta["val"].untyped_storage()._cdata
-
-
 def is_attention(node: Node) -> bool:
     targets = [node.target, *node.args[:1]]  # torch wraps an op whose generator it restores
     found = [classify(target) for target in targets if not isinstance(target, Node)]
@@ -88,7 +82,7 @@ def is_gather(node: Node) -> bool:
     )
 
 
-class Watched(CustomPartitioner):  # type: ignore[misc]
+class Watched(Partitioner):
     """A partitioner that keeps what it returned. before: a change of the joint graph that comes first."""
 
     def __init__(self, partition: Partition, before: Callable[[GraphModule], object] | None = None) -> None:
@@ -101,9 +95,6 @@ class Watched(CustomPartitioner):  # type: ignore[misc]
         forward, backward = self.partition(joint, joint_inputs, **options)
         self.splits.append(Split(forward, backward, options["num_fwd_outputs"]))
         return forward, backward
-
-    def uuid(self) -> None:
-        """None: inductor must not take from its cache what another partitioner made."""
 
     @property
     def split(self) -> Split:

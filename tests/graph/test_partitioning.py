@@ -11,25 +11,24 @@ import torch._dynamo
 import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-import fastac
 from fastac import FastacError, PolicyNotAppliedError, graph
-from fastac.graph.partitioning import drop_dead_collectives, parameters_of
+from fastac.graph.partitioning import drop_dead_collectives
 from tests.graph.partitioned import (
     WORLD,
     Partitioned,
     Split,
     Watched,
-    careless,
     compiled_again,
     fake_process_group,
     is_gather,
     llama,
     small_stack,
 )
+from tests.graph.steps import noisy_attention, row
 
 FUNCTIONAL = torch.ops._c10d_functional
 
@@ -37,19 +36,20 @@ FUNCTIONAL = torch.ops._c10d_functional
 # Attention
 
 
-def test_a_partitioner_that_recomputes_attention_is_refused() -> None:
+def test_attention_that_runs_again_is_refused() -> None:
+    """Without a budget torch's min-cut saves nothing, whatever the tags say."""
     with (
-        torch._functorch.config.patch(activation_memory_budget=0.05),
-        pytest.raises(PolicyNotAppliedError, match="careless runs attention again in backward: _scaled_dot_product"),
+        torch._functorch.config.patch(activation_memory_budget=0),
+        pytest.raises(PolicyNotAppliedError, match="runs attention again in backward: _scaled_dot_product"),
     ):
-        Partitioned(*small_stack(), graph.partitioner("attn_only", then=careless))
+        Partitioned(*small_stack(), graph.partitioner("attn_only"))
 
 
 def test_dropout_that_would_be_drawn_again_is_refused() -> None:
     """torch's min-cut under a memory budget recomputes dropout with other numbers."""
     with (
         torch._functorch.config.patch(activation_memory_budget=0.3),
-        pytest.raises(FastacError, match=r"min_cut_\w+ runs ops in backward again that draw .*: native_dropout"),
+        pytest.raises(FastacError, match=r"runs ops in backward again that draw .*: native_dropout"),
     ):
         Partitioned(*small_stack(dropout=0.2), graph.partitioner("attn_only"))
 
@@ -88,18 +88,7 @@ def test_a_router_is_no_attention_and_a_joint_graph_has_no_blocks() -> None:
 
 @pytest.mark.usefixtures("rows_as_before")
 def test_recomputed_attention_that_draws_unknown_to_torch_is_refused() -> None:
-    library = torch.library.Library("round_trip_test", "FRAGMENT")
-    library.define("drawing(Tensor query, Tensor key, Tensor value, float dropout_p) -> Tensor")
-    library.impl("drawing", lambda q, k, v, p: q + k + v, "CompositeExplicitAutograd")
-    library.impl("drawing", torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_autograd(
-        "round_trip_test::drawing", lambda context, grad: (grad, grad, grad, None), lib=library
-    )
-    fastac.register(
-        fastac.AttentionOp(
-            backend="mine", namespace="round_trip_test", name="drawing", layout="bhsd", dropout="dropout_p"
-        )
-    )
+    row(layout="bhsd", dropout="dropout_p")
 
     class Drawing(torch.nn.Module):
         def __init__(self, dropout: float) -> None:
@@ -108,10 +97,10 @@ def test_recomputed_attention_that_draws_unknown_to_torch_is_refused() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x @ self.weight
-            return torch.ops.round_trip_test.drawing(x, x, x, self.dropout)
+            return noisy_attention(x, x, x, self.dropout)[0]
 
     args = (torch.randn(1, 2, 8, 4),)
-    with pytest.raises(FastacError, match=r"lacks torch\.Tag\.nondeterministic_seeded"):
+    with pytest.raises(FastacError, match=r"draw random numbers.*noisy_attention.*torch\.Tag"):
         Partitioned(Drawing(0.1), args, graph.partitioner("full"))
     Partitioned(Drawing(0.0), args, graph.partitioner("full"))
     Partitioned(Drawing(0.1), args, graph.partitioner("attn_only"))
@@ -153,8 +142,6 @@ def test_gathered_weights_are_not_saved() -> None:
     watched = Watched(graph.partitioner("attn_only"))
     compiled_again(model, watched)(*args).float().sum().backward()
     assert (watched.split.gathers, weights(watched.split)) == ((8, 5), [])
-    with pytest.raises(PolicyNotAppliedError, match=r"careless saves gathered parameters: \w+"):
-        Partitioned(model, args, graph.partitioner("attn_only", then=careless))
 
 
 def traced(function: Any, *args: torch.Tensor) -> GraphModule:
@@ -211,18 +198,6 @@ def test_activations_are_left_to_the_policy() -> None:
 
     names, _ = chain_of(function, torch.randn(1, 8), torch.randn(1, 8))
     assert names == ["all_gather_into_tensor", "wait_tensor"]
-
-
-def test_parameters_are_those_that_aot_describes_or_that_stay_in_place() -> None:
-    class Description:
-        def is_param(self) -> bool:
-            return True
-
-    made = Graph()
-    nodes: list[Node] = [made.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1", "primals_3")]
-    nodes[0].meta["desc"] = Description()
-    assert parameters_of(made) == [nodes[0]]
-    assert parameters_of(made, [2]) == [nodes[0], nodes[3]]  # static inputs are counted without tangents
 
 
 @pytest.mark.usefixtures("eight_ranks")
