@@ -42,20 +42,11 @@ class Compilation:
     eager: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        counted = ", ".join(f"{name} x {count}" for name, count in self.blocks.items())
-        lines = [
-            f"{self.model}: {counted} compiled by {self.backend}, each inside its own checkpoint (policy "
-            f"{self.policy}){', so that a graph break costs no saved attention' * (self.policy != 'full')}."
-            if counted
-            else f"{self.model}: no block was compiled here. Each is inside its own checkpoint (policy {self.policy})."
-        ]
-        if self.blocks and self.backend == INDUCTOR:
-            lines.append("flex_attention is compiled apart from what is around it, so that it can be saved.")
+        counted = ", ".join(f"{name} x {count}" for name, count in self.blocks.items()) or "no block"
+        made = f"{counted} compiled by {self.backend}, each inside its own checkpoint"
+        lines = [f"{self.model}: {made} (policy {self.policy})."]
         if self.before:
-            lines.append(
-                f"{_few(self.before)} had been compiled before and stayed so, with the options they had: take out "
-                f"compile_repeated_blocks() or block.compile() to have them compiled here."
-            )
+            lines.append(f"{_few(self.before)} had been compiled before and stayed so, with the options they had.")
         if self.eager:
             lines.append(f"{_few(self.eager)} stayed eager: in compiled code their attention kernel could not be seen.")
         return " ".join(lines)
@@ -84,20 +75,14 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
         What was done; `print` it.
 
     Raises:
-        FastacError: torch.compile does not take the options, or the model is compiled as a whole already, or holds
-            named blocks that are. What `enable` raises passes as it is. Nothing is changed then.
+        FastacError: as `fastac.enable`. Nothing is changed then, nor where torch.compile does not take the options.
 
     Example:
         >>> print(fastac.compile(transformer, policy="attn_only"))
     """
-    hook.check_module(model, "compile")
-    ready = _ready("compile", options)
-    outer, inner = model, models.unwrapped(model)
-    if blocks is None:
-        hook.check_switch(inner, "compile")
-    chosen = models.select(inner, blocks, outer) if blocks is not None else hook.containers_of(inner)
-    _refuse_compiled(outer, {block for container in chosen for block in container.blocks.values()}, blocks is not None)
+    ready = _ready(options)
     hook.enable(model, policy, blocks=blocks)
+    inner = models.unwrapped(model)
     enabled = hook.enabled_on(inner)
     assert enabled is not None
     own = enabled.forwards
@@ -137,12 +122,12 @@ def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[
         options: those of torch.compile but for `backend`, which is inductor.
 
     Raises:
-        FastacError: torch.compile does not take the options.
+        FastacError: another backend.
 
     Example:
         >>> attend = fastac.compile_attention(flex_attention, dynamic=False)
     """
-    ready = _ready("compile_attention", options)
+    ready = _ready(options)
     if _name_of(ready["backend"]) != INDUCTOR:
         raise FastacError(
             f"compile_attention(backend={options['backend']!r}): it is about inductor, which hides flex_attention. "
@@ -151,44 +136,18 @@ def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[
     return torch.compile(function, **ready)
 
 
-def _ready(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with inductor as fastac has it. Raises FastacError for what torch.compile does not take."""
-    try:
-        torch.compile(_nothing, **options)
-    except Exception as error:
-        words = str(error).partition(", known options")[0]
-        raise FastacError(f"{call}: torch.compile does not take these options: {words}") from error
+def _ready(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with inductor as fastac has it. torch.compile says what it does not take, before a model changes."""
+    torch.compile(_name_of, **options)
     ready = dict(options)
     if ready.get("backend", INDUCTOR) in (INDUCTOR, None):
         ready["backend"] = inductor(ready.pop("mode", None), ready.pop("options", None), ready.get("dynamic"))
     return ready
 
 
-def _nothing() -> None:
-    pass
-
-
 def _name_of(backend: Any) -> str:
     name = backend if isinstance(backend, str) else getattr(backend, "compiler_name", None)
     return str(name or getattr(backend, "__name__", type(backend).__name__))
-
-
-def _refuse_compiled(model: torch.nn.Module, blocks: set[torch.nn.Module], named: bool) -> None:
-    for module in model.modules():
-        if module in blocks:
-            if named and module._compiled_call_impl is not None:
-                raise FastacError(
-                    f"compile(blocks=...): a {class_name(module)} is compiled already, and would have its "
-                    f"checkpoint inside. Do not call its compile(): fastac.compile does."
-                )
-            continue
-        compiled = module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-        if compiled and not blocks.isdisjoint(module.modules()):
-            raise FastacError(
-                f"compile: {type(models.unwrapped(module)).__name__} is compiled as a whole already. Take out "
-                f"model.compile() or torch.compile(model) before fastac.compile(model), which compiles its blocks; or "
-                f"keep it, and call fastac.enable(model)."
-            )
 
 
 def _options_of(compiled: Any) -> dict[str, Any] | None:

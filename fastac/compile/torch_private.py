@@ -129,7 +129,6 @@ class CompiledCalls:
     _before: ClassVar[Any] = None
 
     def __enter__(self) -> CompiledCalls:
-
         self._thread = threading.get_ident()
         self._found_code = 0
         with self._lock:
@@ -179,17 +178,12 @@ class InductorWith(torch._TorchCompileInductorWrapper):
         """Compile a graph of dynamo's."""
         patches = dict(config_patches or {})
         if _holds_flex(model_):
-            others = passes(self.config, "post_grad_custom_pre_pass")
+            from torch._inductor import config
+
+            theirs = self.config.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+            others = theirs if isinstance(theirs, (list, tuple)) else [theirs] * (theirs is not None)
             patches["post_grad_custom_pre_pass"] = [*others, self.graph_pass]
         return super().__call__(model_, inputs_, config_patches=patches)  # type: ignore[no-untyped-call]
-
-
-def passes(options: Mapping[str, Any], name: str) -> list[Any]:
-    """The passes that somebody else has put in a place of inductor's: in these options, or in its configuration."""
-    from torch._inductor import config
-
-    given = options.get(name, getattr(config, name))
-    return list(given) if isinstance(given, (list, tuple)) else [given] if given is not None else []
 
 
 def _holds_flex(module: torch.fx.GraphModule) -> bool:

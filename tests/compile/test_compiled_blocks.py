@@ -15,7 +15,6 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
 
-import fastac
 from fastac import PolicyNotAppliedError
 from tests import support
 from tests.compile.steps import (
@@ -30,12 +29,13 @@ from tests.compile.steps import (
     train,
 )
 from tests.compiler import compiled_so_far, reset
-from tests.marks import slow
 from tests.support import AttentionBlock, assert_same, stack, stack_inputs, train_step
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", True, marks=pytest.mark.slow)],
+)
 def test_calls_by_dynamo_and_aot_while_a_region_is_open(backend: str, dynamic: bool) -> None:
     """They call the op with fakes; recorded, these made the first step after every compile wrong."""
     assert_exact_and_saved(
@@ -91,30 +91,6 @@ def test_a_kernel_called_past_the_dispatcher() -> None:
         for _ in range(2):
             with pytest.raises(PolicyNotAppliedError):
                 model(**small_inputs())
-
-
-class FeedForward(torch.nn.Module):
-    """A module with a forward of its own: dynamo does not compile those of torch.nn by themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(support.WIDTH, support.WIDTH)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.gelu(self.linear(hidden))
-
-
-def test_a_compiled_part_of_an_eager_block() -> None:
-    def build(policy: str) -> torch.nn.Module:
-        model = stack(policy=policy)
-        torch.manual_seed(0)
-        for block in model.blocks:
-            block.ffn = FeedForward()
-            block.ffn.compile(backend="aot_eager", dynamic=False)
-        return model
-
-    found = assert_exact_and_saved(build, stack_inputs(), calls=4, looks=1)
-    assert found.compiled[-1][:2] == (1, 0)
 
 
 def test_a_second_backward() -> None:
@@ -185,22 +161,3 @@ def test_compiled_blocks_stay_compiled() -> None:
         train_step(model, stack_inputs())
         assert runs["graph"] == 2 * len(model.blocks)  # forward and recompute
     assert compiled_so_far().graphs == 1
-
-
-@pytest.mark.slow
-def test_frozen_inputs_of_a_model_of_diffusers() -> None:
-    """A LoRA on the feed-forward alone: what enters the first block needs no gradient."""
-    from peft import LoraConfig
-
-    def build(policy: str) -> torch.nn.Module:
-        model, _ = support.build("WanTransformer3DModel")
-        model.requires_grad_(False)
-        torch.manual_seed(0)
-        model.add_adapter(LoraConfig(r=2, target_modules=r".*ffn\.net\.(0\.proj|2)"))
-        support.fill_zeros(model)
-        if policy != "none":
-            fastac.enable(model, policy)
-        return compile_blocks(model, "inductor")
-
-    _, inputs = support.build("WanTransformer3DModel")
-    assert_exact_and_saved(build, frozen_inputs(inputs), calls=4, looks=1)

@@ -16,7 +16,6 @@ from tests.compile.steps import (
     EACH_WAY,
     WAYS,
     assert_exact_and_saved,
-    backward_twice,
     broken,
     compile_blocks,
     compile_whole,
@@ -35,7 +34,7 @@ from tests.support import assert_same, stack, stack_inputs, train_step
 
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
-    [("eager", False), ("aot_eager", True), pytest.param("inductor", True, marks=pytest.mark.slow)],
+    [("aot_eager", True), pytest.param("inductor", True, marks=pytest.mark.slow)],
 )
 def test_the_first_step_is_exact(backend: str, dynamic: bool) -> None:
     assert_exact_and_saved(
@@ -66,32 +65,6 @@ def test_the_whole_model_is_one_graph() -> None:
         assert_same(mine, theirs)
     assert found.executions == [6 + 2 + 1] * 2
     assert compiled_so_far()[:2] == (1, 0)
-
-
-def attend_and_print(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention with what a user leaves behind after debugging."""
-    print("attending", tuple(query.shape))
-    return F.scaled_dot_product_attention(query, key, value)
-
-
-def test_a_graph_break_in_a_block(capsys: pytest.CaptureFixture[str]) -> None:
-    """The region then runs outside the graph, eagerly and on the tape, in every step."""
-    assert_exact_and_saved(
-        lambda policy: compile_whole(small(policy, attend=attend_and_print), "aot_eager"),
-        small_inputs(),
-        calls=2,
-        looks=1,
-        reference=train(small("none"), small_inputs()),
-    )
-    assert "attending" in capsys.readouterr().out
-
-
-def test_a_second_backward_without_aot() -> None:
-    """A graph that is not compiled further runs its regions on the tape; torch's contexts serve one backward."""
-    expected = train_step(stack(), stack_inputs(), backward=backward_twice)
-    model = compile_whole(stack(policy="attn_only"), "eager")
-    for _ in range(2):
-        assert_same(train_step(model, stack_inputs(), backward=backward_twice), expected)
 
 
 @EACH_WAY

@@ -11,11 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch._dynamo.utils import get_compilation_metrics
 
 from tests import support
-from tests.compile.steps import EACH_WAY, WAYS, compile_blocks, compile_whole, small, small_inputs
+from tests.compile.steps import EACH_WAY, WAYS
 from tests.compiler import reset
 from tests.support import assert_same, stack, stack_inputs, train_step
 
@@ -59,25 +57,3 @@ def test_eager_training_while_another_thread_compiles(way: str) -> None:
     compiled_expected = train_step(WAYS[way](stack(layers=1), "aot_eager"), stack_inputs())
     for found in compiled_steps:
         assert_same(found, compiled_expected)
-
-
-def test_an_eager_look_leaves_compiled_code_of_other_threads_alone() -> None:
-    """The look at a compiled block sets module hooks, which hold for every thread, and on which dynamo guards."""
-    other_model = compile_whole(small("attn_only", layers=1), "aot_eager")
-    expected = train_step(other_model, small_inputs())
-    attempts, compiled = [], []
-
-    @torch.compiler.disable
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        # Called by the region, by the look at it, and by its recompute: meanwhile the other thread trains.
-        before = len(get_compilation_metrics())
-        with ThreadPoolExecutor(1) as other:
-            attempts.append(other.submit(train_step, other_model, small_inputs()).result(60))
-        compiled.append(len(get_compilation_metrics()) - before)
-        return F.scaled_dot_product_attention(query, key, value)
-
-    train_step(compile_blocks(small("attn_only", layers=1, attend=attend), "aot_eager"), small_inputs())
-    assert len(attempts) == 3
-    for found in attempts:
-        assert_same(found, expected)
-    assert not any(compiled), "the other thread compiled again"
