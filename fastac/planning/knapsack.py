@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastac.errors import FastacError
-
 POINTS = 2**19
 """The longest list of sums that is kept whole. Of a longer one the best stays in each of so many intervals of bytes.
 
@@ -85,10 +83,8 @@ def choose(blocks: Mapping[str, Sequence[Output]], limit: int) -> dict[str, Choi
     blocks: name -> outputs, in the order of the forward. In a block attention is saved from some number of keys on, or
     not at all; calls of one Linear module are saved together. What not all blocks can save is saved by the last ones,
     whose outputs backward uses up first; so of two blocks with equal outputs the earlier saves a subset of what the
-    later does. Raises FastacError for a negative limit.
+    later does.
     """
-    if limit < 0:
-        raise FastacError(f"limit={limit}: a number of bytes, 0 or more, was expected")
     pools = _pools(blocks)
     steps = _steps(pools)
     sums, _, origins = _undominated(steps, limit)

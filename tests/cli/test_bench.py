@@ -7,7 +7,6 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,18 +217,6 @@ def test_bytes_are_those_of_the_allocator() -> None:
 
     assert measuring.allocated_bytes(run) == (4000, 4_000_000)
     assert measuring.allocated_bytes(run, lambda result: torch.empty(2_000_000)) == (4000, 8_004_000)
-
-
-def test_the_facts_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = measuring.machine()
-    assert {"processor", "cores", "load_average", "threads", "system", "python"} < facts.keys()
-    assert (facts["torch"], "gpu" in facts) == (torch.__version__, torch.cuda.is_available())
-    assert measuring.version("no-such-distribution") is None
-
-    properties = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9, major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    found = measuring.gpu()
-    assert (found["name"], found["capability"]) == ("NVIDIA H100", "9.0")
 
 
 # The command

@@ -104,16 +104,6 @@ def test_what_cannot_be_planned_is_one_message(
         assert message in captured.err, captured.err
 
 
-def test_a_terminal_is_told_what_is_done(
-    small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
-    assert cli.main(["plan", *small]) == 0
-    captured = capsys.readouterr()
-    assert "simulating" in captured.err
-    assert "simulating" not in captured.out
-
-
 def test_training_is_what_the_options_say(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Training] = []
 

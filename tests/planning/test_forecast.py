@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastac.errors import FastacError
 from fastac.planning.forecast import Forecast
 from fastac.planning.knapsack import Choice
 from fastac.planning.simulation import GENERATOR_STATE
@@ -28,13 +27,6 @@ from tests.planning.planned import (
     tiny,
 )
 from tests.support import AttentionBlock
-
-CANNOT_BE_SIMULATED = {
-    "WanAnimate2Transformer3DModel": "aten._local_scalar_dense",  # asks for values of features
-    "AnyFlowFARTransformer3DModel": "FlexAttention does not support backward on CPU",
-    "Kandinsky6SRTransformer3DModel": "FlexAttention does not support backward on CPU",
-}
-"""Class -> what the error says."""
 
 KINDS = {
     WAN: "cross-attention",
@@ -104,23 +96,6 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert attention.held_bytes - attention.saved_bytes == found.plan("full").held_bytes
 
 
-def test_the_allocator_agrees() -> None:
-    """To the byte, with the state of the random number generator, which each block keeps until its backward."""
-    model, inputs = tiny(WAN)
-    found = forecast_of(WAN)
-    for policy in ("full", "attn_only"):
-        plan = found.plan(policy)
-        peak = plan.peak_bytes - found.states.total
-        assert (plan.held_bytes, peak) == planned.allocated(planned.under(model, policy), inputs)
-
-
-@pytest.mark.parametrize("name", quick(CANNOT_BE_SIMULATED, "WanAnimate2Transformer3DModel"))
-def test_what_cannot_be_simulated_is_an_error(name: str) -> None:
-    found = Forecast(subject(*tiny(name)))
-    with pytest.raises(Exception, match=CANNOT_BE_SIMULATED[name]):
-        assert found.plain
-
-
 def test_a_block_that_is_called_twice() -> None:
     class Twice(Stack):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -149,27 +124,19 @@ def test_blocks_before_all_that_is_trained_keep_nothing() -> None:
         assert found.plan(policy).held_bytes == planned.allocated(mine, inputs)[0]
 
 
-def test_blocks_by_name() -> None:
-    model = Stack(*plain_blocks(2))
-    with pytest.raises(FastacError, match="no such module"):
-        subject(model, stack_inputs(), "transformer")
-    with pytest.raises(FastacError, match="no transformer blocks in Linear"):
-        subject(torch.nn.Linear(2, 2), {"input": torch.randn(1, 2)})
-    assert list(Forecast(subject(model, stack_inputs(), "layers.1")).candidates) == ["layers.1"]
-
-
 # What is chosen for a number of bytes
 
 
 @pytest.mark.parametrize("name", [WAN, LTX, HUNYUAN_VIDEO])
 def test_a_budget_is_never_worse_than_a_policy(name: str) -> None:
-    """With the bytes of a policy no more is run again, and no more is saved; with more bytes less is."""
+    """With the bytes of a policy, or some more, no more is run again, and no more is saved; with more bytes less is."""
     found = forecast_of(name)
     for policy in ("attn_only", "long_attn_only", Policy("attn_only", min_kv=13), ALL_LINEAR):
         fixed = found.plan(policy)
-        plan = found.plan(found.within(fixed.saved_bytes))
-        assert plan.recomputed_flops <= fixed.recomputed_flops, policy
-        assert plan.saved_bytes <= fixed.saved_bytes, policy
+        for limit in (fixed.saved_bytes, fixed.saved_bytes + 1, fixed.saved_bytes * 9 // 8):
+            plan = found.plan(found.within(limit))
+            assert plan.recomputed_flops <= fixed.recomputed_flops, policy
+            assert plan.saved_bytes <= limit, policy
     everything = found.plan(ALL_LINEAR)
     plans = [found.plan(found.within(everything.saved_bytes * share // 7)) for share in range(8)]
     assert all(plan.saved_bytes <= everything.saved_bytes * share // 7 for share, plan in enumerate(plans))

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac.engine import torch_private
 from fastac.engine.torch_private import NEEDS_VALUES
-from fastac.planning.known_values import LARGEST, KnownValues
+from fastac.planning.known_values import KnownValues
 
 
 class Following(TorchDispatchMode):
@@ -67,12 +67,6 @@ def test_what_depends_on_a_shape_alone_is_known(name: str, known: KnownValues) -
         assert int(other.new_full((2, 3), 7).sum()) == 42
 
 
-def test_random_values_are_not_known(known: KnownValues) -> None:
-    """They would not be those of a step."""
-    with known.mode, Following(known), pytest.raises(NEEDS_VALUES):
-        torch.randn(3).sum().item()
-
-
 def test_places_that_a_mask_leaves(known: KnownValues) -> None:
     """Their number is a shape: of what a mask picks, and of its places."""
     mask, features = fake(known, MASK.bool()), fake(known, torch.randn(2, 5, 7), is_known=False)
@@ -90,17 +84,6 @@ def test_what_is_changed_in_place_by_unknown_values_is_forgotten(known: KnownVal
         mask += other
         with pytest.raises(NEEDS_VALUES):
             mask.sum().item()
-
-
-def test_large_tensors_are_not_followed(known: KnownValues) -> None:
-    """Neither inputs nor what is made of small ones."""
-    size = LARGEST + 1
-    large, small, largest = (fake(known, torch.ones(count, dtype=torch.uint8)) for count in (size, 1, LARGEST))
-    with known.mode, Following(known):
-        for values in (large, small.expand(size), torch.zeros(size)):
-            with pytest.raises(NEEDS_VALUES):
-                values.sum().item()
-        assert int(largest.sum()) == LARGEST
 
 
 def test_what_is_given_stays_as_it_is(known: KnownValues) -> None:

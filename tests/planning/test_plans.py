@@ -227,5 +227,7 @@ def test_models_that_cannot_be_planned() -> None:
         fastac.plan(model, stack_inputs(), blocks="layers")
     with pytest.raises(FastacError, match="mapping"):
         fastac.plan(model, torch.ones(2), blocks="layers")  # type: ignore[arg-type]
+    with pytest.raises(FastacError, match="no transformer blocks in Linear"):
+        fastac.plan(torch.nn.Linear(2, 2), {"input": torch.randn(1, 2)})
     with pytest.raises(FastacError, match=r"plan: WanAnimate2"):
         fastac.plan(*tiny("WanAnimate2Transformer3DModel"))
