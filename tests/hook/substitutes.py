@@ -1,15 +1,12 @@
 """Models that are not diffusers': small ones, faithful in how their blocks are built and called.
 
-original_wan: the block of Wan's own repository: keyword arguments, modulation in fp32 under autocast(enabled=False),
-complex rotary embedding in float64, one attention function for self- and cross-attention. fastvideo: an attention
-layer that is a module of its own and keeps to (batch, sequence, heads, dim), positional arguments, a tuple of
-frequencies, a pre-attention half that returns a tuple. plain: torch.nn.TransformerEncoder.
+OriginalWan: the block of Wan's own repository: keyword arguments, modulation in fp32 under autocast(enabled=False),
+complex rotary embedding in float64, one attention function for self- and cross-attention. Plain: torch's own decoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +15,8 @@ WIDTH, HEADS, GRID, TEXT = 24, 2, (2, 3, 4), 5
 TOKENS = GRID[0] * GRID[1] * GRID[2]
 
 
-class Substitute(NamedTuple):
-    """blocks: what `enable(model, blocks=...)` gets. calls: attention calls of one step; long: those over the video."""
-
-    make: Callable[[], torch.nn.Module]
-    inputs: Callable[[], dict[str, Any]]
-    blocks: str
-    calls: int
-    long: int
+def _tokens(count: int) -> torch.Tensor:
+    return torch.randn(1, count, WIDTH).requires_grad_()
 
 
 # The repository of Wan
@@ -88,74 +79,16 @@ class OriginalWan(torch.nn.Module):
         angles = torch.outer(torch.arange(TOKENS), 0.1 ** torch.arange(WIDTH // HEADS // 2))
         self.freqs = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[None, :, None]
 
+    @staticmethod
+    def inputs() -> dict[str, Any]:
+        return {"x": _tokens(TOKENS), "t": torch.randn(1, 8), "context": _tokens(TEXT)}
+
     def forward(self, x: torch.Tensor, t: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         e = self.time(t).unflatten(-1, (6, WIDTH))
         kwargs = {"e": e, "freqs": self.freqs, "context": context, "context_lens": None}
         for block in self.blocks:
             x = block(x, **kwargs)
         return x
-
-
-# FastVideo
-
-
-class DistributedAttention(torch.nn.Module):
-    """Would exchange heads for sequence between ranks; with one rank it calls the backend's implementation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = (WIDTH // HEADS) ** -0.5
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, freqs_cis: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[torch.Tensor, None]:
-        if freqs_cis is not None:
-            cos, sin = (t.to(q.dtype) for t in freqs_cis)
-            q, k = (t * cos + torch.cat((-t[..., 1::2], t[..., ::2]), -1) * sin for t in (q, k))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2), None
-
-
-class FastVideoBlock(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(WIDTH)
-        self.to_q, self.to_k, self.to_v, self.to_out = (torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.attn1, self.attn2 = DistributedAttention(), DistributedAttention()
-        self.ffn = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.SiLU(), torch.nn.Linear(2 * WIDTH, WIDTH)
-        )
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        temb: torch.Tensor,
-        freqs_cis: tuple[torch.Tensor, torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = self.norm(hidden_states) * (1 + temb)
-        q, k, v = (layer(normed).unflatten(-1, (HEADS, -1)) for layer in (self.to_q, self.to_k, self.to_v))
-        hidden_states = hidden_states + self.to_out(self.attn1(q, k, v, freqs_cis)[0].flatten(2))
-        q = self.to_q(self.norm(hidden_states)).unflatten(-1, (HEADS, -1))
-        k, v = (layer(encoder_hidden_states).unflatten(-1, (HEADS, -1)) for layer in (self.to_k, self.to_v))
-        hidden_states = hidden_states + self.to_out(self.attn2(q, k, v, None)[0].flatten(2))
-        return hidden_states + self.ffn(self.norm(hidden_states)), encoder_hidden_states
-
-
-class FastVideoModel(torch.nn.Module):
-    """Its blocks stand two levels down."""
-
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.transformer = torch.nn.Module()
-        self.transformer.layers = torch.nn.ModuleList(FastVideoBlock() for _ in range(layers))
-        angles = torch.randn(1, TOKENS, 1, WIDTH // HEADS)
-        self.freqs_cis = (angles.cos(), angles.sin())
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        for layer in self.transformer.layers:
-            video, text = layer(video, text, temb, self.freqs_cis)
-        return video
 
 
 # torch alone
@@ -171,36 +104,9 @@ class Plain(torch.nn.Module):
         )
         self.decoder = torch.nn.TransformerDecoder(layer, layers)
 
+    @staticmethod
+    def inputs() -> dict[str, Any]:
+        return {"video": _tokens(TOKENS), "text": _tokens(TEXT)}
+
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         return self.decoder(video, text)
-
-
-def _video() -> torch.Tensor:
-    return torch.randn(1, TOKENS, WIDTH).requires_grad_()
-
-
-def _text() -> torch.Tensor:
-    return torch.randn(1, TEXT, WIDTH).requires_grad_()
-
-
-SUBSTITUTES = {
-    "original_wan": Substitute(
-        OriginalWan, lambda: {"x": _video(), "t": torch.randn(1, 8), "context": _text()}, "blocks", 4, 2
-    ),
-    "fastvideo": Substitute(
-        FastVideoModel,
-        lambda: {"video": _video(), "text": _text(), "temb": torch.randn(1, 1, WIDTH)},
-        "transformer.layers",
-        4,
-        2,
-    ),
-    "plain": Substitute(Plain, lambda: {"video": _video(), "text": _text()}, "decoder.layers", 4, 2),
-}
-
-
-def substitute(name: str, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A substitute in training mode and its keyword arguments, the same at every call."""
-    torch.manual_seed(0)
-    model, inputs = SUBSTITUTES[name].make().train(), SUBSTITUTES[name].inputs()
-    cast = {key: t.detach().to(dtype).requires_grad_(t.requires_grad) for key, t in inputs.items()}
-    return model.to(dtype), cast

@@ -15,31 +15,28 @@ from diffusers.hooks import ModelHook as DiffusersHook
 import fastac
 from fastac import Policy
 from tests import support
-from tests.hook.substitutes import SUBSTITUTES, TEXT, substitute
+from tests.hook.substitutes import TEXT, OriginalWan, Plain
 from tests.model_state import state_of
 from tests.support import CPU_ATTENTION, assert_same, train_step
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", SUBSTITUTES)
-def test_parity(name: str, dtype: torch.dtype, attention_executions: Counter[str]) -> None:
-    """Blocks as the repository of Wan, FastVideo and torch itself have them."""
-    of = SUBSTITUTES[name]
-    model, inputs = substitute(name, dtype)
-    before = state_of(model)
+@pytest.mark.parametrize(("make", "blocks"), [(OriginalWan, "blocks"), (Plain, "decoder.layers")])
+def test_parity(make: Any, blocks: str, attention_executions: Counter[str]) -> None:
+    """Blocks as the repository of Wan and torch itself have them: four attention calls, two of them over the video."""
+    torch.manual_seed(0)
+    model, inputs = make().train(), make.inputs()
     expected = train_step(model, inputs)
     long = Policy("attn_only", min_kv=TEXT + 1)
-    for policy, again in (("attn_only", 0), ("full", of.calls), (long, of.calls - of.long)):
-        fastac.enable(model, policy, blocks=of.blocks)
+    for policy, executions in (("attn_only", 4), ("full", 8), (long, 6)):
+        fastac.enable(model, policy, blocks=blocks)
         for _ in range(2):
             attention_executions.clear()
             assert_same(train_step(model, inputs), expected)
-            assert attention_executions == {CPU_ATTENTION: of.calls + again}, policy
+            assert attention_executions == {CPU_ATTENTION: executions}, policy
     (row,) = fastac.report(model).rows
-    assert (row.container, row.blocks, row.blocks_seen, row.saved) == (of.blocks, 2, 2, of.long)
+    assert (row.container, row.blocks, row.blocks_seen, row.saved) == (blocks, 2, 2, 2)
     fastac.disable(model)
-    assert state_of(model) == before
-    assert fastac.verify(model, **inputs, blocks=of.blocks).saved == of.calls
+    assert fastac.verify(model, **inputs, blocks=blocks).saved == 4
 
 
 # What may be named
@@ -65,11 +62,9 @@ class Nest(torch.nn.Module):
     ("blocks", "count"),
     [
         (lambda _: "first", 1),
-        (lambda _: ["first", "named", "listed"], 4),
         (lambda model: [model.first, model.named["b"]], 2),
         (lambda model: model.named, 2),
-        (lambda model: (model.listed, "first"), 2),
-        (lambda model: iter(model.listed), 1),
+        (lambda model: iter((model.listed, "first")), 2),
     ],
 )
 def test_what_blocks_may_be(blocks: Any, count: int, attention_executions: Counter[str]) -> None:
@@ -96,10 +91,7 @@ def test_policies_by_names_of_several_lists(attention_executions: Counter[str]) 
     [
         ("layers", r"Nest.*'listed'"),
         ([support.AttentionBlock()], "no module of Nest"),
-        ([3], "int is no module of Nest"),
-        ([], "no block"),
         (["first", "first.norms"], r"'first\.norms\.0' is inside block 'first'"),
-        (["", "first"], "'first' is inside block"),
         ("empty", "no block"),
     ],
 )
@@ -112,42 +104,10 @@ def test_what_cannot_be_named(blocks: Any, message: str) -> None:
     assert state_of(model) == before
 
 
-def test_names_may_be_those_of_the_wrapper(attention_executions: Counter[str]) -> None:
-    torch._dynamo.reset()
-    model: Any = torch.compile(support.stack(), backend="eager")
-    fastac.enable(model, "full", blocks="_orig_mod.blocks")
-    for _ in range(2):
-        attention_executions.clear()
-        train_step(model, support.stack_inputs())
-    assert attention_executions == {CPU_ATTENTION: 8}
-    assert [row.container for row in fastac.report(model).rows] == ["blocks"]
-
-
-class WithProperty(support.AttentionBlock):
-    @property
-    def forward(self) -> Any:
-        return super().forward
-
-
-class WithStaticmethod(support.AttentionBlock):
-    @staticmethod
-    def forward(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return video * text.mean()
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "make",
-    [
-        WithProperty,
-        WithStaticmethod,
-        lambda: torch.jit.trace(support.AttentionBlock(), tuple(support.stack_inputs().values())),
-    ],
-    ids=["property", "staticmethod", "traced"],
-)
-def test_a_forward_that_cannot_be_replaced_is_refused(make: Any) -> None:
+def test_a_forward_that_cannot_be_replaced_is_refused() -> None:
     model = Nest()
-    model.listed.append(make())
+    model.listed.append(torch.jit.trace(support.AttentionBlock(), tuple(support.stack_inputs().values())))
     fastac.enable(model, blocks="named")
     before = state_of(model)
     with pytest.raises(fastac.FastacError, match=r"'listed\.1'"):
@@ -158,21 +118,16 @@ def test_a_forward_that_cannot_be_replaced_is_refused(make: Any) -> None:
 # Hooks of others around the same forward
 
 
-class Doubling(ModelHook):
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (args[0] * 2, *args[1:]), kwargs
-
-
-class DiffusersDoubling(DiffusersHook):
-    def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (args[0] * 2, *args[1:]), kwargs
+def doubled(hook: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return (args[0] * 2, *args[1:]), kwargs
 
 
 def hooked(model: Nest, library: str) -> None:
     if library == "accelerate":
-        add_hook_to_module(model.first, Doubling())
+        add_hook_to_module(model.first, type("Doubling", (ModelHook,), {"pre_forward": doubled})())
     else:
-        HookRegistry.check_if_exists_or_initialize(model.first).register_hook(DiffusersDoubling(), "doubling")
+        hook = type("Doubling", (DiffusersHook,), {"pre_forward": doubled})()
+        HookRegistry.check_if_exists_or_initialize(model.first).register_hook(hook, "doubling")
 
 
 def unhooked(model: Nest, library: str) -> None:

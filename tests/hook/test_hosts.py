@@ -13,7 +13,7 @@ import torch
 import fastac
 from fastac import Policy
 from tests import support
-from tests.hook.hosts import HOSTS, Host, alone, diffuser, plain, reference, step_of, wrap_blocks
+from tests.hook.hosts import HOSTS, Host, alone, diffuser, reference, step_of, wrap_blocks
 from tests.model_state import state_of
 from tests.support import stack_inputs, train_step
 
@@ -39,6 +39,8 @@ def test_policies_and_the_way_back(host: Host, attention_executions: Counter[str
         host.enable(model, policy)
         for _ in range(2):
             assert step_of(model, attention_executions) == executions, policy
+        (row,) = fastac.report(model).rows
+        assert (row.blocks, row.blocks_full) == (2, int(policy is MIXED))
     assert list(model.state_dict()) == keys
     once = state_of(model)
     host.enable(model)
@@ -62,22 +64,12 @@ def test_without_gradients_it_is_left_alone(host: Host) -> None:
     assert fastac.report(model).rows[0].blocks_seen == 0
 
 
-def test_the_first_pattern_that_matches_counts(host: Host, attention_executions: Counter[str]) -> None:
-    model = host.make()
-    host.enable(model, {"blocks.1": "full", "blocks.?": "attn_only"})
-    assert step_of(model, attention_executions) == 6
-    (row,) = fastac.report(model).rows
-    assert (row.blocks, row.blocks_full, row.saved) == (2, 1, 2)
-    assert "mixed" in fastac.report(model).policy
-
-
-@pytest.mark.parametrize("policy", ["attn_only", MIXED], ids=str)
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_and_pickles(host: Host, way: str, policy: Any, attention_executions: Counter[str]) -> None:
+def test_copies_and_pickles(host: Host, way: str, attention_executions: Counter[str]) -> None:
     """A copy trains by itself, with its own weights, and is disabled by itself."""
     model = host.make()
-    host.enable(model, policy)
-    executions = step_of(model, attention_executions)
+    host.enable(model, MIXED)
+    assert step_of(model, attention_executions) == 6
     if way == "deepcopy":
         other = copy.deepcopy(model)
     else:
@@ -85,16 +77,16 @@ def test_copies_and_pickles(host: Host, way: str, policy: Any, attention_executi
         torch.save(model, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
-    assert step_of(other, attention_executions) == executions
+    assert step_of(other, attention_executions) == 6
     (row,) = fastac.report(other).rows
-    assert (row.blocks, row.saved) == (2, 4 if policy == "attn_only" else 2)
+    assert (row.blocks, row.saved) == (2, 2)
     fastac.disable(other)
     assert step_of(other, attention_executions) == host.executions
-    assert step_of(model, attention_executions) == executions
+    assert step_of(model, attention_executions) == 6
     with torch.no_grad():
         next(other.blocks.parameters()).zero_()
     assert not torch.equal(train_step(other, stack_inputs())["output"], reference()["output"])
-    assert step_of(model, attention_executions) == executions
+    assert step_of(model, attention_executions) == 6
 
 
 @pytest.mark.parametrize(
@@ -115,16 +107,7 @@ def test_a_refused_change_leaves_what_was_enabled(host: Host, attention_executio
     model = host.make()
     host.enable(model)
     before = state_of(model)
-    for wrong in (
-        "attention",
-        None,
-        3,
-        {"blocks.0": "attn_only"},
-        {"layers.*": "full", "*": "attn_only"},
-        {"*": "attention"},
-        {"*": "attn_only", "blocks.0": "full"},
-        {},
-    ):
+    for wrong in ("attention", {"blocks.0": "attn_only"}, {"layers.*": "full", "*": "attn_only"}):
         with pytest.raises(fastac.FastacError):
             host.enable(model, wrong)
         assert state_of(model) == before
@@ -145,42 +128,6 @@ def test_verify_leaves_it_as_it_was(host: Host, attention_executions: Counter[st
     assert step_of(model, attention_executions) == 6
     fastac.disable(model)
     assert state_of(model) == before
-
-
-def test_two_models_at_once(host: Host, attention_executions: Counter[str]) -> None:
-    """A student and a teacher of one class: what is known about the one does not pass for the other."""
-    one, other = host.make(), host.make()
-    host.enable(one)
-    host.enable(other, Policy("attn_only", min_kv=support.TEXT_TOKENS + 1))
-    for _ in range(2):
-        assert step_of(one, attention_executions) == 4
-        assert step_of(other, attention_executions) == 6
-    both = torch.nn.ModuleDict({"one": one, "other": other})
-    attention_executions.clear()
-    found = train_step(lambda **inputs: (both["one"](**inputs), both["other"](**inputs)), stack_inputs())
-    assert torch.equal(found["output.0"], found["output.1"])
-    assert attention_executions.total() == 10
-
-
-@pytest.mark.parametrize("order", ["compiled first", "enabled first"])
-@pytest.mark.parametrize("host", [HOSTS["diffusers"], HOSTS["blocks"]], ids=["diffusers", "blocks"])
-def test_compiled_blocks(host: Host, order: str, attention_executions: Counter[str]) -> None:
-    """The first step may look at them once more; the second is counted. `block.compile` changes no module."""
-    steps = []
-    for enabled in (False, True):
-        torch._dynamo.reset()
-        model = host.make()
-        if enabled and order == "enabled first":
-            host.enable(model)
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-        if enabled and order == "compiled first":
-            host.enable(model)
-        train_step(model, stack_inputs())
-        attention_executions.clear()
-        steps.append(plain(train_step(model, stack_inputs())))
-    assert attention_executions.total() == 4
-    assert max(support.relative_error(steps[1][name], steps[0][name]) for name in steps[0]) < 1e-6
 
 
 # Checkpoints of somebody else

@@ -89,13 +89,7 @@ def test_attention_in_a_checkpoint_of_the_block_s_own(host: str) -> None:
             train_step(model, stack_inputs())
 
 
-def test_attention_in_a_checkpoint_inside_a_function(attention_executions: Counter[str]) -> None:
-    """Given to fastac.checkpoint; and that which the policy recomputes anyway may be there."""
-    block = CheckpointInAttention()
-    with pytest.raises(PolicyNotAppliedError, match="checkpoint"):
-        fastac.checkpoint(block, **stack_inputs()).sum().backward()
-    policy = Policy("attn_only", min_kv=support.TEXT_TOKENS + 1)
-
+def test_attention_in_a_checkpoint_that_the_policy_recomputes_anyway() -> None:
     class OwnAlone(support.AttentionBlock):
         """Saves its self-attention, and checkpoints its cross-attention."""
 
@@ -106,7 +100,7 @@ def test_attention_in_a_checkpoint_inside_a_function(attention_executions: Count
             return run(query, key, value)
 
     expected = train_step(stack(block=OwnAlone), stack_inputs())
-    model = stack(block=OwnAlone, policy=policy)
+    model = stack(block=OwnAlone, policy=Policy("attn_only", min_kv=support.TEXT_TOKENS + 1))
     for _ in range(2):
         assert_same(train_step(model, stack_inputs()), expected)
 
@@ -129,22 +123,14 @@ def test_a_checkpoint_inside_a_block_that_holds_no_attention(attention_execution
     assert attention_executions.total() == 4
 
 
-@pytest.mark.parametrize("around", ["torch's checkpoint", "a wrapper"])
 @pytest.mark.parametrize("host", ["diffusers", "blocks"])
-def test_a_checkpoint_around_the_whole_model(host: str, around: str) -> None:
+def test_a_checkpoint_around_the_whole_model(host: str) -> None:
     """Its recompute runs every region's forward again in backward."""
     model = HOSTS[host].make()
     HOSTS[host].enable(model)
-    if around == "a wrapper":
-        outer: Any = alone(model)
-    else:
-
-        def outer(**inputs: Any) -> Any:
-            return torch_checkpoint(model, *inputs.values(), use_reentrant=False)
-
     for _ in range(2):
         with pytest.raises(PolicyNotAppliedError):
-            support.loss_of(outer(**stack_inputs())).backward()
+            support.loss_of(alone(model)(**stack_inputs())).backward()
 
 
 def test_a_region_around_the_whole_model_keeps_what_its_blocks_save(attention_executions: Counter[str]) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from tests import support
-from tests.hook.hosts import HOSTS, alone, diffuser, step_of, wrap_blocks
+from tests.hook.hosts import diffuser, step_of, wrap_blocks
 from tests.model_state import state_of
 from tests.support import assert_same, stack_inputs, train_step
 
@@ -53,29 +53,6 @@ def test_blocks_below_an_offloading_wrapper(attention_executions: Counter[str]) 
     assert step_of(offloaded, attention_executions) == 4
     (row,) = fastac.report(offloaded).rows
     assert (row.block_class, row.blocks_seen, row.saved) == ("AttentionBlock", 2, 4)
-
-
-@pytest.mark.parametrize(("host", "enabled_first"), [("diffusers", True), ("diffusers", False), ("blocks", False)])
-def test_a_wrapped_part_of_a_block_is_refused(host: str, enabled_first: bool) -> None:
-    """Its attention would run again in backward, where no region is open."""
-
-    class Attends(torch.nn.Module):
-        def __init__(self, block: Any) -> None:
-            super().__init__()
-            self.block = alone(block)
-
-        def forward(self, *args: Any) -> Any:
-            return self.block(*args)
-
-    model = HOSTS[host].make()
-    if enabled_first:
-        HOSTS[host].enable(model)
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = Attends(block)
-    if not enabled_first:
-        HOSTS[host].enable(model)
-    with pytest.raises(fastac.PolicyNotAppliedError, match="checkpoint of the block's own"):
-        train_step(model, stack_inputs())
 
 
 def mine(function: Any, *args: Any, **kwargs: Any) -> Any:

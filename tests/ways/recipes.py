@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import peft
 import torch
+from diffusers.training_utils import cast_training_params
 
 import fastac
 from tests import support
 from tests.support import CPU_ATTENTION, Tensors, assert_same
 
 WAN = "WanTransformer3DModel"
-LTX = "LTXVideoTransformer3DModel"
-HUNYUAN = "HunyuanVideoTransformer3DModel"
 COGVIDEOX = "CogVideoXTransformer3DModel"
 
 
@@ -30,8 +30,6 @@ class Attention(NamedTuple):
 
 ATTENTION = {
     WAN: Attention(4, 4),
-    LTX: Attention(4, 4),
-    HUNYUAN: Attention(5, 4),  # its token refiner is not checkpointed
     COGVIDEOX: Attention(2, 2),
 }
 
@@ -46,6 +44,24 @@ def build(name: str = WAN, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     model, inputs = support.build(name, dtype, seed)
     torch.manual_seed(seed)
     return model, {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+
+
+def adapt(
+    model: Any,
+    targets: Any = ("to_q", "to_v"),
+    dropout: float = 0.3,
+    name: str = "default",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Adapters on a frozen model, as diffusers adds them. Their dropout draws numbers inside the recomputed part.
+
+    dtype: of the adapters. peft makes them in the model's, and scripts cast them.
+    """
+    model.requires_grad_(False)
+    targets = targets if isinstance(targets, str) else list(targets)
+    model.add_adapter(peft.LoraConfig(r=4, lora_dropout=dropout, target_modules=targets), adapter_name=name)
+    cast_training_params(model, dtype)
+    support.fill_zeros(model)  # the second factor, behind which the first has no gradient
 
 
 def batches(batch: Batch, count: int, generator: torch.Generator | None = None) -> list[Batch]:

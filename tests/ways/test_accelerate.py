@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from accelerate import Accelerator
@@ -22,6 +21,7 @@ from tests.ways.recipes import (
     COGVIDEOX,
     Run,
     adamw,
+    adapt,
     assert_exact_and_saved,
     batches,
     build,
@@ -129,9 +129,7 @@ def test_save_state_and_load_state(tmp_path: Path) -> None:
     def start(run: Run, seed: int) -> Any:
         accelerator = accelerator_of("bf16")
         model, batch = build(seed=seed)
-        model.requires_grad_(False)
-        model.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
-        support.fill_zeros(model)
+        adapt(model)
         run.enable(model)
         return accelerator, *accelerator.prepare(model, adamw(model)), batch
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import peft
 import pytest
 
 import fastac
-from tests import compiler, support
-from tests.ways.recipes import ATTENTION, FEED_FORWARD, WAN, Run, adamw, assert_exact_and_saved, batches, build
+from tests import compiler
+from tests.ways.recipes import ATTENTION, FEED_FORWARD, WAN, Run, adamw, adapt, assert_exact_and_saved, batches, build
 
 
 @pytest.mark.parametrize(
@@ -24,9 +23,7 @@ def test_compile_repeated_blocks(order: str, trained: str, tmp_path: Path) -> No
     def recipe(run: Run) -> None:
         model, batch = build()
         if trained == "adapter":
-            model.requires_grad_(False)
-            model.add_adapter(peft.LoraConfig(r=4, target_modules=FEED_FORWARD))
-            support.fill_zeros(model)
+            adapt(model, FEED_FORWARD, dropout=0.0)
         if order == "after":
             run.enable(model)
         model.compile_repeated_blocks(backend="aot_eager")

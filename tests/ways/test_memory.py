@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import peft
 import pytest
 import torch
 from diffusers.hooks.group_offloading import ModuleGroup
-from diffusers.training_utils import cast_training_params
 
-from tests import support
-from tests.ways.recipes import Run, adamw, assert_exact_and_saved, batches, build
+from tests.ways.recipes import Run, adamw, adapt, assert_exact_and_saved, batches, build
 
 CPU = torch.device("cpu")
 GROUPS: dict[str, dict[str, Any]] = {
@@ -21,12 +18,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_adapter(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Over a frozen base. peft makes it in the base's dtype, and scripts cast it."""
-    model.requires_grad_(False)
-    model.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    cast_training_params(model, dtype)
-    support.fill_zeros(model)
+ATTENTION_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 @pytest.mark.parametrize(("order", "adapter"), [("before", "first"), ("after", "last")])
@@ -39,14 +31,16 @@ def test_layerwise_casting(order: str, adapter: str) -> None:
     def recipe(run: Run) -> None:
         model, batch = build(dtype=torch.bfloat16)
         if adapter == "first":
-            add_adapter(model, torch.bfloat16)  # diffusers then switches off that peft casts its inputs
+            adapt(
+                model, ATTENTION_LAYERS, dtype=torch.bfloat16
+            )  # diffusers then switches off that peft casts its inputs
         if order == "after":
             run.enable(model)
         model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
         if order == "before":
             run.enable(model)
         if adapter == "last":
-            add_adapter(model)
+            adapt(model, ATTENTION_LAYERS)
         stored = {key for key, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn}
         assert any("to_k.base_layer.weight" in key for key in stored)
         optimizer = adamw(model)
@@ -79,7 +73,7 @@ def test_group_offloading(trained: str, groups: str, order: str, monkeypatch: py
         policy = str(run.policy)
         model, batch = build()
         if trained == "adapter":
-            add_adapter(model)
+            adapt(model, ATTENTION_LAYERS)
         if order == "after":
             run.enable(model)
         model.enable_group_offload(onload_device=CPU, offload_device=CPU, **GROUPS[groups])

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import pytest
 import torch
 
-from tests import support
-from tests.ways.recipes import Batch, Run, adamw, assert_exact_and_saved, batches, build, sampled
+from tests.ways.recipes import Batch, Run, adamw, adapt, assert_exact_and_saved, batches, build, sampled
 
 
 def adapted() -> tuple[torch.nn.Module, Batch]:
     """A model whose adapters drop out, so that it matters whether it is in eval mode."""
     model, batch = build()
-    model.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["to_q", "to_v"]))
-    support.fill_zeros(model)
+    adapt(model)
     return model, batch
 
 

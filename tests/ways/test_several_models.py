@@ -8,7 +8,7 @@ import peft
 import torch
 
 from tests import support
-from tests.ways.recipes import ATTENTION, WAN, Run, adamw, assert_exact_and_saved, batches, build
+from tests.ways.recipes import ATTENTION, WAN, Run, adamw, adapt, assert_exact_and_saved, batches, build
 
 
 def test_a_student_and_its_teacher() -> None:
@@ -63,35 +63,13 @@ def test_generator_and_discriminator() -> None:
     assert_exact_and_saved(recipe, forwards=2, again=[2 * blocks, blocks] * 2, saved_again=[blocks] * 4)
 
 
-def test_two_forwards_before_either_backward() -> None:
-    """One loss over two trained models, as of a model and its refiner."""
-
-    def recipe(run: Run) -> None:
-        both = torch.nn.Module()
-        both.first, batch = build()
-        both.second, _ = build(seed=5)
-        run.enable(both.first)
-        run.enable(both.second, {"*blocks.0": "full", "*": "attn_only"})
-        optimizer = adamw(both)
-        for one in batches(batch, 3):
-            run.step(
-                both, one, optimizer=optimizer, forward=lambda **inputs: (both.first(**inputs), both.second(**inputs))
-            )
-
-    blocks = ATTENTION[WAN].in_blocks
-    assert_exact_and_saved(recipe, forwards=2, again=2 * blocks, saved_again=blocks // 2)
-
-
 def test_two_adapters_of_one_model() -> None:
     """As in distribution matching: each step trains one of them, over the same frozen base."""
 
     def recipe(run: Run) -> None:
         model, batch = build()
-        model.requires_grad_(False)
         for adapter in ("generator", "critic"):
-            config = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"])
-            model.add_adapter(config, adapter_name=adapter)
-        support.fill_zeros(model)
+            adapt(model, name=adapter)
         run.enable(model)
         optimizers = {}
         for adapter in ("generator", "critic"):
