@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ def as_in_a_fresh_process() -> Iterator[None]:
         # Where the test was the first to import it, what it began with.
         first = dispatch.AttentionBackendName(dispatch.DIFFUSERS_ATTN_BACKEND)
         dispatch._AttentionBackendRegistry._active_backend = first if before is None else backend
+    forget_accelerate()
     graphs.reset()
     left = ["scope"] if engine.thread.scope else []
     left += ["listeners"] if engine.listeners else []
@@ -57,6 +59,15 @@ def as_in_a_fresh_process() -> Iterator[None]:
     left += ["dispatch modes"] if torch._C._len_torch_dispatch_stack() else []
     engine.reset()
     assert not left, f"left open by the test: {', '.join(left)}"
+
+
+def forget_accelerate() -> None:
+    """It keeps one state per process."""
+    if "accelerate.state" in sys.modules:
+        accelerate = sys.modules["accelerate.state"]
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,52 +38,40 @@ executed_keys: Counter[int] = Counter()
 _libraries: list[torch.library.Library] = []  # a Library takes its kernels along when it goes
 
 
+def _counted(op: str, device: str, counts: Counter[str], name: str) -> torch.library.Library:
+    """Put a counting kernel in the place of the one an op has for a device, which it calls, until the library goes."""
+    kernel = torch.library.get_kernel(op, device)
+
+    def counted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        if op == CPU_ATTENTION:
+            executed_keys[args[1].shape[-2]] += 1
+        return kernel.call_boxed(keyset, *args, **kwargs)
+
+    library = torch.library.Library(op.partition("::")[0], "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(op.partition("::")[2], counted, device, with_keyset=True, allow_override=True)
+    return library
+
+
 @functools.cache
 def count_kernel(op: str, device: str) -> None:
-    """Put a counting kernel in the place of the one an op has for a device, which it calls. Once per process.
+    """Count the executions of an op's kernel for a device. Once per process.
 
     It is counted below everything fastac does (BackendSelect), where a replayed call never arrives. The GIL is held
     while it runs, so tests with collectives must do without it.
 
     op: `namespace::name`. device: a dispatch key, "CPU" or "CUDA".
     """
-    kernel = torch.library.get_kernel(op, device)
-
-    def counted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        executions[op] += 1
-        if op == CPU_ATTENTION:
-            executed_keys[args[1].shape[-2]] += 1
-        return kernel.call_boxed(keyset, *args, **kwargs)
-
-    namespace, _, name = op.partition("::")
-    library = torch.library.Library(namespace, "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        library.impl(name, counted, device, with_keyset=True, allow_override=True)
-    _libraries.append(library)
+    _libraries.append(_counted(op, device, executions, op))
 
 
 @contextmanager
 def counting(*ops: str) -> Iterator[Counter[str]]:
-    """Count the executions of CPU kernels by the names of their ops, here alone: of what every test calls often.
-
-    Below everything fastac does, as `count_kernel`.
-    """
+    """Count the executions of CPU kernels by the names of their ops, here alone: of what every test calls often."""
     counts: Counter[str] = Counter()
-    libraries = []
-    for op in ops:
-        kernel = torch.library.get_kernel(op, "CPU")
-
-        def counted(keyset: Any, *args: Any, _op: str = op, _kernel: Any = kernel, **kwargs: Any) -> Any:
-            counts[_op.removeprefix("aten::")] += 1
-            return _kernel.call_boxed(keyset, *args, **kwargs)
-
-        namespace, _, name = op.partition("::")
-        library = torch.library.Library(namespace, "IMPL")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            library.impl(name, counted, "CPU", with_keyset=True, allow_override=True)
-        libraries.append(library)
+    libraries = [_counted(op, "CPU", counts, op.removeprefix("aten::")) for op in ops]
     try:
         yield counts
     finally:
@@ -92,6 +82,12 @@ def counting(*ops: str) -> Iterator[Counter[str]]:
 def count_cpu_attention() -> None:
     """Count the executions of torch's CPU attention kernel."""
     count_kernel(CPU_ATTENTION, "CPU")
+
+
+def code_blocks(document: Path, language: str) -> list[str]:
+    """The code of a Markdown document in one language."""
+    text = document.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 # Models

@@ -1,4 +1,4 @@
-"""The house of the design, kept: who may import whom, what may reach into torch, what is documented."""
+"""The house of the design, kept: who may import whom, what may reach into torch. ruff asks for docstrings."""
 
 from __future__ import annotations
 
@@ -87,7 +87,6 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{where(path, node.lineno)} is a relative import"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
@@ -136,41 +135,6 @@ def test_private_names_of_torch_stand_in_modules_named_torch_private() -> None:
                 wrong.append(f"{where(path, line)}: {name}")
     assert not wrong, "belongs into a torch_private module:\n" + "\n".join(wrong)
     assert used == PRIVATE_BUT_DOCUMENTED, "remove from the list what is not used"
-
-
-def test_no_error_is_swallowed() -> None:
-    """Catching everything is right only where it is raised again, as an error that says what was going on."""
-    wrong = []
-    for path in paths():
-        for node in nodes(path):
-            if isinstance(node, ast.ExceptHandler) and not isinstance(node.body[-1], ast.Raise):
-                caught = {ast.unparse(part) for part in ast.walk(node.type)} if node.type else {"BaseException"}
-                if caught & {"Exception", "BaseException"}:
-                    wrong.append(where(path, node.lineno))
-    assert not wrong, wrong
-
-
-def test_what_is_public_has_a_docstring() -> None:
-    """Modules, classes, functions; methods where no base class of the same module documents them."""
-    wrong = []
-    for path in paths():
-        module = nodes(path)[0]
-        assert isinstance(module, ast.Module)
-        if module.body and not ast.get_docstring(module):
-            wrong.append(where(path, 1))
-        inherited: set[str] = set()
-        for node in module.body:
-            if not isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-                continue
-            inner = node.body if isinstance(node, ast.ClassDef) else []
-            for one in (node, *inner):
-                if isinstance(one, (ast.ClassDef, ast.FunctionDef)) and not one.name.startswith("_"):
-                    documented = ast.get_docstring(one) or (one is not node and one.name in inherited)
-                    if documented:
-                        inherited.add(one.name)
-                    elif not node.name.startswith("_"):
-                        wrong.append(where(path, one.lineno))
-    assert not wrong, "no docstring:\n" + "\n".join(wrong)
 
 
 def test_only_the_catalogues_know_libraries_by_name() -> None:

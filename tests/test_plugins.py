@@ -23,20 +23,14 @@ KERNEL = '''
 
 import torch
 
+from tests.support import attention_math, attention_math_backward
+
 executions = {"op": 0, "opaque": 0}
 
 
 def attend(query, key, value, counted):
     executions[counted] += 1
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
-
-
-def gradients(grad, query, key, value, output, statistics):
-    scale = query.shape[-1] ** -0.5
-    probabilities = (query @ key.transpose(-1, -2) * scale - statistics[..., None]).exp()
-    scores = probabilities * (grad @ value.transpose(-1, -2) - (grad * output).sum(-1, keepdim=True)) * scale
-    return scores @ key, scores.transpose(-1, -2) @ query, probabilities.transpose(-1, -2) @ grad
+    return attention_math(query, key, value)
 
 
 @torch.library.custom_op("attention_plugin::attention", mutates_args=())
@@ -53,7 +47,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return gradients(grad, *ctx.saved_tensors)
+        return attention_math_backward(grad, *ctx.saved_tensors)
 
 
 class OpaqueAttention(torch.autograd.Function):
@@ -65,7 +59,7 @@ class OpaqueAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return gradients(grad, *ctx.saved_tensors)
+        return attention_math_backward(grad, *ctx.saved_tensors)
 '''
 
 GOOD = {
@@ -87,8 +81,6 @@ GOOD = {
         )
     """,
     "more_rows.py": """
-        import time
-
         import torch
 
         import fastac
@@ -99,16 +91,15 @@ GOOD = {
 
         TWO = [row("second"), row("third")]
 
-        def slowly():
+        def rows():
             fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))  # a plugin that uses fastac itself
-            time.sleep(0.3)
             yield row("fourth")
     """,
 }
 GOOD_ENTRY_POINTS = {
     "a_module": "attention_plugin.fastac_rows",
     "an_iterable": "attention_plugin.more_rows:TWO",
-    "a_function": "attention_plugin.more_rows:slowly",
+    "a_function": "attention_plugin.more_rows:rows",
 }
 
 BROKEN = {
@@ -120,17 +111,11 @@ BROKEN = {
     """,
     "no_import.py": "import a_library_that_was_uninstalled",
     "exits.py": "raise SystemExit('no GPU')",
-    "empty.py": "",
     "rows.py": """
         from broken_plugin import row
-        from fastac import AttentionOp, OpaqueFunction
+        from fastac import OpaqueFunction
 
-        NUMBER = 3
         TEXTS = (row("before_a_text"), "text")
-        DUPLICATE = (
-            row("before_a_duplicate"), AttentionOp(backend="mine", namespace="aten", name="_flash_attention_forward")
-        )
-        MALFORMED = (row("before_a_malformed_one"), row("malformed", layout="sideways"))
         FUNCTION = (
             row("before_a_function"), OpaqueFunction(backend="broken", module="x", name="F", layout="sideways")
         )
@@ -143,12 +128,8 @@ BROKEN = {
 REASONS = {
     "no_import": ("broken_plugin.no_import", "No module named 'a_library_that_was_uninstalled'"),
     "exits": ("broken_plugin.exits", "no GPU"),
-    "empty": ("broken_plugin.empty", "ROWS"),
     "no_attribute": ("broken_plugin.rows:ROWS_AND_ROWS", "ROWS_AND_ROWS"),
-    "number": ("broken_plugin.rows:NUMBER", "'int'"),
     "texts": ("broken_plugin.rows:TEXTS", "str"),
-    "duplicate": ("broken_plugin.rows:DUPLICATE", "_flash_attention_forward"),
-    "malformed": ("broken_plugin.rows:MALFORMED", "'sideways'"),
     "function": ("broken_plugin.rows:FUNCTION", "'sideways'"),
     "raises": ("broken_plugin.rows:raises", "of its own"),
 }
@@ -160,7 +141,6 @@ PROGRAM = """
     import json
     import logging
     import sys
-    import threading
 
     import fastac
 
@@ -178,19 +158,6 @@ PROGRAM = """
         except fastac.FastacError as error:
             return "already" in str(error)
         return False
-
-    # Threads that use fastac first wait for a plugin that is being loaded.
-    waited = []
-
-    def first_use():
-        fastac.checkpoint(torch.sin, torch.ones(1, requires_grad=True))
-        waited.append(True)
-
-    threads = [threading.Thread(target=first_use) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
     from attention_plugin import kernel
 
@@ -225,11 +192,10 @@ PROGRAM = """
             cli.main(["backends", *options])
         listed["".join(options)] = printed.getvalue()
     good = {name: is_registered("attention_plugin", name) for name in ("attention", "second", "third", "fourth")}
-    before = ("text", "duplicate", "malformed_one", "function")
-    broken = [is_registered("broken_plugin", "before_a_" + name) for name in before]
-    broken.append(is_registered("broken_plugin", "before_it_raises"))
+    before = ("before_a_text", "before_a_function", "before_it_raises")
+    broken = [is_registered("broken_plugin", name) for name in before]
     print(json.dumps(dict(
-        early=early, waited=waited, executions=executions, equal=all(equal), compared=len(equal), good=good,
+        early=early, executions=executions, equal=all(equal), compared=len(equal), good=good,
         broken=broken, logged=said, table=listed[""], json=listed["--json"],
     )))
 """
@@ -276,9 +242,8 @@ def result(installed: Path) -> dict[str, Any]:
 
 
 def test_installing_a_plugin_is_enough(result: dict[str, Any]) -> None:
-    """Its ops and its Functions are saved. Nothing of it is loaded at `import fastac`; threads wait until it is."""
+    """Its ops and its Functions are saved. Nothing of it is loaded at `import fastac`."""
     assert result["early"] == []
-    assert result["waited"] == [True] * 3
     assert result["executions"] == {"op": [1, 2, 1, 1], "opaque": [1, 2, 1, 1]}
     assert (result["equal"], result["compared"]) == (True, 16)
     assert all(result["good"].values())
@@ -286,7 +251,7 @@ def test_installing_a_plugin_is_enough(result: dict[str, Any]) -> None:
 
 def test_a_broken_plugin_is_named_and_takes_no_other_down(result: dict[str, Any]) -> None:
     """In the log, once, and in the listing of backends."""
-    assert result["broken"] == [False] * 5
+    assert result["broken"] == [False] * 3
     assert len(result["logged"]) == len(REASONS)
     for name, (entry_point, reason) in REASONS.items():
         (line,) = (line for line in result["logged"] if f"{name} (broken-plugin 1.5)" in line)

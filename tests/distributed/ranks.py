@@ -168,7 +168,7 @@ def _serve(connection: Connection, rank: int, world: int, store: str, timeout: f
         result, error = None, ""
         try:
             function, args = pickle.loads(message)
-            with _as_in_a_fresh_process():
+            with _as_before():
                 result = function(*args)
         except BaseException:
             error = traceback.format_exc()
@@ -177,7 +177,7 @@ def _serve(connection: Connection, rank: int, world: int, store: str, timeout: f
 
 
 @contextlib.contextmanager
-def _as_in_a_fresh_process() -> Iterator[None]:
+def _as_before() -> Iterator[None]:
     from tests.conftest import as_in_a_fresh_process
 
     environment = dict(os.environ)

@@ -7,35 +7,28 @@ that it has GPUs, after it has set up gloo.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
 
+from tests.conftest import forget_accelerate
 from tests.distributed import ranks
 from tests.distributed.steps import Setup, assert_trained_alike, on_each_rank
 
 
-def _fresh() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_FSDP", None)
-
-
 def parallel(model: Any) -> torch.nn.Module:
-    _fresh()
+    forget_accelerate()
     return Accelerator(cpu=True).prepare(model)  # type: ignore[no-any-return]
 
 
 def sharded(model: Any, **plugin: bool) -> torch.nn.Module:
     """The plugin puts the blocks into CheckpointWrappers if told so, which stay, and checkpoint as fastac says."""
-    _fresh()
+    forget_accelerate()
     state = PartialState(cpu=True)
     assert state.distributed_type == DistributedType.MULTI_CPU
     state.distributed_type = DistributedType.MULTI_GPU
@@ -55,8 +48,7 @@ checkpointed = functools.partial(sharded, activation_checkpointing=True)
 offloaded = functools.partial(checkpointed, activation_checkpointing_offload=True)
 
 SETUPS = {
-    "ddp, before": Setup(parallel, order="enable, wrap"),
-    "ddp, after": Setup(parallel),
+    "ddp": Setup(parallel, order="enable, wrap"),
     "fsdp2": Setup(sharded, order="enable, wrap"),
     "fsdp2 with its wrappers, before": Setup(checkpointed, order="enable, wrap", plain=sharded),
     "fsdp2 with its wrappers, after": Setup(checkpointed, plain=sharded),

@@ -11,13 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from diffusers import WanTransformer3DModel
 from PIL import Image
 
@@ -61,13 +59,6 @@ def launch(*command: object, folder: Path, output: Path) -> str:
     return written
 
 
-@pytest.fixture(autouse=True)
-def _accelerate_as_in_a_fresh_process() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def weights(output: Path) -> dict[str, torch.Tensor]:
     model: Any = WanTransformer3DModel.from_pretrained(output / "transformer")
     return dict(model.state_dict())
@@ -107,7 +98,6 @@ def test_launched_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert all(torch.equal(again[key], mine[key]) for key in mine)
 
     # A checkpoint belongs to as many processes as there were.
-    GradientState._reset_state()
     capsys.readouterr()
     assert main(*arguments, "--output", launched, "--resume", "--steps", 6) == 2
     assert "processes was 2 and is 1" in capsys.readouterr().err

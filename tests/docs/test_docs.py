@@ -16,6 +16,7 @@ import pytest
 from fastac.backends import LIBRARIES, plugins
 from fastac.registry import AttentionOp
 from tests.backends import packages
+from tests.support import code_blocks
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -86,12 +87,6 @@ def test_the_guide_explains_every_field_of_a_row() -> None:
 def test_the_group_that_documents_name_is_the_one_that_is_read(document: Path) -> None:
     (block,) = code_blocks(document, "toml")
     assert block == f'[project.entry-points."{plugins.GROUP}"]\nmy_kernels = "my_kernels.fastac_rows"\n'
-
-
-def code_blocks(document: Path, language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
-    )
 
 
 def anchors(document: Path) -> set[str]:

@@ -19,13 +19,12 @@ import av
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from diffusers import WanTransformer3DModel
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from PIL import Image
 from safetensors.torch import load_file
 
 import fastac
+from tests.conftest import forget_accelerate
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -45,13 +44,11 @@ Snapshot = dict[str, bytes]
 
 
 def main(*arguments: object) -> int:
-    """The script's exit code. What it sets for the whole process is undone."""
-    backend = _AttentionBackendRegistry._active_backend
+    """The script's exit code."""
     try:
         return train_wan.main([*TINY, *map(str, arguments)])
     finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        _AttentionBackendRegistry.set_active_backend(backend)
+        forget_accelerate()
 
 
 def write_video(path: Path, frames: int = 12, seed: int = 0) -> Path:
@@ -241,9 +238,7 @@ def test_resumed_run_equals_uninterrupted_run(run: Run, tmp_path: Path) -> None:
 def test_bad_videos(refused: Refused, tmp_path: Path, video: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.mp4").write_text("no video at all\n" * 100)
-    (tmp_path / "text.txt").write_text("no video at all\n" * 100)
     (tmp_path / "cut.mp4").write_bytes(video.read_bytes()[:200])
-    (tmp_path / "nothing.mp4").touch()
     short = write_video(tmp_path / "short.mp4", frames=3)
     namesake = tmp_path / "sub" / video.name
     namesake.parent.mkdir()
@@ -252,9 +247,7 @@ def test_bad_videos(refused: Refused, tmp_path: Path, video: Path) -> None:
         (["missing.mp4"], "missing.mp4: no such file or folder"),
         ([tmp_path / "empty"], "no video in this folder"),
         ([tmp_path / "text.mp4"], "not a"),
-        ([tmp_path / "text.txt"], "not a"),
         ([tmp_path / "cut.mp4"], "not a"),
-        ([tmp_path / "nothing.mp4"], "not a"),
         ([short], "too short: it has 3 frames, and --frames 4"),
         ([video, namesake], "two of the videos have this name"),
     ]:
@@ -265,18 +258,12 @@ def test_bad_videos(refused: Refused, tmp_path: Path, video: Path) -> None:
 def test_bad_arguments(refused: Refused, tmp_path: Path) -> None:
     for given, said in [
         (("--policy", "everything"), "attn_only"),
-        (("--steps", "many"), "--steps"),
         (("--steps", 0), "--steps 0: must be at least 1"),
         (("--resolution", 18), "--resolution 18: must be a multiple of 4"),
-        (("--frames", 5), "--frames 5: must be a multiple of 2"),
-        (("--width", 40), "--width 40: must be a multiple of 32"),
         (("--learning-rate", "nan"), "--learning-rate nan: must be greater than 0"),
-        (("--seed", 2**31), f"must be less than {2**31}"),
-        (("--no-such-flag",), "--no-such-flag"),
         (("--attention-backend", "fast"), "unknown; there are flash, "),
         (("--resume", "--overwrite"), "exclude each other"),
         (("--resume",), "no earlier run"),
-        (("--attention-backend", "flash"), "flash"),
         (("--attention-backend", "_native_math"), "_native_math"),
         (("--transformer", tmp_path), "no config.json"),
     ]:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
@@ -53,25 +52,6 @@ _tests_op = functools.cache(support.custom_attention)
 
 
 @functools.cache
-def _failing_op() -> Callable[..., Any]:
-    """An op with a row whose kernel always raises, as one for another machine does."""
-    library = torch.library.Library(support.NAMESPACE, "FRAGMENT")
-    library.define("random_failing(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)")
-
-    def kernel(*_: Tensor) -> Any:
-        raise NotImplementedError("this kernel runs nowhere")
-
-    library.impl("random_failing", kernel, "CPU")
-    support._libraries.append(library)
-    fastac.register(
-        fastac.AttentionOp(
-            backend="tests", namespace=support.NAMESPACE, name="random_failing", layout="bhsd", dropout=None
-        )
-    )
-    return torch.ops.fastac_tests.random_failing.default
-
-
-@functools.cache
 def _visible_function() -> type[torch.autograd.Function]:
     """An autograd.Function over a kernel that the dispatcher does not see, made visible."""
 
@@ -96,15 +76,6 @@ def _mask(query: Tensor, key: Tensor) -> Tensor:
     return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
 
 
-def _varlen(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Every sample of the batch is one sequence of a packed batch."""
-    batch, _, queries, _ = query.shape
-    packed = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
-    ends = [torch.arange(batch + 1, dtype=torch.int32) * t.shape[-2] for t in (query, key)]
-    output = varlen_attn(*packed, *ends, queries, key.shape[-2])
-    return output.unflatten(0, (batch, queries)).transpose(1, 2)
-
-
 def _sparse(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     chosen = key.float().mean(dim=(0, 1, 3)).topk(key.shape[-2] // 2).indices
     chosen = chosen.repeat(3)[: key.shape[-2]]  # as many as there are, so that the number of keys is known
@@ -115,13 +86,6 @@ def _nested(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     block.note(key)  # its kernel runs another
     # Its statistics are float32, in which its backward goes on.
     return _tests_op("random_nested", "nested")(query.float(), key.float(), value.float()).to(query.dtype)
-
-
-def _fallback(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    try:
-        return _failing_op()(query, key, value)[0]
-    except NotImplementedError:
-        return F.scaled_dot_product_attention(query, key, value)
 
 
 def _unused(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -172,23 +136,17 @@ def _inner(checkpoint: Callable[..., Any], block: Any, *tensors: Tensor) -> Tens
 
 SUPPORTED: dict[str, Attend] = {
     "sdpa": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v),
-    "causal": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     "mask": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v, _mask(q, k)),
-    "bias": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v, _mask(q, k).to(q.dtype)),
     "grouped": lambda block, q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
-    "by name": lambda block, q, k, v: _flash_attention(query=q, key=k, value=v, is_causal=False)[0],
     "unused": _unused,
-    "expanded": lambda block, q, k, v: F.scaled_dot_product_attention(q, k[:, :1].expand_as(k), v),
     "custom": lambda block, q, k, v: _tests_op("random_plain")(q, k, v),
     "drawing": lambda block, q, k, v: _tests_op("random_drawing", "dropout", "dropout_p")(q, k, v, 0.3),
     "nested op": _nested,
     "visible": lambda block, q, k, v: _visible_function().apply(q, k, v),
-    "varlen": _varlen,
     "statistics": _with_statistics,
     "detached": _detached,
     "chunked": _chunked,
     "sparse": _sparse,
-    "fallback": _fallback,
     "inner region": functools.partial(_inner, fastac.checkpoint),
 }
 
@@ -199,7 +157,7 @@ REFUSED: dict[str, Attend] = {
     "dropout": _dropout,
     "inner checkpoint": functools.partial(_inner, functools.partial(torch_checkpoint, use_reentrant=False)),
 }
-"""What can not be saved: with a bias only where it requires grad, with dropout only in training."""
+"""What cannot be saved: with a bias only where it requires grad, with dropout only in training."""
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "scaled": lambda output: output.mul_(0.5),

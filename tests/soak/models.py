@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ Policies = str | Policy | dict[str, str | Policy]
 HOW = ("hook", "blocks", "checkpoint")
 """Ways to enable: as diffusers' checkpointing function, on the blocks' forward, in the model's own calls."""
 
-CALLERS = ("block", "call", "partial", "closure", "method")
+CALLERS = ("block", "call", "closure")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +115,7 @@ class RandomModel(ModelMixin, ConfigMixin):
             return block
         if caller == "call":
             return block.__call__
-        if caller == "partial":
-            return functools.partial(block)
-        if caller == "closure":
-            return lambda *args, **kwargs: block(*args, **kwargs)
-        return functools.partial(self.run, block)
-
-    def run(self, block: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """A method that runs any of several blocks."""
-        return block(*args, **kwargs)
+        return lambda *args, **kwargs: block(*args, **kwargs)
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Under checkpointing, where it is on."""
@@ -238,14 +229,5 @@ def models(
 
 POLICIES = st.sampled_from(("attn_only", "full", Policy("attn_only", min_kv=4), Policy("attn_only", min_kv=6)))
 MAPPINGS = st.builds(lambda first, others: {"blocks.0": first, "*": others}, POLICIES, POLICIES)
-LINEAR = st.sampled_from(
-    (
-        Policy("attn_only", linear=("*",)),
-        Policy("attn_only", min_kv=4, linear=("ffn.*", "text")),
-        Policy("linear_only", linear=("projections.*",)),
-    )
-)
-"""Policies that save outputs of Linear modules."""
-
 ALL_KINDS = (*SUPPORTED, *REFUSED)
 ALL_CHANGES = tuple(CHANGES)

@@ -43,11 +43,6 @@ def _twice(step: Step, loss: torch.Tensor) -> None:
     loss.backward()
 
 
-def _accumulated(step: Step, loss: torch.Tensor) -> None:
-    loss.backward()
-    step.again().backward()
-
-
 def _two_forwards(step: Step, loss: torch.Tensor) -> None:
     (loss + step.again()).backward()
 
@@ -62,17 +57,12 @@ def _dropped(step: Step, loss: torch.Tensor) -> None:
     loss.backward()
 
 
-def _partial(step: Step, loss: torch.Tensor, chosen: slice = slice(0, None, 2)) -> None:
-    leaves = step.leaves()[chosen]
-    for leaf, gradient in zip(
-        leaves, torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True), strict=True
-    ):
-        leaf.grad = gradient
-
-
 def _halves(step: Step, loss: torch.Tensor) -> None:
-    _partial(step, loss)
-    _partial(step, loss, slice(1, None, 2))
+    for first in (0, 1):
+        leaves = step.leaves()[first::2]
+        gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
 
 
 def _penalty(step: Step, loss: torch.Tensor) -> None:
@@ -84,12 +74,6 @@ def _penalty(step: Step, loss: torch.Tensor) -> None:
 def _in_a_thread(step: Step, loss: torch.Tensor) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(loss.backward).result()
-
-
-def _sampled_between(step: Step, loss: torch.Tensor) -> None:
-    with torch.no_grad():
-        step.model(**step.other)
-    loss.backward()
 
 
 def _one_by_one(step: Step, loss: torch.Tensor) -> None:
@@ -121,15 +105,6 @@ def _copied_between(step: Step, loss: torch.Tensor) -> None:
     loss_of(copied(**step.other)).backward()
 
 
-def _hooked(step: Step, loss: torch.Tensor) -> None:
-    handles = [leaf.register_hook(lambda gradient: gradient * 2) for leaf in step.leaves()[::3]]
-    try:
-        loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _inside_a_region(step: Step, loss: torch.Tensor) -> None:
     loss_of(torch_checkpoint(step.model, use_reentrant=False, **step.other)).backward()
     loss.backward()
@@ -138,21 +113,17 @@ def _inside_a_region(step: Step, loss: torch.Tensor) -> None:
 WAYS: dict[str, Callable[[Step, torch.Tensor], None]] = {
     "plain": lambda step, loss: loss.backward(),
     "twice": _twice,
-    "accumulated": _accumulated,
     "two forwards": _two_forwards,
     "later first": _later_first,
     "dropped": _dropped,
-    "partial": _partial,
     "halves": _halves,
     "penalty": _penalty,
     "in a thread": _in_a_thread,
-    "sampled between": _sampled_between,
     "disabled between": lambda step, loss: step.without(loss.backward),
     "switched between": lambda step, loss: step.under_full(loss.backward),
     "copied between": _copied_between,
     "one by one": _one_by_one,
     "interrupted": _interrupted,
-    "hooked": _hooked,
     "inside a region": _inside_a_region,
     "saved on cpu": lambda step, loss: loss.backward(),
     "to the end": lambda step, loss: loss.backward(),

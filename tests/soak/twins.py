@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 import fastac
 from fastac import Policy
@@ -22,17 +21,6 @@ from tests.soak.steps import AROUND, WAYS, Step
 from tests.support import Tensors, assert_same, train_step
 
 INNER = {"inner region", "inner checkpoint"}
-
-
-def _scaled(values: Any) -> Any:
-    return tree_map(lambda value: value * 0.9 if isinstance(value, torch.Tensor) else value, values)
-
-
-HOOKS: dict[str, Callable[..., Any]] = {
-    "forward": lambda module, args, output: _scaled(output),
-    "forward_pre": lambda module, args: _scaled(args),
-    "full_backward": lambda module, grad_inputs, grad_outputs: _scaled(grad_inputs),
-}
 
 
 class Twins:
@@ -57,9 +45,6 @@ class Twins:
         return models.inputs(self.spec, shape, seed)
 
     # Operations
-
-    def go_on(self) -> None:
-        """Change nothing."""
 
     def enable(self, policy: Policies, how: str = "") -> None:
         """how: of the two ways of fastac.enable, in the place of the one before; the same where it is ""."""
@@ -113,12 +98,6 @@ class Twins:
             block.spec = dataclasses.replace(block.spec, parts=tuple(parts))
         self.remade = True
 
-    def load(self, seed: int) -> None:
-        """The weights of another model of the kind."""
-        assert self.checked.state_dict().keys() == self.plain.state_dict().keys()
-        for model in self.both:
-            model.load_state_dict(models.build(self.spec, seed).state_dict())
-
     def change(self, **options: Any) -> None:
         """What of the spec is about calls, rather than about what the model is made of."""
         self.spec = dataclasses.replace(self.spec, **options)
@@ -135,11 +114,6 @@ class Twins:
         self.change(dtype=dtype)
         for model in self.both:
             model.cast(dtype)
-
-    def hook(self, place: int, kind: str) -> None:
-        """A hook of the user's own on a block, which changes what passes."""
-        for model in self.both:
-            getattr(model.blocks[place % len(model.blocks)], f"register_{kind}_hook")(HOOKS[kind])
 
     def optimize(self, rate: float) -> None:
         """By the gradients of the last step, where it left the same in both: not after an error."""
@@ -254,9 +228,9 @@ class Twins:
         Not where attention that was seen hides one that was not: only the first block of a class is watched.
         """
         known = self.remade or self.spec.one_class or not self.spec.calls_blocks
-        return self.has_hopeless(shape) and not known
+        return self.has_refused(shape) and not known
 
-    def has_hopeless(self, shape: int) -> bool:
+    def has_refused(self, shape: int) -> bool:
         return any(
             kind in ("written out", "math", "inner checkpoint")
             or (kind == "learned bias" and block.bias.requires_grad)
@@ -268,13 +242,9 @@ class Twins:
         """Whether a step may end in a FastacError: also a checkpoint around the model, and a policy without effect."""
         if self.policy is None:
             return False
-        # A block that writes into what its Linear modules return, or does not call one that is named.
-        unlike = any(b.in_place or not b.parts or b.style in ("tensor", "keyword") for b in self.spec.blocks)
-        if unlike and any(isinstance(one, Policy) and one.linear for one in self.policies):
-            return True
         if way == "inside a region" or not all(self.calls_to_save(one) for one in range(len(SHAPES))):
             return True
-        return self.remade or self.has_hopeless(shape) or bool(self.checked.kinds & {"learned bias", "dropout"})
+        return self.remade or self.has_refused(shape) or bool(self.checked.kinds & {"learned bias", "dropout"})
 
     def check_executions(self, executed: int, needed: int, way: str) -> None:
         """Kernels ran as often as they should. needed: as often as in the step of the twin."""

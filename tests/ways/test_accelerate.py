@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import TorchDynamoPlugin
 
 import fastac
 from tests import support
 from tests.compiler import reset
+from tests.conftest import forget_accelerate
 from tests.support import assert_same
 from tests.ways.recipes import (
     ATTENTION,
@@ -28,20 +27,8 @@ from tests.ways.recipes import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _accelerate_as_in_a_fresh_process() -> Iterator[None]:
-    yield
-    forget()
-
-
-def forget() -> None:
-    """accelerate keeps one state per process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def accelerator_of(mixed_precision: str = "no", **options: Any) -> Accelerator:
-    forget()
+    forget_accelerate()
     return Accelerator(cpu=True, mixed_precision=mixed_precision, **options)
 
 
