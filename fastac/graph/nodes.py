@@ -123,13 +123,7 @@ def draws(node: Node) -> bool:
 def outputs_of(graph: Graph) -> list[Node | None]:
     """What a graph returns, flat; None for what is no node."""
     (output,) = graph.find_nodes(op="output")
-    return [value if isinstance(value, Node) else None for value in _flat(output.args)]
-
-
-def _flat(value: object) -> list[object]:
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value]
+    return [value if isinstance(value, Node) else None for value in torch_private.tree_leaves(output.args)]
 
 
 def depends_on_tangents(graph: Graph) -> set[Node]:

@@ -7,7 +7,6 @@ graph as plain nodes, and min-cut would decide anew: attention runs again, or ot
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +20,10 @@ from fastac.graph.nodes import REGION_TAG, TAG, depends_on_tangents, draws, is_g
 from fastac.graph.partitioning import Graphs, parameters_of, partition, recompute_parameter_gathers
 from fastac.graph.saved_values import (
     find_saved,
-    held_bytes,
     mark_of,
     memory_of,
     saved_nodes,
 )
-
-logger = logging.getLogger("fastac")
 
 
 class _ReplayingPartitioner(torch_private.Partitioner):
@@ -64,12 +60,6 @@ class _ReplayingPartitioner(torch_private.Partitioner):
                 f"replaying_partitioner: the second partition differs from the first. Saved then and not now: "
                 f"{', '.join(missing) or 'none'}. Recomputed then and saved now: {', '.join(extra) or 'none'}."
             )
-        logger.info(
-            "replaying_partitioner: %d values of %d partitioned graphs are saved again, %d bytes held in all",
-            len(kept),
-            len(found.wanted),
-            held_bytes(forward, num_fwd_outputs),
-        )
         return forward, backward
 
 

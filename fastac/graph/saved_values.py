@@ -14,7 +14,6 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fastac.errors import FastacError
 from fastac.graph.nodes import is_getitem, marks, memory_of_value, outputs_of
 from fastac.graph.torch_private import schema_of
 
@@ -107,19 +106,11 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
     Returns:
         How many values are marked. Parameters and other inputs are not counted: they need no mark.
 
-    Raises:
-        FastacError: the forward has fewer outputs.
-
     Example:
         >>> forward, backward = my_partitioner(joint, inputs, num_fwd_outputs=1)
         >>> fastac.graph.mark_saved(forward, backward, num_fwd_outputs=1)
     """
     outputs = outputs_of(forward.graph)
-    if num_fwd_outputs > len(outputs):
-        raise FastacError(
-            f"mark_saved: num_fwd_outputs={num_fwd_outputs} was given for a forward graph with {len(outputs)} outputs. "
-            f"Give the number that the partitioner was called with."
-        )
     graph = next(_numbers)
     values: dict[Node, list[Value]] = {}
     # Of a view the node that made its memory: a second trace makes views anew, without marks.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fastac.checkpoint import prepare
 from fastac.compile import tracing
 from fastac.engine import generators
+from fastac.engine.torch_private import is_fake
 from fastac.errors import FastacError
 from fastac.graph import torch_private
 from fastac.graph.nodes import RECOMPUTED, STATE, draws, is_attention, is_backward, mark, marks, regions
@@ -89,9 +91,8 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         A `Traced`, to be called as the step is.
 
     Raises:
-        FastacError: the step stores gradients (`backward()`), replaces buffers of the model, computes with parameters
-            that are not the model's, draws random numbers in Python, or has a torch.utils.checkpoint with dropout in
-            it.
+        FastacError: the step stores gradients (`backward()`) or tensors in the model, computes with parameters that
+            are not the model's, draws random numbers in Python, or has a torch.utils.checkpoint with dropout in it.
 
     Example:
         >>> def step(video, timestep, text):
@@ -102,6 +103,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     prepare()  # attention libraries that were loaded since: not from within the trace
     state = _state_of(model)
     described = _describe(model, state, args, kwargs)
+    _refuse_objects(args, kwargs)
     leaves, structure = torch_private.tree_flatten((args, kwargs))
     cached = torch.is_autocast_cache_enabled()
     fakes: dict[int, torch.Tensor] = {}
@@ -128,7 +130,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     inputs = [torch_private.fake_of(value, mode) for value in (*state.values(), *leaves)]
     drawn = torch.get_rng_state(), random.getstate()
     with (
-        _no_gradient_stored([*state.values(), *leaves]),
+        _nothing_stored(model, [*state.values(), *leaves]),
         tracing.expected(),
         torch_private.tracing(mode, fakes),
     ):
@@ -163,6 +165,17 @@ def summary(graph_module: GraphModule, policies: Mapping[int, Policy] | None) ->
 
 
 # What the trace takes for granted
+
+
+def _refuse_objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise FastacError for an argument with attributes: tensors inside would be the same in every call."""
+    for name, leaf in _arguments(args, kwargs).items():
+        if hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, (torch.Tensor, enum.Enum)):
+            raise FastacError(
+                f"trace: {name} is a {type(leaf).__name__}, and what is inside would be the same in every call of the "
+                f"graph. Pass tensors, numbers and strings, alone or in lists, tuples and dicts; or register the class "
+                f"by torch.utils._pytree.register_dataclass."
+            )
 
 
 def _state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -231,18 +244,31 @@ def _with_state(model: torch.nn.Module, fakes: Mapping[int, Any]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _no_gradient_stored(values: Sequence[Any]) -> Iterator[None]:
-    """Put back what a trace stores in `.grad`, and raise if it did."""
-    before = [_gradient_of(value) for value in values]
+def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[None]:
+    """Put back what a trace stores: gradients in `.grad`, fake tensors in attributes of modules. Raise if it did."""
+    gradients = [(value, value.grad) for value in values if isinstance(value, torch.Tensor) and value.is_leaf]
+    attributes = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    stored: list[str] = []
     wrong = False
     try:
         yield
     finally:
-        for value, gradient in zip(values, before, strict=True):
-            if _gradient_of(value) is not gradient:
-                value.grad, wrong = gradient, True
+        for tensor, gradient in gradients:
+            if tensor.grad is not gradient:
+                tensor.grad, wrong = gradient, True
+        for name, module, before in attributes:
+            for key, value in list(vars(module).items()):
+                if value is not before.get(key) and is_fake(value):
+                    stored.append(f"{name}.{key}".lstrip("."))
+                    vars(module).pop(key)
+                    vars(module).update({key: before[key]} if key in before else {})
     if wrong:
         raise _stores_gradients()
+    if stored:
+        raise FastacError(
+            f"trace: the step stores a tensor in the model ({stored[0]}), which the graph would not do in its calls. "
+            f"Return it from the step. If it is a cache, call the model once before the trace, so that it is there."
+        )
 
 
 def _gradient_of(value: Any) -> torch.Tensor | None:

@@ -61,9 +61,9 @@ def block_class(breaks: bool = False) -> type[AttentionBlock]:
 
 
 class Model(torch.nn.Module):
-    def __init__(self, block: Callable[[], torch.nn.Module], layers: int = 2, shared: bool = False) -> None:
+    def __init__(self, block: Callable[[], torch.nn.Module], layers: int = 2) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList([block() for _ in range(1 if shared else layers)] * (layers if shared else 1))
+        self.blocks = torch.nn.ModuleList(block() for _ in range(layers))
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -164,13 +164,6 @@ def test_blocks_that_are_compiled_stay_so() -> None:
     assert "blocks.0 had been compiled before" in str(made)
     assert block._compiled_call_impl is theirs
     assert built.get_submodule("blocks.1")._compiled_call_impl is not None
-
-
-def test_a_shared_block_is_one() -> None:
-    reference = train_step(model(shared=True), stack_inputs())
-    shared = model(shared=True)
-    assert fastac.compile(shared, blocks="blocks", backend="aot_eager").blocks == {"Block": 1}
-    assert steps_of(shared, reference)[1:] == [CALLS, CALLS]
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

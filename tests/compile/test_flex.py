@@ -177,18 +177,6 @@ class TestSaved:
         fastac.enable(built, blocks="blocks")
         assert_steps(built, reference, inputs(), 4)
 
-    def test_in_a_model_that_is_compiled_as_a_whole(self) -> None:
-        reference = eagerly(model(), inputs())
-        built = model(fastac.compile_attention(flex_attention))
-        fastac.enable(built, blocks="blocks")
-        whole = torch.compile(built, backend=compiled_flex.inductor(), fullgraph=True)
-        for _ in range(2):
-            support.executions.clear()
-            found = train_step(whole, inputs())
-            found = {name.replace("_orig_mod.", ""): tensor for name, tensor in found.items()}
-            assert max(relative_error(found[name], reference[name]) for name in reference) < 1e-5
-            assert support.executions == {COMPILED_OP: 2}
-
     def test_what_is_held(self) -> None:
         """The output and its statistics, to the byte."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import random
 import subprocess
 import sys
@@ -130,6 +132,17 @@ def test_one_tensor_in_two_places_is_one_input() -> None:
     refuses(different, r"argument\[1\]", one, one)
 
 
+def test_objects_that_may_hold_tensors_are_refused() -> None:
+    """The same object with another tensor inside would train on the first one."""
+
+    @dataclasses.dataclass
+    class Batch:
+        video: torch.Tensor
+
+    for unknown in (Batch(torch.ones(1)), collections.UserDict(video=torch.ones(1))):
+        refused(lambda batch: batch, stack(), rf"argument\[0\] is a {type(unknown).__name__}, and", unknown)
+
+
 def test_autocast_is_that_of_the_trace() -> None:
     """What a graph casts, it casts by nodes: autocast around the call must neither be missed nor cast again."""
     model, inputs = stack(), stack_inputs()
@@ -194,6 +207,16 @@ def test_trained_tensors_from_elsewhere_are_refused() -> None:
     traced = fastac.graph.trace(through, model, x)
     other.weight.add_(1)  # its present state counts
     assert all(map(torch.equal, traced(x), through(x)))
+
+
+def test_tensors_that_the_step_stores_in_the_model_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    layer, x = model[0], torch.ones(1, 2)
+    layer.last = None
+    refused(lambda x: setattr(layer, "last", model(x)), model, r"stores a tensor in the model \(0\.last\)", x)
+    refused(lambda x: setattr(model, "new", model(x)), model, r"stores a tensor in the model \(new\)", x)
+    assert layer.last is None
+    assert not hasattr(model, "new")
 
 
 def test_a_buffer_that_the_step_replaces_is_refused() -> None:

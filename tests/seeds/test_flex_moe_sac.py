@@ -19,6 +19,7 @@ from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
 from tests.compile.test_compile import Experts
 from tests.compile.test_flex import Model, block_class, inputs
+from tests.marks import slow
 from tests.support import relative_error, train_step
 
 
@@ -51,7 +52,7 @@ def reference() -> support.Tensors:
     return found
 
 
-@pytest.mark.parametrize("way", ["compiled blocks", "compiled attention"])
+@pytest.mark.parametrize("way", [*slow("compiled blocks"), "compiled attention"])
 def test_attention_stays_compiled_and_is_saved(way: str) -> None:
     expected = reference()
     with flex_on_cpu.compiled():

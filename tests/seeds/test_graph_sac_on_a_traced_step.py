@@ -79,17 +79,3 @@ def test_the_graph_needs_no_more_memory_than_eager_mode(case: Case) -> None:
         2 * case.calls,
     )
     assert graph.peak <= eager.peak < none.peak
-
-
-def test_what_would_lose_the_memory() -> None:
-    """A step that is only traced, for the tracer does nothing of its own; and a graph that runs with autograd on."""
-    model, inputs = CASES["Llama"].build()
-    fastac.enable(model, blocks="layers")
-    traced = fastac.graph.trace(step_of(model), model, **inputs)
-    done = fastac.graph.apply(traced)
-    values = [*dict(model.named_parameters()).values(), inputs["tokens"]]
-    outside = [model.state_dict(), inputs]
-    peak = peak_of(lambda: done(**inputs), outside)
-    assert peak_of(lambda: traced(**inputs), outside) > 1.5 * peak
-    with torch.enable_grad():
-        assert peak_of(lambda: done.graph_module(*values), outside) > 1.5 * peak
