@@ -112,10 +112,6 @@ class Forecast:
         self.states = states_of(subject.model, optimizer, gpus, blocks)
         self.gradients = sum(one.nbytes for one in subject.model.parameters() if one.requires_grad) // gpus
 
-    def was_simulated(self, checkpoints: bool) -> bool:
-        """Whether a step without checkpointing, or under full checkpointing, was simulated already."""
-        return ("full" if checkpoints else "plain") in vars(self)
-
     @functools.cached_property
     def plain(self) -> Timeline:
         """A step without checkpointing."""
@@ -162,12 +158,18 @@ class Forecast:
             if is_saved(policies[block_of(region)], one)
         ]
 
+    def peak(self, policy: str | Policy | Mapping[str, Policy]) -> int:
+        """The most bytes that are allocated at one time under a policy, as in `plan`."""
+        if policy == "none":
+            return self.states.total + self.plain.peak(gradient_shards=self.gpus)
+        return self.states.total + self.full.peak(self.saved(policy), self.gpus)
+
     def plan(self, policy: str | Policy | Mapping[str, Policy], name: str = "") -> PolicyPlan:
         """The plan of a policy. policy: as in `saved`, or "none". name: what it is called; default: the policy."""
         if policy == "none":
             total = sum(self.plain.flops.values())
-            peak = self.states.total + self.plain.peak(gradient_shards=self.gpus)
-            return PolicyPlan("none", 0, self.plain.held(), peak, 0, total, total / sum(self.full.flops.values()))
+            relative = total / sum(self.full.flops.values())
+            return PolicyPlan("none", 0, self.plain.held(), self.peak(policy), 0, total, relative)
         saved = self.saved(policy)
         full = sum(self.full.flops.values())
         recomputed = self.full.recomputed(saved)
@@ -176,7 +178,7 @@ class Forecast:
             policy=name or str(policy),
             saved_bytes=self._bytes(saved),
             held_bytes=self.full.held(saved),
-            peak_bytes=self.states.total + self.full.peak(saved, self.gpus),
+            peak_bytes=self.peak(policy),
             recomputed_flops=recomputed,
             flops=total,
             relative=total / full,
@@ -209,13 +211,13 @@ class Forecast:
 
         To within a thousandth of all that could be saved, in whole MiB where there are some, as one writes it.
         """
-        if self.plan("full").peak_bytes > memory:
+        if self.peak("full") > memory:
             return None
         everything = sum(one.bytes for found in self.candidates.values() for one in found)
         unit = MIB if everything >= MIB else 1
 
         def fits(units: int) -> bool:
-            return self.plan(self.within(units * unit)).peak_bytes <= memory
+            return self.peak(self.within(units * unit)) <= memory
 
         low, high = 0, -(-everything // unit)
         if fits(high):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Timeline:
         flops: Mapping[str, int],
         candidates: Mapping[str, Sequence[Candidate]],
     ) -> None:
-        self.flops, self.candidates = flops, candidates
+        self.events, self.flops, self.candidates = events, flops, candidates
         places = ((region, place) for region, found in candidates.items() for place in range(len(found)))
         self._numbers = {place: number for number, place in enumerate(places)}
         self._forward_ends = forward_ends
@@ -73,6 +74,30 @@ class Timeline:
         """FLOPs of recompute."""
         avoided = sum(self.candidates[region][place].flops for region, place in saved)
         return self.flops.get("recompute", 0) - avoided
+
+    def on_line(self, other: Timeline, part: Fraction) -> Timeline | None:
+        """The step whose bytes and keys lie so far on the lines from this one's to another's; it has no FLOPs.
+
+        All that a step allocates grows linearly with the tokens of a video. None where the two do not do the same.
+        """
+        if [(e.candidate, e.gradient) for e in self.events] != [(e.candidate, e.gradient) for e in other.events]:
+            return None
+
+        def at(mine: int, theirs: int) -> int:
+            return mine + (theirs - mine) * part.numerator // part.denominator
+
+        events = [
+            dataclasses.replace(mine, bytes=at(mine.bytes, theirs.bytes), change=at(mine.change, theirs.change))
+            for mine, theirs in zip(self.events, other.events, strict=True)
+        ]
+        candidates = {
+            region: [
+                dataclasses.replace(mine, bytes=at(mine.bytes, theirs.bytes), keys=at(mine.keys, theirs.keys))
+                for mine, theirs in zip(found, other.candidates[region], strict=True)
+            ]
+            for region, found in self.candidates.items()
+        }
+        return Timeline(events, self._forward_ends, {}, candidates)
 
     def _deltas(self, saved: Collection[Place], gradient_shards: int) -> np.ndarray:
         is_saved = np.zeros(len(self._numbers) + 1, np.int64)

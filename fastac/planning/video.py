@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 
 import torch
 
@@ -15,6 +17,7 @@ from fastac.planning.forecast import Forecast
 from fastac.planning.plans import WITHIN, Plan, make_plan
 from fastac.planning.simulation import Split
 from fastac.planning.subject import BREAKS, Subject, subject
+from fastac.planning.timeline import Timeline
 
 logger = logging.getLogger("fastac")
 
@@ -106,36 +109,59 @@ class _Search:
     def forecast(self, frames: int) -> Forecast:
         """For a video of so many frames. Raises FastacError where the model takes no such video."""
         if frames not in self.forecasts:
-            part = self._part(frames)
-            split = Split(self.training.context_parallel, part.tokens(self.configuration.patch))
-            if split.ranks > 1 and split.tokens <= part.text_tokens:
-                raise FastacError(
-                    f"plan: each of {split.ranks} context parallel ranks would have {split.tokens} tokens of {frames} "
-                    f"frames, no more than the {part.text_tokens} of the text, from which the plan tells them by their "
-                    f"number. Plan a larger video, or fewer ranks."
-                )
+            part, split = self._part(frames)
             inputs = self.configuration.inputs(part)
             self.tell(f"simulating {self.configuration.name} on {frames} frames")
             self._subject = self._subject.given(inputs) if self._subject else subject(self.model, inputs)
             self.forecasts[frames] = Forecast(self._subject, self.training.optimizer, self.training.gpus, split)
         return self.forecasts[frames]
 
-    def _part(self, frames: int) -> Video:
+    def _part(self, frames: int) -> tuple[Video, Split]:
         """What one rank has of a video of so many frames."""
         video = dataclasses.replace(self.video, frames=frames)
         self.configuration.inputs(video)  # which says what does not fit
         ranks = self.training.context_parallel
-        return self.configuration.part(video, ranks) if ranks > 1 else video
+        part = self.configuration.part(video, ranks) if ranks > 1 else video
+        split = Split(ranks, part.tokens(self.configuration.patch))
+        if ranks > 1 and split.tokens <= part.text_tokens:
+            raise FastacError(
+                f"plan: each of {ranks} context parallel ranks would have {split.tokens} tokens of {frames} frames, no "
+                f"more than the {part.text_tokens} of the text, from which the plan tells them by their number. Plan "
+                f"a larger video, or fewer ranks."
+            )
+        return part, split
 
     def _peak(self, frames: int, policy: str, limit: int | None) -> int | None:
         """The peak of a policy on so many frames; None where the model refuses them."""
         try:
             forecast = self.forecast(frames)
             chosen = policy if limit is None or not policy.startswith(WITHIN) else forecast.within(limit)
-            return forecast.plan(chosen).peak_bytes
+            return forecast.peak(chosen)
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
             return None
+
+    def _simulated(self, policy: str) -> dict[int, Timeline]:
+        """The steps that were simulated, which a policy's peak is read from, by the frames."""
+        which = "plain" if policy == "none" else "full"
+        return {frames: vars(found)[which] for frames, found in self.forecasts.items() if which in vars(found)}
+
+    def _peak_on_line(self, frames: int, policy: str, limit: int | None) -> int | None:
+        """The peak without another simulation, from two that did the same; simulated where there are none."""
+        steps = self._simulated(policy)
+        if len(steps) < 2 or frames > FARTHEST * max(steps) or policy.startswith(WITHIN):  # which FLOPs choose
+            return self._peak(frames, policy, limit)
+        near, far = sorted(steps, key=lambda at: abs(at - frames))[:2]
+        step = steps[near].on_line(steps[far], Fraction(frames - near, far - near))
+        if step is None:
+            return self._peak(frames, policy, limit)
+        try:
+            self._part(frames)
+        except FastacError:
+            return None
+        forecast = copy.copy(self.forecasts[near])
+        vars(forecast)["plain" if policy == "none" else "full"] = step
+        return forecast.peak(policy)
 
     def _step(self) -> int:
         """By how many frames a video that the model takes may be longer."""
@@ -153,25 +179,33 @@ class _Search:
         self.tell(f"longest video under {policy}")
         step = self._step()
         first = self.video.frames % step or step
-        known = {
-            (frames - first) // step: peak
-            for frames, forecast in self.forecasts.copy().items()
-            if forecast.was_simulated(checkpoints=policy != "none")
-            and (peak := self._peak(frames, policy, limit)) is not None
-        }
-        steps = most_steps(lambda steps: self._peak(first + steps * step, policy, limit), memory, known)
-        return 0 if steps < 0 else first + steps * step
+
+        def longest_by(peak: Callable[[int, str, int | None], int | None]) -> int:
+            start = (self.video.frames - first) // step
+            steps = most_steps(lambda steps: peak(first + steps * step, policy, limit), memory, start)
+            return 0 if steps < 0 else first + steps * step
+
+        guess = longest_by(self._peak_on_line)
+        if guess > max(self._simulated(policy)) and self._peak(guess, policy, limit) is None:
+            return longest_by(self._peak)  # the model itself refuses it, which only a simulation tells
+        return guess
 
 
-def most_steps(peak: Callable[[int], int | None], memory: int, known: Mapping[int, int]) -> int:
+def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> int:
     """The most steps whose peak fits a memory; -1 for none.
 
     Bytes are nearly proportional to steps: most guesses are on the line through two known peaks. peak: of so many
-    steps, None where they are refused, few of them or many. known: peaks that are known already, one at least.
+    steps, None where they are refused, few of them or many. start: steps that are not refused.
     """
-    peaks, start = dict(known), min(known)
+    peaks: dict[int, int] = {}
     refused: set[int] = set()
+    guess = start
     while True:
+        size = peak(guess)
+        if size is None:
+            refused.add(guess)
+        else:
+            peaks[guess] = size
         fitting = [steps for steps, size in peaks.items() if size <= memory]
         low = max([-1, *fitting, *(steps for steps in refused if steps < start)])
         too_many = peaks.keys() - set(fitting) | {steps for steps in refused if steps > start}
@@ -182,11 +216,6 @@ def most_steps(peak: Callable[[int], int | None], memory: int, known: Mapping[in
         on_line = (len(peaks) + len(refused)) % 3 and not (too_many and refused)
         guess = _on_line(peaks, memory) if on_line else (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
-        size = peak(guess)
-        if size is None:
-            refused.add(guess)
-        else:
-            peaks[guess] = size
 
 
 def _on_line(peaks: Mapping[int, int], memory: int) -> int:

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,7 +24,7 @@ from fastac.planning import Plan
 from fastac.planning.forecast import Forecast
 from fastac.planning.simulation import Split
 from fastac.planning.subject import subject
-from fastac.planning.video import Training, most_steps, plan_video
+from fastac.planning.video import Training, most_steps, plan_video, without_weights
 from fastac.policy import Policy
 from tests.models.tiny import TINY
 
@@ -50,7 +51,7 @@ def peaks_of(found: Plan) -> dict[str, int]:
 # The longest video
 
 
-def searched(peaks: Mapping[int, int], memory: int, known: list[int]) -> tuple[int, int]:
+def searched(peaks: Mapping[int, int], memory: int, start: int) -> tuple[int, int]:
     """What a search finds where only some numbers of steps are taken, and how many peaks it asks for."""
     asked: list[int] = []
 
@@ -59,35 +60,53 @@ def searched(peaks: Mapping[int, int], memory: int, known: list[int]) -> tuple[i
         assert len(asked) <= 40, "it does not end"
         return peaks.get(steps)
 
-    return most_steps(peak, memory, {steps: peaks[steps] for steps in known}), len(asked)
+    return most_steps(peak, memory, start), len(asked)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_longest_video_is_the_one_of_brute_force(seed: int) -> None:
-    """Where few frames are refused, or many; from one video on or from several, that fit or do not."""
+    """Where few frames are refused, or many; from one video on that fits or does not."""
     random = Random(seed)
     slope, size = random.choice((1, 100, 10_000)), random.choice((3, 10, 60))
     sizes = list(itertools.accumulate(random.randrange(1, 2 * slope + 1) for _ in range(size)))
     at = random.choice((0, 0, 5, 20))
     peaks = {at + step: 500 + peak for step, peak in enumerate(sizes)}
     for memory in (0, 500 + sizes[0], *(500 + random.choice(sizes) - random.randrange(2) for _ in range(5)), 10**9):
-        known = random.sample(list(peaks), random.randrange(1, min(4, size)))
         expected = max((steps for steps, peak in peaks.items() if peak <= memory), default=-1)
-        assert searched(peaks, memory, known)[0] == expected
+        assert searched(peaks, memory, random.choice(list(peaks)))[0] == expected
     gaps = {step: 500 + 10 * step for step in range(60) if random.randrange(3)}
     for memory in (400, 600, 2000):  # where some in between are refused, what it finds fits, and it ends
-        found, _ = searched(gaps, memory, random.sample(list(gaps), 2))
+        found, _ = searched(gaps, memory, random.choice(list(gaps)))
         assert found == -1 or gaps[found] <= memory
 
 
 def test_a_search_is_short() -> None:
     """Bytes are nearly proportional to frames; also where the peak is that of the optimizer's step at first."""
     peaks = {step: 10**9 + 10**7 * step + step % 7 for step in range(10_000)}
-    steps, asked = searched(peaks, 30 * 10**9, [20])
+    steps, asked = searched(peaks, 30 * 10**9, 20)
     assert steps == 2899
     assert asked < 10
     bent = {step: 1_000_000 + step + 10_000 * max(0, step - 50) for step in range(400)}
-    assert searched(bent, bent[55], [0, 1])[0] == 55
+    assert searched(bent, bent[55], 1)[0] == 55
+
+
+@pytest.mark.parametrize("which", ["plain", "full"])
+def test_a_step_of_any_length_lies_on_a_line(small: Configuration, which: str) -> None:
+    """Two simulations tell the bytes of all lengths, to the byte."""
+
+    def simulated(frames: int) -> Any:
+        part = video_of(small, frames)
+        return getattr(Forecast(subject(without_weights(small, part.dtype), small.inputs(part))), which)
+
+    near, far, expected = map(simulated, (9, 33, 57))
+    found = near.on_line(far, Fraction(2))
+    for name in ("attn_only", "full"):
+        saved = [(region, i) for region, mine in far.candidates.items() for i, one in enumerate(mine) if one.keys]
+        saved = saved if name == "attn_only" else []
+        assert (found.held(saved), found.peak(saved)) == (expected.held(saved), expected.peak(saved))
+    assert [one.keys for one in found.candidates["blocks.0"]] == [one.keys for one in expected.candidates["blocks.0"]]
+    far.events[5].gradient = True
+    assert near.on_line(far, Fraction(2)) is None
 
 
 @pytest.mark.slow
