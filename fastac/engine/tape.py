@@ -199,7 +199,10 @@ class Entry:
             )
         if self.op.kind == "choice":
             return sparse.unpacked(self.kept)
-        outputs = torch_private.aliases(self.kept) if self.guarded else torch_private.clones(self.kept)
+        if not self.guarded:
+            outputs = torch_private.clones(self.kept)
+        else:  # with a version counter of its own: what recompute writes into it, the forward wrote into the kept one
+            outputs = tuple([one.detach() if isinstance(one, torch.Tensor) else one for one in self.kept])
         return outputs[0] if self.single else outputs
 
     @property
