@@ -40,7 +40,7 @@ VIDEO_SUFFIXES = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".m
 
 
 class InputError(Exception):
-    """Something the user gave can not be used. The message is one line that says what and why."""
+    """Something the user gave cannot be used. The message is one line that says what and why."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,7 @@ def load_transformer(folder: Path) -> WanTransformer3DModel:
     try:
         transformer = WanTransformer3DModel.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, RuntimeError, TypeError) as error:
-        raise InputError(f"--transformer {folder}: can not be loaded: {error}") from error
+        raise InputError(f"--transformer {folder}: cannot be loaded: {error}") from error
     needed = {
         "patch_size": (1, 1, 1),
         "in_channels": LATENT_CHANNELS + POSITION_CHANNELS,

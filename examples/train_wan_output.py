@@ -39,7 +39,7 @@ def free_output(base: Path) -> Path:
 
 
 def check_output(output: Path, resume: bool, overwrite: bool) -> None:
-    """Raise InputError when a run can not be written to `output` without spoiling what is there."""
+    """Raise InputError when a run cannot be written to `output` without spoiling what is there."""
     if output.exists() and not output.is_dir():
         raise InputError(f"--output {output}: is a file, not a folder")
     holds_run = (output / SETTINGS).is_file()

@@ -153,7 +153,7 @@ def _apart(graph: torch.fx.Graph, target: Any, kernel: Callable[..., Any]) -> No
 
 
 def backward_apart(graph: torch.fx.Graph) -> None:
-    """What fastac does with the forward, done with the backward, which inductor can not make for a CPU."""
+    """What fastac does with the forward, done with the backward, which inductor cannot make for a CPU."""
     _apart(graph, _BACKWARD, _backward_math)
 
 
