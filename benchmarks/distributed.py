@@ -133,7 +133,7 @@ def measure(name: str, world: int) -> list[dict[str, Any]]:
             found = steps.measured(wrapped, batch)
         expected = expected or found.tensors
         # What gloo's own threads free, the profiler may miss: the least of some forwards is what is held.
-        held = min(allocated_bytes(functools.partial(_forward, wrapped, batch)).held for _ in range(8))
+        held = min(allocated_bytes(functools.partial(_forward, wrapped, batch)).held for _ in range(24))
         sent = _sent(wrapped, batch)
         exact = all(torch.equal(found.tensors[key], tensor) for key, tensor in expected.items())
         rows.append(

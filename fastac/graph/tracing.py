@@ -121,7 +121,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
             # make_fx turns it off. With it a tensor is cast once, and its gradient summed before it is cast back.
             torch.set_autocast_cache_enabled(cached)
             outputs, tree = torch_private.tree_flatten(step(*positional, **named))
-        if any(_gradient_of(tensor) is not before for tensor, before in zip(inputs, gradients, strict=True)):
+        if any(_gradient_of(tensor) != before for tensor, before in zip(inputs, gradients, strict=True)):
             raise _stores_gradients()
         returned.append(tree)
         return outputs
@@ -143,7 +143,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for node, name in zip(placeholders, state, strict=False):
         mark(node, **{STATE: name})
-    _refuse_trained_constants(graph_module)
+    _refuse_constants(graph_module, [*state.values(), *leaves])
     _refuse_redrawn(graph_module)
     return Traced(graph_module, model, described, returned[-1])
 
@@ -247,7 +247,8 @@ def _with_state(model: torch.nn.Module, fakes: Mapping[int, Any]) -> Iterator[No
 def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[None]:
     """Put back what a trace stores: gradients in `.grad`, fake tensors in attributes of modules. Raise if it did."""
     gradients = [(value, value.grad) for value in values if isinstance(value, torch.Tensor) and value.is_leaf]
-    attributes = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    # Containers are copied: a step may append to a list, fill a dict, or register a buffer.
+    attributes = [(name, module, _copied(vars(module))) for name, module in model.named_modules()]
     stored: list[str] = []
     wrong = False
     try:
@@ -258,7 +259,7 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
                 tensor.grad, wrong = gradient, True
         for name, module, before in attributes:
             for key, value in list(vars(module).items()):
-                if value is not before.get(key) and is_fake(value):
+                if any(map(is_fake, torch_private.tree_flatten(value)[0])):
                     stored.append(f"{name}.{key}".lstrip("."))
                     vars(module).pop(key)
                     vars(module).update({key: before[key]} if key in before else {})
@@ -271,8 +272,15 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
         )
 
 
-def _gradient_of(value: Any) -> torch.Tensor | None:
-    return value.grad if isinstance(value, torch.Tensor) and value.is_leaf else None
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    leaves, structure = torch_private.tree_flatten(attributes)
+    return torch_private.tree_unflatten(leaves, structure)  # type: ignore[no-any-return]
+
+
+def _gradient_of(value: Any) -> tuple[int, int] | None:
+    """What tells whether a tensor's gradient was stored, or added to in place."""
+    gradient = value.grad if isinstance(value, torch.Tensor) and value.is_leaf else None
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _stores_gradients() -> FastacError:
@@ -282,10 +290,23 @@ def _stores_gradients() -> FastacError:
     )
 
 
-def _refuse_trained_constants(graph_module: GraphModule) -> None:
-    """Raise FastacError for a constant that requires grad: its share of the gradients would be missing."""
+def _refuse_constants(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
+    """Raise FastacError for what the step takes from elsewhere, and a later call of it would find changed or anew.
+
+    A trained tensor's share of the gradients would be missing, the `.grad` of an input is another after zero_grad(),
+    and a generator that the step makes draws the same in each step.
+    """
+    gradients = [value.grad for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf]
+    given = any(isinstance(value, torch.Generator) for value in inputs)  # make_fx wraps it: no comparing by identity
     for node in graph_module.graph.find_nodes(op="get_attr"):
         constant = getattr(graph_module, str(node.target), None)
+        if constant is not None and any(constant is gradient for gradient in gradients):
+            raise _stores_gradients()
+        if isinstance(constant, torch.Generator) and not given:
+            raise FastacError(
+                "trace: the step draws from a generator that it makes or holds; the graph would hold the one of this "
+                "call. Pass the generator as an argument."
+            )
         if isinstance(constant, torch.Tensor) and constant.requires_grad:
             raise FastacError(
                 f"trace: the step uses a tensor of shape {tuple(constant.shape)} that requires grad and is neither an "

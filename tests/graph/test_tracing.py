@@ -168,11 +168,15 @@ def refused(step: Any, model: torch.nn.Module, what: str, *args: Any) -> None:
         fastac.graph.trace(step, model, *args)
 
 
-@pytest.mark.parametrize("how", ["backward", "assigned", "assigned from a list"])
+@pytest.mark.parametrize("how", ["backward", "assigned", "assigned from a list", "added", "added from a list"])
 def test_stored_gradients_are_refused(how: str) -> None:
     """The graph would not store them: the optimizer would step with none, or with old ones."""
     model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     held = list(model.parameters())
+    if "added" in how:
+        for parameter in held:
+            parameter.grad = torch.zeros_like(parameter)
+    before = [parameter.grad for parameter in held]
 
     def step(x: torch.Tensor) -> None:
         loss = model(x).sum()
@@ -181,10 +185,14 @@ def test_stored_gradients_are_refused(how: str) -> None:
             return
         parameters = held if "list" in how else list(model.parameters())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            parameter.grad = gradient
+            if "added" in how:
+                parameter.grad.add_(gradient)
+            else:
+                parameter.grad = gradient
 
     refused(step, model, r"stores gradients in \.grad", x)
-    assert [parameter.grad for parameter in held] == [None, None]
+    assert all(parameter.grad is gradient for parameter, gradient in zip(held, before, strict=True))
+    assert all(gradient is None or not gradient.any() for gradient in before)
 
 
 def test_trained_tensors_from_elsewhere_are_refused() -> None:
@@ -217,6 +225,11 @@ def test_tensors_that_the_step_stores_in_the_model_are_refused() -> None:
     refused(lambda x: setattr(model, "new", model(x)), model, r"stores a tensor in the model \(new\)", x)
     assert layer.last is None
     assert not hasattr(model, "new")
+    layer.seen, layer.cache = [], {}
+    refused(lambda x: layer.seen.append(model(x)), model, r"stores a tensor in the model \(0\.seen\)", x)
+    refused(lambda x: layer.cache.update(last=model(x)), model, r"stores a tensor in the model \(0\.cache\)", x)
+    refused(lambda x: layer.register_buffer("late", model(x)), model, r"stores a tensor in the model", x)
+    assert (layer.seen, layer.cache, dict(layer.named_buffers())) == ([], {}, {})
 
 
 def test_a_buffer_that_the_step_replaces_is_refused() -> None:
@@ -240,6 +253,16 @@ def test_random_numbers_that_no_operator_draws_are_refused() -> None:
     for step in (lambda x: (torch.manual_seed(0), model(x))[1], lambda x: model(x) * random.random()):
         refused(step, model, "seeds a generator or draws random numbers", torch.ones(1, 2))
     torch.set_rng_state(state)
+
+
+def test_a_generator_of_the_steps_own_is_refused() -> None:
+    """Made anew in each step, it would draw the same each time; in the graph it goes on."""
+    model, held = torch.nn.Linear(2, 2), torch.Generator()
+    for step in (
+        lambda x: model(x) + torch.randn(1, 2, generator=torch.Generator().manual_seed(0)),
+        lambda x: model(x) + torch.randn(1, 2, generator=held),
+    ):
+        refused(step, model, "generator that it makes or holds", torch.ones(1, 2))
 
 
 def test_a_generator_may_be_an_argument() -> None:
