@@ -239,12 +239,13 @@ class Region:
             _warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
 
     def _warn_of_fewer(self, made: int, before: int) -> None:
-        _warn_once(
+        if _warn_once(
             self.function,
             "fewer",
             f"{describe(self.function)}: {made} attention calls and saved products, where there were {before} before "
             f"on inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see",
-        )
+        ):
+            prepare()  # an op that was defined since, without any import, is seen from the next region on
 
     def _note(self, result: RegionResult, outputs: Any) -> None:
         """Note on the block what its region did, and watch compiled code that is new in it."""
@@ -286,11 +287,13 @@ def _kinds(function: Any) -> dict[Any, RegionResult]:
     return found
 
 
-def _warn_once(function: Any, what: str, message: str) -> None:
+def _warn_once(function: Any, what: str, message: str) -> bool:
     said = state.warned.setdefault(kind_of(function), set())
-    if what not in said:
-        said.add(what)
-        logger.warning("%s", message)
+    if what in said:
+        return False
+    said.add(what)
+    logger.warning("%s", message)
+    return True
 
 
 @torch_private.constant_under_dynamo

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,9 @@ logger = logging.getLogger("fastac")
 
 _ENABLED = "_fastac"
 _ABSENT = "no function"  # a text: it is pickled with the model
+_OPTIONS = tuple(
+    name for name, one in inspect.signature(checkpoint).parameters.items() if one.kind is not one.VAR_KEYWORD
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -168,6 +172,7 @@ class Enabled:
         replaced = self.was_replaced()
         if torch.compiler.is_compiling() and not replaced:
             return
+        self._check_attached()
         if self.opened and not replaced:
             self._check_saved()
         elif replaced or not (self.was_switched_off() or state.traced):
@@ -180,12 +185,30 @@ class Enabled:
                 f"use fastac.checkpoint in the place of torch's."
             )
 
+    def _check_attached(self) -> None:
+        """Raise PolicyNotAppliedError for a block that was exchanged, or whose forward was, since `enable`."""
+        attached = {own.block for own in self.forwards.values() if own.is_attached or own.is_wrapped}
+        for name in self.forwards:
+            try:
+                block = inside(self.model.get_submodule(name))
+            except AttributeError:
+                continue  # taken out, as for a stage of a pipeline
+            if block not in attached and models.unwrapped(block) not in attached:
+                raise PolicyNotAppliedError(
+                    f"{self.policy}: {class_name(self.model)}.{name} ({class_name(block)}) ran without checkpointing: "
+                    f"the block, or its forward, was exchanged since fastac.enable. Call fastac.enable again."
+                )
+
     def _check_saved(self) -> None:
         if self.saved:
             return
         records = [record for block in self.blocks.values() if (record := known_record(block)) is not None]
         results = [record.latest for record in records if record.latest is not None]
         communicated = any(record.communication is not None and record.communication.saved for record in records)
+        for container in grouped(self.blocks) if self.by_forward and results else ():
+            first = next(iter(container.blocks))
+            if not any(record_of(block).latest for block in container.blocks.values()):
+                _warn_once(class_name(self.model), f"{first!r} and its kind were not called, nor checkpointed")
         self.saved = communicated or any(one.products or any(call.saved for call in one.calls) for one in results)
         if results and not self.saved and not any(one.compiled for one in results):
             ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
@@ -224,6 +247,12 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
         return own.forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
         own.enabled.opened += 1
+    for name in kwargs:
+        if name in _OPTIONS:
+            raise FastacError(
+                f"{describe(own.block)} was called with {name}=..., which fastac.checkpoint would take for an argument "
+                f"of its own. Rename that argument of the block, or pass it by position."
+            )
     # by the block: dynamo does not know what a method is bound to
     return checkpoint(own.forward, *args, policy=own.enabled.policy_of(own.block), **kwargs)
 
@@ -300,6 +329,16 @@ def enabled_on(model: torch.nn.Module) -> Enabled | None:
     """How `enable` left a model; None where it did not, or no more."""
     found: Enabled | None = vars(model).get(_ENABLED)
     return found
+
+
+def check_no_part(model: torch.nn.Module, call: str) -> None:
+    """Raise FastacError for a model that fastac is not enabled on, but on parts of it."""
+    parts = [name for name, module in model.named_modules() if enabled_on(module) is not None]
+    if parts and "" not in parts:
+        raise FastacError(
+            f"{call}: fastac is enabled on a part of {class_name(model)}, not on the whole of it. Give that part: "
+            f"{call}(model.{parts[0]}, ...)."
+        )
 
 
 def containers_of(model: torch.nn.Module) -> list[BlockContainer]:

@@ -175,6 +175,7 @@ def report(model: torch.nn.Module) -> Report:
     """
     hook.check_module(model, "report")
     model = models.unwrapped(model)
+    hook.check_no_part(model, "report")
     enabled = hook.enabled_on(model)
     containers = hook.containers_of(model)
     in_graphs = _decided(model, _since)
@@ -467,6 +468,7 @@ def _verify(
         raise FastacError(f"verify(reference={reference!r}): there are {', '.join(REFERENCES)}")
     hook.check_module(model, "verify")
     inner = models.unwrapped(model)
+    hook.check_no_part(inner, "verify")
     prepare()
     enabled = hook.enabled_on(inner)
     if enabled is not None:

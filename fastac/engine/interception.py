@@ -36,7 +36,9 @@ def install() -> None:
         for op in registry.present_ops():
             if op.qualified_name not in engine.installed:
                 _intercept(op)
-            op.installed = engine.installed[op.qualified_name][0].installed
+            first, library = engine.installed[op.qualified_name]
+            op.installed = first.installed
+            engine.installed[op.qualified_name] = op, library  # it may have been defined anew, with other arguments
         flops.register_formulas()
         engine.modules = loaded_modules()
 
@@ -68,8 +70,8 @@ def loaded_modules() -> tuple[int, int, int, str]:
         return *counts, ""
 
 
-def _intercept(op: BoundOp) -> None:
-    name = op.qualified_name
+def _intercept(first: BoundOp) -> None:
+    name = first.qualified_name
     if torch_private.has_kernel(name, "BackendSelect"):
         raise FastacError(
             f"{name} cannot be saved: another package has registered a function at its BackendSelect dispatch key, "
@@ -77,6 +79,7 @@ def _intercept(op: BoundOp) -> None:
         )
 
     def called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        op, _ = engine.installed.get(name, (first, None))
         scope = thread.scope
         if scope is not None:
             return scope.call(op, keyset, args, kwargs)
@@ -86,12 +89,12 @@ def _intercept(op: BoundOp) -> None:
         return run_kernel(op, keyset, args, kwargs)
 
     library = None
-    if isinstance(op.op, torch_private.HigherOrderOperator):
-        torch_private.at_backend_select(op.op, called)
+    if isinstance(first.op, torch_private.HigherOrderOperator):
+        torch_private.at_backend_select(first.op, called)
     else:
         namespace, _, rest = name.partition("::")
         library = torch.library.Library(namespace, "IMPL")
         library.impl(rest, called, "BackendSelect", with_keyset=True)
-    op.installed = len(engine.installed) + 1
-    engine.installed[name] = op, library
+    first.installed = len(engine.installed) + 1
+    engine.installed[name] = first, library
     logger.debug("intercepting %s", name)

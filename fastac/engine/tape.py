@@ -331,7 +331,7 @@ class Record(Scope):
         # On the tape before it runs: a call that raises, where the block then tries another kernel, does so again.
         entry = Entry(op, keys, described(args), product)
         self.tape.append(entry)
-        before = self._prepare(entry, args, kwargs) if saves and op.is_attention else None
+        before = self._prepare(entry, args, kwargs) if saves and op.kind != "choice" else None
         outputs = self.run(op, keyset, args, kwargs)
         entry.ran = True
         if op.is_attention:
@@ -356,16 +356,17 @@ class Record(Scope):
         return outputs
 
     def _prepare(self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Before an attention runs that is to be saved. Returns the generators' states, where it may draw."""
+        """Before a call runs that is to be saved. Returns the generators' states, where it may draw."""
         op = entry.op
+        what = f"the Linear module {entry.product!r}" if entry.product else op.name
         if self.runs_again:
             raise PolicyNotAppliedError(
-                f"{self.policy}: {op.name} runs again in a backward, in a checkpoint around the block that is not "
-                f"fastac's. Leave that checkpoint out, or use fastac.checkpoint for it."
+                f"{self.policy}: {what} runs again in a backward, in a checkpoint around the block that saves nothing "
+                f"(torch's, or fastac's with policy=\"full\"). Leave that checkpoint out, or give it this policy."
             )
         if thread.scope is self and torch_private.innermost_checkpoint() not in (None, self.checkpoint):
             raise PolicyNotAppliedError(
-                f"{self.policy}: {op.name} is called inside a torch.utils.checkpoint of the block's own, which runs it "
+                f"{self.policy}: {what} is called inside a torch.utils.checkpoint of the block's own, which runs it "
                 f"again in backward. Use fastac.checkpoint there, or leave that checkpoint out."
             )
         if op.written:

@@ -53,6 +53,7 @@ import textwrap
 import threading
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -653,3 +654,88 @@ def test_threads_that_train_at_once() -> None:
         assert len(found[seed]) == 4
         for step in found[seed]:
             assert_same(step, references[seed])
+
+
+def _define(name: str, arguments: str, runs: list[bool]) -> torch.library.Library:
+    """An attention op that draws one random number when it runs."""
+    library = torch.library.Library(support.NAMESPACE, "FRAGMENT")
+    library.define(f"{name}(Tensor query, Tensor key, Tensor value{arguments}) -> Tensor")
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any) -> torch.Tensor:
+        runs.append(True)
+        return support.attention_math(query, key, value)[0] * (torch.rand(()) + 1)
+
+    library.impl(name, kernel, "CPU")
+    return library
+
+
+def _function(name: str, *options: Any) -> Any:
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return getattr(torch.ops.fastac_tests, name)(query, key, value, *options).clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad, grad, grad
+
+    return Attention.apply
+
+
+def test_an_op_that_is_defined_anew_with_other_arguments() -> None:
+    """A cell of a notebook that runs again: its calls are read by the new schema, else generators go unnoticed."""
+    fastac.register(
+        fastac.AttentionOp(
+            backend="tests", namespace=support.NAMESPACE, name="anew", layout="bhsd", dropout="dropout_p"
+        )
+    )
+
+    def compare(arguments: str, *options: Any, function: Callable[..., torch.Tensor]) -> None:
+        runs: list[bool] = []
+        library = _define("anew", arguments, runs)
+        attention = _function("anew", *options)
+        gradients = []
+        for checkpoint in (lambda call, *args: call(*args), fastac.checkpoint):
+            torch.manual_seed(0)
+            query = torch.randn(1, 2, 8, 4, requires_grad=True)
+            checkpoint(function, query, attention).sum().backward()
+            gradients.append(query.grad)
+        assert torch.equal(*gradients)
+        assert len(runs) == 2
+        library._destroy()
+
+    def before(query: torch.Tensor, attention: Any) -> torch.Tensor:
+        return F.dropout(attention(torch.tanh(query), query, query), 0.3)
+
+    def after(query: torch.Tensor, attention: Any) -> torch.Tensor:
+        return F.dropout(attention(torch.tanh(query), query, query), 0.4)
+
+    compare(", float dropout_p", 0.3, function=before)
+    compare(", bool causal, float dropout_p", False, 0.3, function=after)
+
+
+def test_an_op_that_is_defined_without_an_import(caplog: pytest.LogCaptureFixture) -> None:
+    """Between two steps. The first region that misses it warns; the next one saves it."""
+    fastac.register(
+        fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name="late", layout="bhsd", dropout=None)
+    )
+    attend = [F.scaled_dot_product_attention]
+
+    def function(query: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(attend[0](torch.tanh(query), query, query))
+
+    def step() -> None:
+        fastac.checkpoint(function, torch.randn(1, 2, 8, 4, requires_grad=True)).sum().backward()
+
+    step()
+    runs: list[bool] = []
+    library = _define("late", "", runs)
+    attend[0] = _function("late")
+    found = []
+    for _ in range(3):
+        runs.clear()
+        step()
+        found.append(len(runs))
+    assert found == [2, 1, 1]
+    assert "where there were 1 before" in caplog.text
+    library._destroy()

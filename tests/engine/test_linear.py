@@ -20,9 +20,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import FastacError, Policy
+from fastac import FastacError, Policy, PolicyNotAppliedError
 from tests import support
 from tests.engine.cases import twice
 from tests.live_bytes import allocated
@@ -426,6 +427,17 @@ def test_hooks_come_and_go(products: Counter[str]) -> None:
     assert executed[1] < executed[0] == executed[2]
     fastac.disable(model)
     assert state_of(model) == before
+
+
+def test_a_module_in_a_checkpoint_of_the_block_s_own_is_refused() -> None:
+    """Its product would be saved, and run again all the same."""
+
+    class Inner(One):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return video + self.out(torch_checkpoint(self.first, video, use_reentrant=False))
+
+    with pytest.raises(PolicyNotAppliedError, match="Linear module 'first' is called inside a torch"):
+        train_step(stack(block=Inner, policy=FIRST), stack_inputs())
 
 
 def test_disable_between_forward_and_backward_is_an_error() -> None:

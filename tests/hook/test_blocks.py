@@ -13,7 +13,7 @@ from diffusers.hooks import HookRegistry
 from diffusers.hooks import ModelHook as DiffusersHook
 
 import fastac
-from fastac import Policy
+from fastac import FastacError, Policy, PolicyNotAppliedError
 from tests import support
 from tests.hook.substitutes import TEXT, OriginalWan, Plain
 from tests.model_state import state_of
@@ -187,3 +187,45 @@ def test_a_hook_that_takes_the_forward_along_is_noticed() -> None:
         train_step(model, inputs)
     fastac.enable(model, blocks="first")
     train_step(model, inputs)
+
+
+@pytest.mark.parametrize("name", ["early_stop", "policy", "function"])
+def test_a_keyword_of_the_block_that_is_an_option_of_checkpoint_is_refused(name: str) -> None:
+    """The block would never see it."""
+
+    class Own(support.AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor, **options: Any) -> torch.Tensor:
+            return super().forward(video, text) * (2 if options else 1)
+
+    model = torch.nn.ModuleDict({"block": Own()})
+    fastac.enable(model, blocks="block")
+    inputs = support.stack_inputs()
+    with pytest.raises(FastacError, match=f"called with {name}="):
+        model["block"](**inputs, **{name: True})
+
+
+@pytest.mark.parametrize("what", ["block", "forward"])
+def test_a_block_that_was_exchanged_is_noticed(what: str, attention_executions: Counter[str]) -> None:
+    """It would train without checkpointing."""
+    model = support.stack()
+    fastac.enable(model, blocks="blocks")
+    other = support.AttentionBlock()
+    if what == "block":
+        model.blocks[1] = other
+    else:
+        model.blocks[1].forward = other.forward
+    with pytest.raises(PolicyNotAppliedError, match=r"blocks\.1 .*exchanged since fastac\.enable"):
+        support.train_step(model, support.stack_inputs())
+    fastac.enable(model, blocks="blocks")
+    support.train_step(model, support.stack_inputs())
+    del model.blocks[0]  # a stage of a pipeline
+    support.train_step(model, support.stack_inputs())
+
+
+def test_a_list_whose_blocks_are_not_called(caplog: pytest.LogCaptureFixture) -> None:
+    model = support.stack()
+    model.unused = torch.nn.ModuleList([support.AttentionBlock()])
+    fastac.enable(model, blocks=["blocks", "unused"])
+    for _ in range(2):
+        support.train_step(model, support.stack_inputs())
+    assert caplog.text.count("'unused.0' and its kind were not called") == 1

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fastac
-from fastac import Policy, PolicyNotAppliedError
+from fastac import FastacError, Policy, PolicyNotAppliedError
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
 from tests.model_state import state_of
@@ -205,3 +205,12 @@ def test_wrong_calls() -> None:
     frozen = AttentionBlock().requires_grad_(False)
     with pytest.raises(fastac.FastacError, match="requires grad"):
         fastac.verify(frozen, **{name: v.detach() for name, v in inputs.items()})
+
+
+@pytest.mark.parametrize("call", [fastac.verify, fastac.report])
+def test_a_model_whose_part_is_enabled(call: Any) -> None:
+    """It would speak of another policy than the one that trains."""
+    model = torch.nn.ModuleDict({"part": support.stack()})
+    fastac.enable(model["part"], "full", blocks="blocks")
+    with pytest.raises(FastacError, match=r"\(model\.part, \.\.\.\)"):
+        call(model)
