@@ -32,6 +32,7 @@ logger = logging.getLogger("fastac")
 
 _ENABLED = "_fastac"
 _ABSENT = "no function"  # a text: it is pickled with the model
+# what checkpoint takes for its own, and the block of that call would not see
 _OPTIONS = tuple(
     name for name, one in inspect.signature(checkpoint).parameters.items() if one.kind is not one.VAR_KEYWORD
 )
@@ -206,9 +207,8 @@ class Enabled:
         results = [record.latest for record in records if record.latest is not None]
         communicated = any(record.communication is not None and record.communication.saved for record in records)
         for container in grouped(self.blocks) if self.by_forward and results else ():
-            first = next(iter(container.blocks))
             if not any(record_of(block).latest for block in container.blocks.values()):
-                _warn_once(class_name(self.model), f"{first!r} and its kind were not called, nor checkpointed")
+                _warn_once(class_name(self.model), f"none of the blocks in {container.name!r} was called")
         self.saved = communicated or any(one.products or any(call.saved for call in one.calls) for one in results)
         if results and not self.saved and not any(one.compiled for one in results):
             ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))

@@ -276,7 +276,7 @@ class Scope:
         """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
         outer = self.outer
         while outer is not None and outer.tape is self.tape:
-            outer = outer.outer  # a backward inside the region: the forward around this recompute is its own
+            outer = outer.outer  # backward was called inside the region's own forward: that is no region around it
         if outer is None:
             return run_kernel(op, keyset, args, kwargs)
         return outer.call(op, keyset, args, kwargs)
