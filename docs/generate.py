@@ -23,7 +23,8 @@ import fastac  # registers the rows
 from fastac import registry
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS
-from fastac.registry import AttentionOp, Verdict
+from fastac.backends.verdicts import Verdict
+from fastac.registry import AttentionOp
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))

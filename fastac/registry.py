@@ -11,8 +11,7 @@ import dataclasses
 import logging
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,16 +43,6 @@ KINDS = {
     "linear": "the product that a Linear module ends in: saved where the policy names the module",
 }
 """What a row's op does, and what that means for its outputs."""
-
-
-class Verdict(str, Enum):
-    """What fastac can do for an attention backend."""
-
-    SAVABLE = "savable"
-    OPAQUE = "opaque"  # savable once make_visible gave its kernel a dispatcher op
-    DECOMPOSED = "decomposed"  # many small ops: there is no attention output to save
-    NOT_TRAINABLE = "not_trainable"
-    UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,43 +134,6 @@ class OpaqueFunction:
     max_kv: str | None = None
     dropout: str | None = ALWAYS
     flops: Flops = Flops()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Library:
-    """What a user must know about one attention library.
-
-    backend: of the rows that serve it. distribution: its name on the package index, "" for a part of torch.
-    how: in which way its outputs are saved, or why they cannot be. advice: what the user does, "" for nothing.
-    """
-
-    backend: str
-    name: str
-    verdict: Verdict
-    how: str
-    distribution: str = ""
-    advice: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class BackendUse:
-    """Which backend the attention of one module uses, and what fastac can do for it.
-
-    family: the `backend` of the rows that serve it, for savable ones; op: the one among their ops that it ends in.
-    processor: the class that runs it. ignores: the backend that is set and that it does not heed.
-    """
-
-    module: str
-    backend: str
-    verdict: Verdict
-    reason: str = ""
-    family: str = ""
-    op: str = ""
-    processor: str = ""
-    ignores: str = ""
-
-
-BackendReader = Callable[[torch.nn.Module], Iterable[BackendUse]]
 
 
 class BoundOp:
@@ -296,7 +248,6 @@ class _State:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        self.readers: list[BackendReader] = []
         self.lock = threading.RLock()
         self.reset()
 
@@ -467,13 +418,3 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
         if bound is not None:
             found.append(bound)
     return found
-
-
-def register_reader(reader: BackendReader) -> None:
-    """Add a function that says which backends a model's attention modules are set to, by model library."""
-    state.readers.append(reader)
-
-
-def backend_uses(module: torch.nn.Module) -> list[BackendUse]:
-    """What is known, without running it, about the backend of every attention module inside a module."""
-    return [use for reader in state.readers for use in reader(module)]

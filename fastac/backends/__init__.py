@@ -33,4 +33,3 @@ LIBRARIES = (
 _attention = (sdpa, varlen, flex, flash_attn_2, flash_attn_3, xformers, fastvideo, sage, diffusers)
 registry.register(*(row for file in (*_attention, selection, collectives) for row in file.ROWS))
 opaque.know(*flash_attn_4.FUNCTIONS, *fastvideo.FUNCTIONS)
-registry.register_reader(diffusers.backend_uses)

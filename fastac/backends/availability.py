@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from fastac import registry
+from fastac.backends.diffusers import backend_uses as backend_uses
+from fastac.backends.verdicts import BackendUse, Verdict
 from fastac.engine import opaque, torch_private
 from fastac.engine.blocks import is_inside
 from fastac.errors import UnsupportedBackendError, class_name
 from fastac.policy import BlockPolicies, Policy, saves_nothing
-from fastac.registry import AttentionOp, BackendUse, Verdict
+from fastac.registry import AttentionOp
 
 
 def check_backends(
@@ -19,7 +21,7 @@ def check_backends(
 ) -> None:
     """Raise UnsupportedBackendError when attention modules use a backend that the policy cannot be honoured on."""
     saves = not saves_nothing(policy)
-    for use in registry.backend_uses(model):
+    for use in backend_uses(model):
         if isinstance(policy, BlockPolicies):
             around = [block for name, block in blocks.items() if is_inside(use.module, name)]
             saves = bool(around) and not policy[getattr(around[0], "_orig_mod", around[0])].saves_nothing
@@ -61,7 +63,7 @@ def ignored_backends(model: torch.nn.Module, blocks: Iterable[str]) -> list[str]
     """A sentence for each attention backend that is set, and that some attention of a model's blocks does not heed."""
     counts: dict[tuple[str, str], int] = {}
     names = tuple(blocks)
-    for use in registry.backend_uses(model):
+    for use in backend_uses(model):
         if use.ignores not in ("", use.backend) and any(is_inside(use.module, name) for name in names):
             counts[use.ignores, use.processor] = counts.get((use.ignores, use.processor), 0) + 1
     return [

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from fastac.registry import AttentionOp, BackendUse, Verdict
+from fastac.backends.verdicts import BackendUse, Verdict
+from fastac.registry import AttentionOp
 
 
 class DiffusersBackend(NamedTuple):

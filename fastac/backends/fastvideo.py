@@ -8,7 +8,8 @@ flash-attn 2. Sliding tile attention and what is named inference have no backwar
 from functools import partial
 
 from fastac.backends.flash_attn_4 import LEAVE_UNCOMPILED, VISIBLE
-from fastac.registry import AttentionOp, Flops, Library, OpaqueFunction, Verdict
+from fastac.backends.verdicts import Library, Verdict
+from fastac.registry import AttentionOp, Flops, OpaqueFunction
 
 _library = partial(Library, distribution="fastvideo-kernel", verdict=Verdict.SAVABLE)
 _opaque = partial(_library, verdict=Verdict.OPAQUE, advice=LEAVE_UNCOMPILED)

@@ -5,7 +5,8 @@ Older versions (before torch custom ops, 2.7) call their extension past the disp
 
 from functools import partial
 
-from fastac.registry import AttentionOp, Flops, Library, Verdict
+from fastac.backends.verdicts import Library, Verdict
+from fastac.registry import AttentionOp, Flops
 
 LIBRARY = Library(
     backend="fa2",

@@ -7,7 +7,8 @@ The month between, July 2025, that op stood in flash-attn 2's namespace, where i
 
 from functools import partial
 
-from fastac.registry import AttentionOp, Flops, Library, Verdict
+from fastac.backends.verdicts import Library, Verdict
+from fastac.registry import AttentionOp, Flops
 
 LIBRARY = Library(
     backend="fa3",

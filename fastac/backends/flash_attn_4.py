@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from fastac.registry import Flops, Library, OpaqueFunction, Verdict
+from fastac.backends.verdicts import Library, Verdict
+from fastac.registry import Flops, OpaqueFunction
 
 VISIBLE = "made visible when it is loaded"
 LEAVE_UNCOMPILED = "leave blocks that use it uncompiled: in compiled code it is recomputed"

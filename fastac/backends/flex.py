@@ -8,7 +8,8 @@ gradient in eager mode under any checkpointing, torch's own as well (torch 2.13)
 
 from functools import partial
 
-from fastac.registry import AttentionOp, Flops, Library, Verdict
+from fastac.backends.verdicts import Library, Verdict
+from fastac.registry import AttentionOp, Flops
 
 LIBRARY = Library(
     backend="flex",

@@ -4,7 +4,8 @@ Its ops write their output argument and have no autograd formula. SageAttention 
 FLOPs are counted for (batch, heads, sequence, dim); its other layout, which only `tensor_layout` tells, counts wrong.
 """
 
-from fastac.registry import AttentionOp, Library, Verdict
+from fastac.backends.verdicts import Library, Verdict
+from fastac.registry import AttentionOp
 
 LIBRARY = Library(
     backend="sage",

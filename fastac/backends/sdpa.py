@@ -8,7 +8,8 @@ row: it writes its argument.
 
 from functools import partial
 
-from fastac.registry import AttentionOp, Flops, Library, Row, Verdict
+from fastac.backends.verdicts import Library, Verdict
+from fastac.registry import AttentionOp, Flops, Row
 
 LIBRARY = Library(
     backend="sdpa",

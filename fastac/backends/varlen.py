@@ -1,6 +1,7 @@
 """torch.nn.attention.varlen (torch 2.13). Its variant with an `out` argument writes it, and has no row."""
 
-from fastac.registry import AttentionOp, Flops, Library, Verdict
+from fastac.backends.verdicts import Library, Verdict
+from fastac.registry import AttentionOp, Flops
 
 LIBRARY = Library(
     backend="varlen",

@@ -6,7 +6,8 @@ is an op of fbgemm-gpu-genai. Its split-KV kernel in Triton, for inference with 
 
 from functools import partial
 
-from fastac.registry import AttentionOp, Flops, Library, Verdict
+from fastac.backends.verdicts import Library, Verdict
+from fastac.registry import AttentionOp, Flops
 
 LIBRARY = Library(
     backend="xformers",

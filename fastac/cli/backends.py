@@ -16,9 +16,10 @@ from rich.table import Table
 from fastac import registry
 from fastac.backends import LIBRARIES, availability, plugins
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
+from fastac.backends.verdicts import Verdict
 from fastac.cli.measuring import version
 from fastac.engine import interception
-from fastac.registry import AttentionOp, OpaqueFunction, Verdict
+from fastac.registry import AttentionOp, OpaqueFunction
 
 WIDTH = 100
 """Of what is printed where there is no terminal."""

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from fastac import hook, models, registry
+from fastac import hook, models
+from fastac.backends import availability
+from fastac.backends.verdicts import Verdict
 from fastac.compile.flex import INDUCTOR, inductor
 from fastac.errors import FastacError, class_name
 from fastac.policy import Policy
-from fastac.registry import Verdict
 
 logger = logging.getLogger("fastac")
 
@@ -90,7 +91,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     before, eager = [], []
     for name, block in found.items():
         call = block._compiled_call_impl
-        if any(use.verdict is Verdict.OPAQUE for use in registry.backend_uses(block)):
+        if any(use.verdict is Verdict.OPAQUE for use in availability.backend_uses(block)):
             eager.append(name)
         elif hasattr(block, "_orig_mod") or (call is not None and _options_of(call) is None):
             before.append(name)

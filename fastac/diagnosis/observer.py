@@ -13,6 +13,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import registry
+from fastac.backends import availability
 from fastac.compile.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import graph_roots, leads_to, tensors_of
 from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
@@ -105,7 +106,7 @@ class Observer(TorchDispatchMode):
 
     def _follow_modules(self, module: torch.nn.Module) -> None:
         """Know which module runs, and notice an attention module that computes no attention anybody can see."""
-        attention = {use.module for use in registry.backend_uses(module)}
+        attention = {use.module for use in availability.backend_uses(module)}
         for name, inner in module.named_modules():
             if inner is not module:
                 enter, leave = self._hooks(name, name in attention)

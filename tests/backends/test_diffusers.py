@@ -10,7 +10,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 
 import fastac
 from fastac.backends.diffusers import BACKENDS, backend_uses
-from fastac.registry import Verdict
+from fastac.backends.verdicts import Verdict
 from tests import support
 from tests.model_state import state_of
 from tests.support import assert_same, train_step

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import fastac
-from fastac import FastacError, registry
-from fastac.registry import BackendUse, Verdict
+from fastac import FastacError
+from fastac.backends import availability
+from fastac.backends.verdicts import BackendUse, Verdict
 from tests import compiler, support
 from tests.compile.steps import SmallBlock, small_inputs
 from tests.support import AttentionBlock, assert_same, relative_error, stack_inputs, train_step
@@ -199,7 +200,7 @@ def test_what_only_eager_mode_shows_stays_eager(monkeypatch: pytest.MonkeyPatch)
         if opaque in module.modules():
             yield BackendUse("" if module is opaque else "blocks.0", "theirs", Verdict.OPAQUE, family="sdpa")
 
-    monkeypatch.setattr(registry.state, "readers", [reader])
+    monkeypatch.setattr(availability, "backend_uses", reader)
     made = fastac.compile(built, blocks="blocks", backend="aot_eager")
     assert (made.blocks, made.eager) == ({"Block": 1}, ("blocks.0",))
     assert "blocks.0 stayed eager" in str(made)

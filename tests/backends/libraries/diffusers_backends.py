@@ -19,7 +19,7 @@ import torch
 
 import fastac
 from fastac.backends.diffusers import BACKENDS
-from fastac.registry import Verdict
+from fastac.backends.verdicts import Verdict
 from tests import support
 from tests.backends import flash_4_on_cpu, flash_on_cpu, flex_on_cpu, packages, xformers_on_cpu
 from tests.backends.kernels_on_cpu import forward_kernel
