@@ -19,7 +19,8 @@ import torch
 from fastac import hook, models
 from fastac.backends import availability
 from fastac.backends.verdicts import Verdict
-from fastac.compile.flex import INDUCTOR, inductor
+from fastac.compile.flex import INDUCTOR, set_apart
+from fastac.compile.torch_private import InductorWith
 from fastac.errors import FastacError, class_name
 from fastac.policy import Policy
 
@@ -142,7 +143,9 @@ def _ready(options: Mapping[str, Any]) -> dict[str, Any]:
     torch.compile(_name_of, **options)
     ready = dict(options)
     if ready.get("backend", INDUCTOR) in (INDUCTOR, None):
-        ready["backend"] = inductor(ready.pop("mode", None), ready.pop("options", None), ready.get("dynamic"))
+        ready["backend"] = InductorWith(
+            set_apart, ready.pop("mode", None), ready.pop("options", None), ready.get("dynamic")
+        )
     return ready
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.compile import torch_private
-from fastac.compile.torch_private import FLEX_ATTENTION, InductorWith
+from fastac.compile.torch_private import FLEX_ATTENTION
 
 NAMESPACE = "fastac_compiled"
 INDUCTOR = "inductor"
@@ -75,13 +75,6 @@ _library.impl("flex_attention", _compiled, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::flex_attention", _fake, lib=_library)
 
 OP = torch.ops.fastac_compiled.flex_attention.default
-
-
-def inductor(
-    mode: str | None = None, options: dict[str, Any] | None = None, dynamic: bool | None = None
-) -> InductorWith:
-    """A backend for torch.compile: inductor, with every flex_attention as a call of the op."""
-    return InductorWith(set_apart, mode, options, dynamic)
 
 
 def set_apart(graph: torch.fx.Graph) -> None:

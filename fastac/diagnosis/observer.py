@@ -16,15 +16,19 @@ from fastac import registry
 from fastac.backends import availability
 from fastac.compile.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import graph_roots, leads_to, tensors_of
-from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
+from fastac.diagnosis.recognition import (
+    MATRIX_PRODUCTS,
+    SoftmaxAttention,
+    UnknownOp,
+    coarse_numbers,
+    looks_like_attention_forward,
+)
 from fastac.engine import torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.tape import Record, engine
 from fastac.engine.torch_private import is_of_torch, qualified_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp
-
-PRODUCTS = ("aten::bmm", "aten::baddbmm")
 
 _CASTING = [device for device in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(device)]
 """Types of device that autocast can be on for."""
@@ -133,11 +137,6 @@ class Observer(TorchDispatchMode):
         found = len(self.small) + len(self.unknown) + len(self.elsewhere) + len(self.late)
         return recorded + found + self._softmax_attention.products
 
-    @property
-    def where(self) -> str:
-        """The module that runs now, by its name in the block."""
-        return self._modules[-1] if self._modules else ""
-
     def observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
         """Take note of one op that has just run."""
         bound = registry.classify(op)
@@ -166,7 +165,7 @@ class Observer(TorchDispatchMode):
             self.unknown.append(UnknownOp(*name.split("::")))
         elif name in ("aten::add", "aten::add_"):
             self._sum = args
-        elif name in PRODUCTS:
+        elif name in MATRIX_PRODUCTS:
             query, value = args[-2:]
             if self.small and not self.small[-1].cause and value.shape[-1] != self._head_dim:
                 self.small[
@@ -178,7 +177,7 @@ class Observer(TorchDispatchMode):
 
     def _note_small(self, keys: int, cause: str) -> None:
         if self.policy.saves(keys):
-            self.small.append(SmallOps(self.where, keys, cause))
+            self.small.append(SmallOps(self._modules[-1] if self._modules else "", keys, cause))
 
     def _why_decomposed(self, scores: torch.Tensor) -> str:
         """Why torch took no fused kernel; "" where that shows in what runs next, or not at all."""

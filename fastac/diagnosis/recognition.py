@@ -18,7 +18,7 @@ _ATTENTION_OR_FLASH = re.compile(_ATTENTION.pattern + "|flash")
 _BESIDE_ATTENTION = re.compile(
     r"mask|norm|rope|rotary|gate|embed|all_?to_?all|a2a|scatter|gather|split|reduce|proj|input|output|bias"
 )
-_MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
+MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
 
 
@@ -118,7 +118,7 @@ class SoftmaxAttention:
             if leaf and self._kind(tensor) is None:
                 self._mark(tensor, "weight")
         marked = [(tensor, kind) for tensor in tensors if (kind := self._kind(tensor))]
-        if name in _MATRIX_PRODUCTS:
+        if name in MATRIX_PRODUCTS:
             for tensor, kind in marked:
                 if kind == "probabilities":
                     return int(tensor.shape[-1])

@@ -43,14 +43,6 @@ def install() -> None:
         engine.modules = loaded_modules()
 
 
-def install_if_loaded() -> bool:
-    """Intercept what modules that were imported since bring along. Returns whether any was; costs nothing otherwise."""
-    if loaded_modules() == engine.modules:
-        return False
-    install()
-    return True
-
-
 def install_linear() -> None:
     """Intercept the products that Linear modules end in, once. From then on each costs a few microseconds."""
     with engine.lock:

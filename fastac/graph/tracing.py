@@ -197,17 +197,16 @@ def _describe(
     arguments = _arguments(args, kwargs)
     values = {**state, **arguments}
     first: dict[int, str] = {}  # a graph has one input for a tensor in two places
-    described: Description = {f"module {name or 'itself'}": _mode(module) for name, module in model.named_modules()}
+    described: Description = {
+        f"module {name or 'itself'}": "train mode" if module.training else "eval mode"
+        for name, module in model.named_modules()
+    }
     described |= {name: _kind(value, first.setdefault(id(value), name)) for name, value in values.items()}
     for device in {device.type for device in generators.devices_of(values.values())}:
         if torch.amp.is_autocast_available(device):
             enabled = torch.is_autocast_enabled(device)
             described[f"autocast on {device}"] = torch.get_autocast_dtype(device) if enabled else "off"
     return described
-
-
-def _mode(module: torch.nn.Module) -> str:
-    return "train mode" if module.training else "eval mode"
 
 
 def _kind(value: Any, first: str) -> object:

@@ -21,16 +21,12 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     return inputs
 
 
-def _default_video(config: Mapping[str, Any]) -> Video:
-    return Video(frames=121, height=704, width=1280, text_tokens=512, compression=Compression(8, 8, 8))
-
-
 ROWS = (
     ModelRow(
         class_name="CosmosTransformer3DModel",
         containers=("transformer_blocks",),
         video_inputs=_inputs_of_video,
-        default_video=_default_video,
+        default_video=Video(frames=121, height=704, width=1280, text_tokens=512, compression=Compression(8, 8, 8)),
     ),
     ModelRow(class_name="Cosmos3OmniTransformer", containers=("layers",)),
 )

@@ -11,15 +11,11 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     return inputs_of_text_to_video(config, video, text_width=config["text_embed_dim"], times=video.dtype)
 
 
-def _default_video(config: Mapping[str, Any]) -> Video:
-    return Video(frames=49, height=512, width=512, text_tokens=256, compression=Compression(4, 8, 8))
-
-
 ROWS = (
     ModelRow(
         class_name="EasyAnimateTransformer3DModel",
         containers=("transformer_blocks",),
         video_inputs=_inputs_of_video,
-        default_video=_default_video,
+        default_video=Video(frames=49, height=512, width=512, text_tokens=256, compression=Compression(4, 8, 8)),
     ),
 )

@@ -20,10 +20,6 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     }
 
 
-def _default_video(config: Mapping[str, Any]) -> Video:
-    return Video(frames=129, height=720, width=1280, text_tokens=256, compression=Compression(4, 8, 8))
-
-
 def _inputs_of_text_to_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     """Of HunyuanVideo 1.5. Its image is zeros, by which the model knows that there is none."""
     width = config["text_embed_dim"]
@@ -34,22 +30,18 @@ def _inputs_of_text_to_video(config: Mapping[str, Any], video: Video) -> dict[st
     }
 
 
-def _default_text_to_video(config: Mapping[str, Any]) -> Video:
-    return Video(frames=121, height=480, width=848, text_tokens=1000, compression=Compression(4, 16, 16))
-
-
 ROWS = (
     ModelRow(
         class_name="HunyuanVideoTransformer3DModel",
         containers=DUAL_AND_SINGLE,
         video_inputs=_inputs_of_video,
-        default_video=_default_video,
+        default_video=Video(frames=129, height=720, width=1280, text_tokens=256, compression=Compression(4, 8, 8)),
     ),
     ModelRow(
         class_name="HunyuanVideo15Transformer3DModel",
         containers=("transformer_blocks",),
         video_inputs=_inputs_of_text_to_video,
-        default_video=_default_text_to_video,
+        default_video=Video(frames=121, height=480, width=848, text_tokens=1000, compression=Compression(4, 16, 16)),
     ),
     ModelRow(class_name="HunyuanVideoFramepackTransformer3DModel", containers=DUAL_AND_SINGLE),
 )

@@ -33,16 +33,12 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     }
 
 
-def _default_video(config: Mapping[str, Any]) -> Video:
-    return Video(frames=121, height=512, width=768, text_tokens=512, compression=Compression(4, 8, 8))
-
-
 ROWS = (
     ModelRow(
         class_name="Kandinsky5Transformer3DModel",
         containers=("text_transformer_blocks", "visual_transformer_blocks"),
         video_inputs=_inputs_of_video,
-        default_video=_default_video,
+        default_video=Video(frames=121, height=512, width=768, text_tokens=512, compression=Compression(4, 8, 8)),
     ),
     ModelRow(
         class_name="Kandinsky6Transformer3DModel",

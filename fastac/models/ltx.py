@@ -33,10 +33,6 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     return inputs | {"rope_interpolation_scale": rope_scale}
 
 
-def _default_video(config: Mapping[str, Any]) -> Video:
-    return Video(frames=161, height=512, width=704, text_tokens=128, compression=Compression(8, 32, 32))
-
-
 def _inputs_of_audio_and_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     per_second = config["audio_sampling_rate"] / config["audio_hop_length"] / config["audio_scale_factor"]
     sound = round(video.frames / FRAMES_PER_SECOND_OF_2 * per_second)
@@ -53,21 +49,17 @@ def _inputs_of_audio_and_video(config: Mapping[str, Any], video: Video) -> dict[
     }
 
 
-def _default_audio_and_video(config: Mapping[str, Any]) -> Video:
-    return Video(frames=121, height=512, width=768, text_tokens=1024, compression=Compression(8, 32, 32))
-
-
 ROWS = (
     ModelRow(
         class_name="LTXVideoTransformer3DModel",
         containers=("transformer_blocks",),
         video_inputs=_inputs_of_video,
-        default_video=_default_video,
+        default_video=Video(frames=161, height=512, width=704, text_tokens=128, compression=Compression(8, 32, 32)),
     ),
     ModelRow(
         class_name="LTX2VideoTransformer3DModel",
         containers=("transformer_blocks",),
         video_inputs=_inputs_of_audio_and_video,
-        default_video=_default_audio_and_video,
+        default_video=Video(frames=121, height=512, width=768, text_tokens=1024, compression=Compression(8, 32, 32)),
     ),
 )

@@ -53,11 +53,6 @@ class Configuration:
         return self.default.compression
 
     @property
-    def text_tokens(self) -> int:
-        """How many tokens its pipeline pads texts to, or allows them to have."""
-        return self.default.text_tokens
-
-    @property
     def patch(self) -> tuple[int, int, int]:
         """How many latent frames, rows and columns one token stands for."""
         return patch_of(self.config)
@@ -204,12 +199,13 @@ def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str)
         raise FastacError(
             f"configuration {name}: {row.class_name} has no {', '.join(missing)} of its own. Name a config.json."
         )
-    assert row.default_video is not None  # it comes with video_inputs
-    return Configuration(name, row, config, source, row.default_video(config))
+    return Configuration(name, row, config, source, row.default_of(config))
 
 
 def _known() -> dict[str, ModelRow]:
-    return {name: row for name, row in MODELS.items() if row.video_inputs and row.is_available}
+    import diffusers  # an older one lacks the newest classes
+
+    return {name: row for name, row in MODELS.items() if row.video_inputs and hasattr(diffusers, row.class_name)}
 
 
 def _defaults(row: ModelRow) -> dict[str, Any]:

@@ -16,17 +16,16 @@ class ModelRow:
     containers: dotted names of the module lists whose members the model checkpoints one by one.
     video_inputs: makes the keyword arguments of one call from a whole configuration, such as `model.config`, and a
     video, as the pipeline of diffusers calls the model. default_video: the video that this pipeline makes when asked
-    for nothing else, with the compression of its VAE. Both or neither of them.
+    for nothing else, with the compression of its VAE, where it depends on the configuration a function of it. Both or
+    neither of them.
     """
 
     class_name: str
     containers: tuple[str, ...]
     video_inputs: Callable[[Mapping[str, Any], Video], dict[str, Any]] | None = None
-    default_video: Callable[[Mapping[str, Any]], Video] | None = None
+    default_video: Video | Callable[[Mapping[str, Any]], Video] | None = None
 
-    @property
-    def is_available(self) -> bool:
-        """Whether the installed diffusers has the class."""
-        import diffusers
-
-        return hasattr(diffusers, self.class_name)
+    def default_of(self, config: Mapping[str, Any]) -> Video:
+        """The default video under a configuration."""
+        assert self.default_video is not None  # it comes with video_inputs
+        return self.default_video if isinstance(self.default_video, Video) else self.default_video(config)

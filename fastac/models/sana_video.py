@@ -14,16 +14,12 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     return inputs_of_text_to_video(config, video, text_width=width, times=torch.int64, mask=torch.int64)
 
 
-def _default_video(config: Mapping[str, Any]) -> Video:
-    return Video(frames=81, height=480, width=832, text_tokens=300, compression=Compression(4, 8, 8))
-
-
 ROWS = (
     ModelRow(
         class_name="SanaVideoTransformer3DModel",
         containers=("transformer_blocks",),
         video_inputs=_inputs_of_video,
-        default_video=_default_video,
+        default_video=Video(frames=81, height=480, width=832, text_tokens=300, compression=Compression(4, 8, 8)),
     ),
     ModelRow(class_name="SanaWMTransformer3DModel", containers=("blocks",)),
 )

@@ -26,9 +26,6 @@ class Compression:
     width: int
     first_alone: bool = True
 
-    def __post_init__(self) -> None:
-        _require_positive("compression", self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Video:
@@ -47,14 +44,12 @@ class Video:
     compression: Compression
 
     def __post_init__(self) -> None:
-        _require_positive("video", self)
+        for name in ("frames", "height", "width", "batch", "text_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise FastacError(f"video: {name} is {value!r}. Use a whole number from 1 on.")
         if not self.dtype.is_floating_point:
             raise FastacError(f"video: dtype {self.dtype} is no floating-point type. Use torch.bfloat16 or another.")
-
-    @property
-    def latent_size(self) -> tuple[int, int, int]:
-        """Frames, height and width of its latents."""
-        return self.latents()
 
     def latents(self, patch: tuple[int, int, int] = (1, 1, 1)) -> tuple[int, int, int]:
         """Frames, height and width of its latents, which a transformer reads in patches of so many of them.
@@ -123,10 +118,3 @@ def _latents(name: str, asked: int, compression: int, patch: int, first: int = 0
         f"video: {name} {asked} is not {rule}, which the compression of the VAE and the patches of the transformer "
         f"ask for. Use {near}."
     )
-
-
-def _require_positive(what: str, sizes: Compression | Video) -> None:
-    for field in dataclasses.fields(sizes):
-        value = getattr(sizes, field.name)
-        if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise FastacError(f"{what}: {field.name} is {value!r}. Use a whole number from 1 on.")

@@ -51,10 +51,6 @@ def _inputs_of_skyreels_video(config: Mapping[str, Any], video: Video) -> dict[s
     return _inputs_of_video(config, video)
 
 
-def _default_skyreels_video(config: Mapping[str, Any]) -> Video:
-    return Video(frames=97, height=544, width=960, text_tokens=TEXT_TOKENS, compression=Compression(4, 8, 8))
-
-
 ROWS = (
     ModelRow(
         class_name="WanTransformer3DModel",
@@ -78,7 +74,9 @@ ROWS = (
         class_name="SkyReelsV2Transformer3DModel",
         containers=("blocks",),
         video_inputs=_inputs_of_skyreels_video,
-        default_video=_default_skyreels_video,
+        default_video=Video(
+            frames=97, height=544, width=960, text_tokens=TEXT_TOKENS, compression=Compression(4, 8, 8)
+        ),
     ),
     # In turn: a face adapter attends outside the blocks; blocks take keyword arguments; a second timestep;
     # flex_attention alone over the video; a compressed history.

@@ -91,11 +91,10 @@ def test_files(name: str) -> None:
     given = {key: value for key, value in content["transformer"].items() if not key.startswith("_")}
     assert given.items() <= dict(configuration.config).items()
     assert configuration.source == content["source"]
-    assert configuration.text_tokens == content["text_tokens"]
+    assert configuration.default.text_tokens == content["text_tokens"]
     assert configuration.compression == Compression(**content["compression"])
     # what the class alone would have it be is the same, so that a config.json of the same model is read as it is
-    assert configuration.row.default_video is not None
-    assert configuration.compression == configuration.row.default_video(configuration.config).compression
+    assert configuration.compression == configuration.row.default_of(configuration.config).compression
 
 
 def two_layers(configuration: Configuration) -> Configuration:

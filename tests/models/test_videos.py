@@ -40,8 +40,7 @@ def model_for(name: str, frames: int, **changes: Any) -> Any:
 
 def small(row: ModelRow, config: Any, latents: tuple[int, int, int], **changes: Any) -> Video:
     """A video of a row with so many latents."""
-    assert row.default_video is not None
-    video = row.default_video(config)
+    video = row.default_of(config)
     first, scale = int(video.compression.first_alone), video.compression
     return dataclasses.replace(
         video,
@@ -318,7 +317,7 @@ WAN = {"text_tokens": 512, "compression": Compression(4, 8, 8)}
 )
 def test_latents(frames: int, height: int, width: int, compression: Compression, latents: tuple[int, int, int]) -> None:
     video = Video(frames=frames, height=height, width=width, text_tokens=1, compression=compression)
-    assert video.latent_size == latents
+    assert video.latents() == latents
     assert video.tokens((1, 2, 2)) == latents[0] * (latents[1] // 2) * (latents[2] // 2)
 
 
