@@ -442,45 +442,10 @@ def verify(
     """
     group = Group()
     try:
-        return group.run(lambda: _verify(group, model, args, kwargs, policy, blocks, reference, per_block))
+        return group.run(_Subject(group, model, args, kwargs, policy, blocks, reference, per_block).verify)
     except OtherRankFailed as failed:
         kind = getattr(errors, failed.kind, FastacError)
         raise kind(f"verify failed on another rank. {failed}") from None
-
-
-def _verify(
-    group: Group,
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: Any,
-    blocks: Any,
-    reference: str,
-    per_block: bool,
-) -> Verification:
-    if reference not in REFERENCES:
-        raise FastacError(f"verify(reference={reference!r}): there are {', '.join(REFERENCES)}")
-    hook.check_module(model, "verify")
-    inner = models.unwrapped(model)
-    hook.check_no_part(inner, "verify")
-    prepare()
-    enabled = hook.enabled_on(inner)
-    if enabled is not None:
-        blocks = list(enabled.blocks.values()) if blocks is None and enabled.by_forward else blocks
-        if policy is None:
-            policy = enabled.policy_as_given()
-    policy = "attn_only" if policy is None else policy
-    subject = _Subject(group, model, inner, args, kwargs, policy, blocks, reference)
-    with _as_found(inner):
-        if blocks is None and not hasattr(inner, "enable_gradient_checkpointing"):
-            result = subject.verify_block(model, args, kwargs, resolve(policy))
-        elif per_block:
-            result = subject.verify_blocks()
-        else:
-            result = subject.verify_model()
-    result = dataclasses.replace(result, subject=class_name(inner))
-    _raise_if_broken(result)
-    return result
 
 
 @dataclasses.dataclass
@@ -489,12 +454,35 @@ class _Subject:
 
     group: Group
     model: torch.nn.Module
-    inner: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     policy: Any
     blocks: Any
     reference: str
+    per_block: bool
+
+    def verify(self) -> Verification:
+        """Take its steps and compare them. Raises as the function of that name."""
+        if self.reference not in REFERENCES:
+            raise FastacError(f"verify(reference={self.reference!r}): there are {', '.join(REFERENCES)}")
+        hook.check_module(self.model, "verify")
+        self.inner: Any = models.unwrapped(self.model)
+        hook.check_no_part(self.inner, "verify")
+        prepare()
+        enabled = hook.enabled_on(self.inner)
+        if enabled is not None and enabled.by_forward and self.blocks is None:
+            self.blocks = list(enabled.blocks.values())
+        if self.policy is None:
+            self.policy = "attn_only" if enabled is None else enabled.policy_as_given()
+        with _as_found(self.inner):
+            if self.blocks is None and not hasattr(self.inner, "enable_gradient_checkpointing"):
+                result = self.verify_block(self.model, self.args, self.kwargs, resolve(self.policy))
+            elif self.per_block:
+                result = self.verify_blocks()
+            else:
+                result = self.verify_model()
+        _raise_if_broken(result)
+        return result
 
     def verify_model(self) -> Verification:
         """Steps of the whole model."""
@@ -545,7 +533,7 @@ class _Subject:
         if not regions:
             raise FastacError(f"verify(per_block=True): {class_name(self.inner)} checkpointed no block on these inputs")
         parts = [self.verify_block(block, args, kwargs, enabled.policy_of(block)) for block, args, kwargs in regions]
-        return _together(parts, class_name(self.inner))
+        return _together(parts)
 
     def verify_block(self, block: Any, args: Any, kwargs: Any, policy: Policy) -> Verification:
         """One block, or a module that is taken as one."""
@@ -587,7 +575,7 @@ class _Subject:
         # Regions under "full" are plain checkpointing and are not seen: what was not saved may run again.
         unseen = isinstance(policy, BlockPolicies) or policy.saves_nothing
         return Verification(
-            subject="",
+            subject=class_name(self.inner),
             policy=str(policy),
             reference=self.reference,
             compared=len(expected.tensors),
@@ -605,7 +593,7 @@ class _Subject:
         )
 
 
-def _together(parts: list[Verification], subject: str) -> Verification:
+def _together(parts: list[Verification]) -> Verification:
     """What was found of several blocks, as one."""
 
     def summed(name: str) -> Any:
@@ -616,7 +604,7 @@ def _together(parts: list[Verification], subject: str) -> Verification:
         return sum(forward), sum(backward)
 
     return Verification(
-        subject=subject,
+        subject=parts[0].subject,
         policy=parts[0].policy,
         reference=parts[0].reference,
         compared=summed("compared"),
