@@ -46,6 +46,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 class _State:
     """What is known in this process of regions of one kind: block class, or code of a function, policy and inputs.
 
+    kinds, warned: by class or code, the first regions and what was warned of.
     collectors: get the result of every region that ends as it should, while they stand here (fastac.verify).
     traced: regions stand in a graph that dynamo made, where none of them is seen to open.
     """
@@ -89,7 +90,7 @@ def checkpoint(
         function: a block or any callable; called as function(*args, **kwargs), and again in backward.
         policy: "attn_only", "long_attn_only", "full" or a fastac.Policy.
         preserve_rng_state, determinism_check, early_stop: as in torch's function, which gets them.
-        use_reentrant, context_fn, debug: refused, unless as by default.
+        use_reentrant, context_fn: refused, unless as by default. debug: refused where the policy saves anything.
 
     Returns:
         What the function returns.
@@ -102,11 +103,11 @@ def checkpoint(
         >>> hidden = fastac.checkpoint(block, hidden, text, policy="attn_only")
     """
     if use_reentrant or context_fn is not None:
-        _refuse(use_reentrant)
+        _refuse("use_reentrant=True" if use_reentrant else "context_fn=...")
     policy = resolve(policy)
     if not policy.saves_nothing and (debug or torch_private.checkpoint_debug_enabled()):
         _refuse_debug(policy)
-    full = functools.partial(
+    under_torch = functools.partial(
         torch_checkpoint,
         function,
         *args,
@@ -120,14 +121,14 @@ def checkpoint(
     if not in_dynamo and torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
     if policy.saves_nothing:
-        return full(debug=debug) if debug else full()
+        return under_torch(debug=debug) if debug else under_torch()
     if in_dynamo:
         if torch.compiler.is_exporting():
             return function(*args, **kwargs)
         _prepare_trace()
-        return full(context_fn=functools.partial(_contexts_in_graph, policy))
+        return under_torch(context_fn=functools.partial(_contexts_in_graph, policy))
     region = Region(function, args, kwargs, policy, preserve_rng_state)
-    outputs = full(context_fn=region.contexts)
+    outputs = under_torch(context_fn=region.contexts)
     region.end(outputs)
     return outputs
 
@@ -252,7 +253,8 @@ class Region:
         assert self.record is not None
         block, now = self.block, graphs.time()
         # A function that is no block may call another graph each time, for another layer.
-        if now > 0 if block is None else now != block.looked:
+        is_new = now > 0 if block is None else now != block.looked
+        if is_new:
             graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
         if block is not None:
             block.looked = now
@@ -327,14 +329,10 @@ class _WatchedInGraph(_Watched):
                     collector.append(self.record.result())
 
 
-def _refuse(use_reentrant: bool | None) -> NoReturn:
-    if use_reentrant:
-        raise FastacError(
-            "checkpoint(use_reentrant=True): reentrant checkpointing has no place to save anything. "
-            "Use use_reentrant=False, which is the default here."
-        )
+def _refuse(asked: str) -> NoReturn:
     raise FastacError(
-        "checkpoint(context_fn=...): fastac passes its own, which does the saving. Give it a policy instead."
+        f"checkpoint({asked}): fastac passes a context_fn of its own, which does the saving, and reentrant "
+        f"checkpointing has no place for one. Leave it out; what is saved is said by policy=..."
     )
 
 

@@ -23,7 +23,7 @@ from fastac import models
 from fastac.backends.availability import check_backends, ignored_backends
 from fastac.checkpoint import checkpoint, prepare, state
 from fastac.engine import linear
-from fastac.engine.blocks import describe, inside, known_record, record_of
+from fastac.engine.blocks import CHECKPOINT_WRAPPED, FSDP1_WRAPPED, describe, inside, known_record, record_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
 from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
@@ -115,9 +115,8 @@ class Enabled:
         if self.by_forward:
             for name, block in self.blocks.items():
                 own = self.forwards.setdefault(name, Forward(self, block, vars(block).get("forward")))
-                vars(block)["forward"] = functools.partial(
-                    _run_forward, own
-                )  # a class may have a __setattr__ of its own
+                # by vars: a class may have a __setattr__ of its own
+                vars(block)["forward"] = functools.partial(_run_forward, own)
         else:
             self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(self.model)]
             self.model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)  # type: ignore[operator]
@@ -129,10 +128,10 @@ class Enabled:
 
     def take_over(self, wrapper: Any) -> None:
         """Let a CheckpointWrapper around a block call fastac in the place of torch's checkpoint."""
-        if isinstance(wrapper.checkpoint_fn, functools.partial) and wrapper.checkpoint_fn.func in (_run, call_plainly):
+        if _is_taken_over(wrapper):
             return
         self.wrappers.append((wrapper, wrapper.checkpoint_fn))
-        wrapper.checkpoint_fn = functools.partial(call_plainly) if self.by_forward else self.function
+        wrapper.checkpoint_fn = call_plainly if self.by_forward else self.function
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
@@ -408,16 +407,17 @@ def _is_wrapper(module: Any) -> bool:
     return loaded is not None and isinstance(module, loaded.CheckpointWrapper)
 
 
+def _is_taken_over(wrapper: Any) -> bool:
+    return wrapper.checkpoint_fn is call_plainly or is_ours(wrapper.checkpoint_fn)
+
+
 def _wrappers_around(module: Any) -> Iterator[Any]:
     """The CheckpointWrappers around a module's inner one, FSDP1's wrappers in between left out."""
     while module is not None:
         if _is_wrapper(module):
             yield module
         children = getattr(module, "_modules", {})
-        module = next((children[name] for name in _WRAPPED if name in children), None)
-
-
-_WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+        module = children.get(CHECKPOINT_WRAPPED, children.get(FSDP1_WRAPPED))
 
 
 @contextlib.contextmanager
@@ -426,7 +426,7 @@ def wrappers_idle(model: torch.nn.Module) -> Iterator[None]:
     before: list[tuple[Any, Any]] = [(one, one.checkpoint_fn) for one in model.modules() if _is_wrapper(one)]
     try:
         for wrapper, _ in before:
-            wrapper.checkpoint_fn = functools.partial(call_plainly)
+            wrapper.checkpoint_fn = call_plainly
         yield
     finally:
         for wrapper, function in before:
@@ -450,9 +450,9 @@ def checkpointing_preserved(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _refuse_other(wrapper: Any, where: str) -> None:
-    function = wrapper.checkpoint_fn
-    if isinstance(function, functools.partial) and function.func in (_run, call_plainly):
+    if _is_taken_over(wrapper):
         return
+    function = wrapper.checkpoint_fn
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     own = getattr(function, "func", None) is not torch_checkpoint
     if own or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):

@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastac.errors import FastacError
@@ -74,6 +74,7 @@ class Policy:
 
     def saves(self, keys: int) -> bool:
         """Whether an attention call over so many keys is saved."""
+        # A comparison would fix the number of keys of a trace with dynamic shapes: none where every call is saved.
         return self.name == "attn_only" and (self.min_kv == 0 or keys >= self.min_kv)
 
     def saves_linear(self, name: str) -> bool:
@@ -98,18 +99,17 @@ class BlockPolicies(dict[Any, Policy]):
         return names[0] if len(names) == 1 else f"mixed ({', '.join(names)})"
 
 
-def policies_in(policy: Policy | BlockPolicies) -> Collection[Policy]:
-    """The policies of all blocks."""
-    return policy.values() if isinstance(policy, BlockPolicies) else [policy]
-
-
 def saves_nothing(policy: Policy | BlockPolicies) -> bool:
     """Whether a policy is full checkpointing throughout."""
-    return all(one.saves_nothing for one in policies_in(policy))
+    policies = policy.values() if isinstance(policy, BlockPolicies) else [policy]
+    return all(one.saves_nothing for one in policies)
 
 
-NAMED: dict[str, Policy] = {}
-NAMED.update(full=Policy("full"), attn_only=Policy("attn_only"), long_attn_only=Policy("attn_only", LONG_MIN_KV))
+NAMED = {
+    "full": Policy("full"),
+    "attn_only": Policy("attn_only"),
+    "long_attn_only": Policy("attn_only", LONG_MIN_KV),
+}
 
 DISABLED = os.environ.get("FASTAC_DISABLE", "").lower() in ("1", "true", "yes")
 if DISABLED:

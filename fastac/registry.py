@@ -143,7 +143,7 @@ class BoundOp:
     argument that the row names and the op lacks.
     """
 
-    installed = 0
+    number = 0
     """Its place among the intercepted ops, from 1 on; 0 for one that is not intercepted."""
 
     def __init__(self, op: Op, row: Row) -> None:

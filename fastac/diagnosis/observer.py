@@ -140,7 +140,7 @@ class Observer(TorchDispatchMode):
     def observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
         """Take note of one op that has just run."""
         bound = registry.classify(op)
-        if bound is not None and not bound.installed:
+        if bound is not None and not bound.number:
             self.late.append(bound.name)
         elif bound is not None and bound.is_attention:
             self._coarse.append(bound.coarse_keys(args, kwargs))

@@ -19,7 +19,7 @@ MANY = 256
 """Input signatures of a block's class that are remembered; with more than that, all are learned anew."""
 
 _RECORD = "_fastac_record"
-_INNER, _FSDP1 = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
+CHECKPOINT_WRAPPED, FSDP1_WRAPPED = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward")
 
 
@@ -50,19 +50,19 @@ def inside(module: Any) -> Any:
     found = module
     while True:  # asked for at every call of a block: no generator
         children: Any = getattr(module, "_modules", ())
-        if _INNER in children:
-            found = module = children[_INNER]
-        elif _FSDP1 in children:
-            module = children[_FSDP1]
+        if CHECKPOINT_WRAPPED in children:
+            found = module = children[CHECKPOINT_WRAPPED]
+        elif FSDP1_WRAPPED in children:
+            module = children[FSDP1_WRAPPED]
         else:
             return found
 
 
 def plain_name(name: str) -> str:
     """A qualified name as it is without activation wrappers."""
-    if _INNER not in name:
+    if CHECKPOINT_WRAPPED not in name:
         return name
-    return ".".join(part for part in name.split(".") if part not in (_INNER, _FSDP1))
+    return ".".join(part for part in name.split(".") if part not in (CHECKPOINT_WRAPPED, FSDP1_WRAPPED))
 
 
 def is_inside(name: str, block: str) -> bool:

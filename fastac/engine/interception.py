@@ -37,7 +37,7 @@ def install() -> None:
             if op.qualified_name not in engine.installed:
                 _intercept(op)
             first, library = engine.installed[op.qualified_name]
-            op.installed = first.installed
+            op.number = first.number
             engine.installed[op.qualified_name] = op, library  # it may have been defined anew, with other arguments
         flops.register_formulas()
         engine.modules = loaded_modules()
@@ -80,6 +80,7 @@ def _intercept(first: BoundOp) -> None:
                 listener(op, args, kwargs)
         return run_kernel(op, keyset, args, kwargs)
 
+    first.number = len(engine.installed) + 1  # before other threads' calls arrive here: their tapes know none of it
     library = None
     if isinstance(first.op, torch_private.HigherOrderOperator):
         torch_private.at_backend_select(first.op, called)
@@ -87,6 +88,5 @@ def _intercept(first: BoundOp) -> None:
         namespace, _, rest = name.partition("::")
         library = torch.library.Library(namespace, "IMPL")
         library.impl(rest, called, "BackendSelect", with_keyset=True)
-    first.installed = len(engine.installed) + 1
     engine.installed[name] = first, library
     logger.debug("intercepting %s", name)

@@ -1,8 +1,8 @@
 """The tape of one region: what its forward keeps, and how its recompute gets it back.
 
 Every op with a row that is called while a region runs in this thread arrives at `call` of the innermost open scope,
-below autograd (see `fastac.engine.interception`): `Record.call` in the forward, `Replay.call` in the recompute. Every
-guard here was put in after a run with wrong gradients; tests/engine/test_hazards.py has one test for each.
+below autograd (see `fastac.engine.interception`): a `Record` in the forward, a `Replay` in the recompute. Every guard
+here was put in after a run with wrong gradients, a false alarm or a leak: docs/how-it-works.md has its test.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Entry:
             return sparse.unpacked(self.kept)
         if not self.guarded:
             outputs = torch_private.clones(self.kept)
-        else:  # with a version counter of its own: what recompute writes into it, the forward wrote into the kept one
+        else:  # sharing its memory is safe: a forward that writes into it, as recompute would, was refused above
             outputs = tuple([one.detach() if isinstance(one, torch.Tensor) else one for one in self.kept])
         return outputs[0] if self.single else outputs
 
@@ -210,6 +210,11 @@ class Entry:
         """Bytes of memory that the kept outputs hold."""
         chosen = self.selection.tensors if self.selection is not None else ()
         return held_bytes((*(self.kept or ()), *chosen))
+
+    @property
+    def extra_bytes(self) -> int:
+        """Of these, what only an opaque kernel's backward needs."""
+        return 0 if self.companion is None else int(self.companion.extra_bytes(self.kept or ()))
 
 
 def held_bytes(values: Sequence[Any]) -> int:
@@ -221,15 +226,15 @@ def held_bytes(values: Sequence[Any]) -> int:
 class Tape(list[Entry]):
     """The entries of one region. They live as long as its autograd graph, which holds the recompute that holds this.
 
-    installed: how many ops were intercepted when the region began. One that came later, from a row that was registered
-    between forward and backward, is none of its business: the forward made no entry for it.
+    ops_at_start: how many ops were intercepted when the region began. One that came later, from a row that was
+    registered between forward and backward, is none of its business: the forward made no entry for it.
     """
 
-    __slots__ = ("communication", "installed")
+    __slots__ = ("communication", "ops_at_start")
 
     def __init__(self) -> None:
         super().__init__()
-        self.installed = len(engine.installed)
+        self.ops_at_start = len(engine.installed)
         self.communication: Communication | None = None  # of a region that has any
 
 
@@ -262,7 +267,7 @@ class Scope:
                 return op.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
             product, self.product = self.product, None
         # dynamo and AOT call ops with fakes, or the real kernel on meaningless tensors, while a region is open.
-        if op.installed > self.tape.installed or torch_private.is_abstract(args):
+        if op.number > self.tape.ops_at_start or torch_private.is_abstract(args):
             return run_kernel(op, keyset, args, kwargs, inside=self)
         if op.kind == "choice" and not sparse.is_choice(args):
             return self.run(op, keyset, args, kwargs)
@@ -286,7 +291,8 @@ class Record(Scope):
     """The forward of a region: runs each call and keeps what the policy saves.
 
     Args:
-        preserves_generators: whether torch puts generators back around the recompute; where not, nor does the tape.
+        preserves_generators: whether torch puts generators back after the recompute. Where not, nor does the tape:
+            what follows the backward would draw the same numbers again.
         owners: collects, for each attention call, the autograd node that it belongs to.
     """
 
@@ -297,7 +303,7 @@ class Record(Scope):
         self.preserves_generators = preserves_generators
         self.owners = owners
         self.entered = False
-        self.runs_again = False
+        self.in_outer_recompute = False
         self.checkpoint: object = None
         self.made: list[tuple[BoundOp, int]] = []  # attention calls, with their numbers of keys
         self.products: list[str] = []  # Linear modules whose outputs were kept
@@ -306,7 +312,7 @@ class Record(Scope):
     def __enter__(self) -> Record:
         super().__enter__()
         self.entered = True
-        self.runs_again = self.outer is None and torch_private.in_backward()
+        self.in_outer_recompute = self.outer is None and torch_private.in_backward()
         self.checkpoint = torch_private.innermost_checkpoint()  # the one that this is the forward of
         return self
 
@@ -317,7 +323,10 @@ class Record(Scope):
 
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         if op.kind == "decomposition":
-            self._note_decomposed(op.keys(args, kwargs))
+            keys = op.keys(args, kwargs)
+            keys = keys if isinstance(keys, int) else sys.maxsize
+            if self.policy.saves(keys):
+                self.decomposed.append(keys)
             return self.run(op, keyset, args, kwargs)
         if op.kind in ("wait", "gather", "exchange"):
             return self._communicate(op, keyset, args, kwargs)
@@ -359,11 +368,12 @@ class Record(Scope):
         """Before a call runs that is to be saved. Returns the generators' states, where it may draw."""
         op = entry.op
         what = f"the Linear module {entry.product!r}" if entry.product else op.name
-        if self.runs_again:
+        if self.in_outer_recompute:
             raise PolicyNotAppliedError(
                 f"{self.policy}: {what} runs again in a backward, in a checkpoint around the block that saves nothing "
                 f"(torch's, or fastac's with policy=\"full\"). Leave that checkpoint out, or give it this policy."
             )
+        # A call of a nested region, whose checkpoint is fastac's, comes while that one's scope is open.
         if thread.scope is self and torch_private.innermost_checkpoint() not in (None, self.checkpoint):
             raise PolicyNotAppliedError(
                 f"{self.policy}: {what} is called inside a torch.utils.checkpoint of the block's own, which runs it "
@@ -376,11 +386,6 @@ class Record(Scope):
         if op.may_draw and self.preserves_generators and op.draws(args, kwargs):
             return {device: generator_state(device) for device in devices_of(args)}
         return None
-
-    def _note_decomposed(self, keys: Any) -> None:
-        keys = keys if isinstance(keys, int) else sys.maxsize
-        if self.policy.saves(keys):
-            self.decomposed.append(keys)
 
     def _communicate(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Keep what a collective returns that returns no more than it was given, unless the policy recomputes it."""
@@ -410,7 +415,7 @@ class Record(Scope):
         return RegionResult(
             made=tuple(self.made),
             calls=tuple(
-                Call(one.op.name, int(one.keys), one.kept is not None, one.saved_bytes, _extra_bytes(one))
+                Call(one.op.name, int(one.keys), one.kept is not None, one.saved_bytes, one.extra_bytes)
                 for one in attention
             ),
             products=tuple(Product(one.product, one.saved_bytes) for one in self.tape if one.product),
@@ -485,7 +490,7 @@ def _another_path(recompute: str, forward: str) -> FastacError:
 
 
 def described(args: Sequence[Any]) -> list[Any]:
-    """What of a call's first tensors must be alike in forward and recompute."""
+    """What of a call's query, key and value must be alike in forward and recompute: for every call, so kept cheap."""
     return [(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)]
 
 
@@ -503,7 +508,3 @@ def _readable(op: BoundOp, inputs: Sequence[Any], product: str) -> str:
         for one in inputs
     ]
     return f"{op.name}({', '.join(parts)})" + f" of the Linear module {product!r}" * bool(product)
-
-
-def _extra_bytes(entry: Entry) -> int:
-    return 0 if entry.companion is None else int(entry.companion.extra_bytes(entry.kept or ()))
