@@ -48,6 +48,7 @@ class Run:
         self.random = random.Random(seed)
         self.how = "hook"
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-5)
+        self.forward()  # which defines the ops of its kernels
         self.enable()
 
     def enable(self, policy: Any = "attn_only") -> None:

@@ -242,6 +242,8 @@ class Twins:
         """Whether a step may end in a FastacError: also a checkpoint around the model, and a policy without effect."""
         if self.policy is None:
             return False
+        if self.checked.kinds & INNER and "full" in self.policies:
+            return True  # the recompute of the block runs the region inside it again
         if way == "inside a region" or not all(self.calls_to_save(one) for one in range(len(SHAPES))):
             return True
         return self.remade or self.has_refused(shape) or bool(self.checked.kinds & {"learned bias", "dropout"})
