@@ -1,7 +1,7 @@
 """Bytes that are alive while a step runs, by weak references to storages: a mode sees each the moment an op returns it.
 
 Neither RSS nor saved_tensors_hooks see what checkpointing keeps. A kernel's scratch memory, and what compiled code
-allocates by itself, no mode sees; `allocated_peak` does, by the allocator's own events.
+allocates by itself, no mode sees; `allocated_bytes` does, by the allocator's own events.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fastac.cli.measuring import allocated_bytes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -53,15 +55,6 @@ def peak_of(run: Callable[[], Any], outside: Iterable[Any] = ()) -> int:
     return meter.peak
 
 
-def allocated_peak(run: Callable[[], Any]) -> int:
-    """The most bytes allocated at one time while `run` runs, from the allocator's events."""
-    now = peak = 0
-    for size in _allocations(run):
-        now += size
-        peak = max(peak, now)
-    return peak
-
-
 def allocated(run: Callable[[], Any]) -> int:
     """Bytes that `run` allocates and that live on after it, its result among them, from the allocator's events.
 
@@ -69,17 +62,6 @@ def allocated(run: Callable[[], Any]) -> int:
     """
     gc.disable()
     try:
-        return sum(_allocations(run))
+        return allocated_bytes(run).held
     finally:
         gc.enable()
-
-
-def _allocations(run: Callable[[], Any]) -> list[int]:
-    """Bytes of every allocation, and less than 0 of what is freed, in their order."""
-    if gc.isenabled():
-        gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = run()
-    del result
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

@@ -19,9 +19,6 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
             module.__dict__.get("gradient_checkpointing", ABSENT),
             module.__dict__.get("_gradient_checkpointing_func", ABSENT),
             module.__dict__.get("forward", ABSENT),
-            list(module._forward_pre_hooks.values()),
-            list(module._forward_hooks.values()),
-            list(module._backward_hooks.values()),
-            list(module._state_dict_hooks.values()),
+            {key: list(hooks.values()) for key, hooks in vars(module).items() if key.endswith("_hooks") and hooks},
         )
     return found

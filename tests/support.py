@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
@@ -88,6 +89,11 @@ def code_blocks(document: Path, language: str) -> list[str]:
     """The code of a Markdown document in one language."""
     text = document.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def cells_of(table: str) -> dict[str, list[str]]:
+    """Of a table that a command prints: the first cell of each row -> the others."""
+    return {row[0]: row[1:] for line in table.splitlines() if (row := [c.strip() for c in line.split("│")[1:-1]])}
 
 
 # Models
@@ -201,6 +207,25 @@ def stack_inputs(seed: int = 1, dtype: torch.dtype = torch.float32, batch: int =
     }
 
 
+# Attention that runs as small ops
+
+
+def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention in small ops, of which nothing can be saved."""
+    return (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1) @ value
+
+
+def dropping_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention that torch runs as small ops on a CPU."""
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+
+
+def math_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention with the math kernel forced."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(query, key, value)
+
+
 # One step, and its comparison
 
 
@@ -288,13 +313,13 @@ NAMESPACE = "fastac_tests"
 
 
 def attention_inputs(
-    queries: int, keys: int, dim: int = 8, dtype: torch.dtype = torch.float32, requires_grad: bool = True
+    queries: int, keys: int, dim: int = 8, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """Query, key and value of an attention, (2, 3, sequence, dim), the same at every call."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"query": (2, 3, queries, dim), "key": (2, 3, keys, dim), "value": (2, 3, keys, dim)}
     made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-    return {name: tensor.requires_grad_(requires_grad) for name, tensor in made.items()}
+    return {name: tensor.requires_grad_() for name, tensor in made.items()}
 
 
 def attention_math(

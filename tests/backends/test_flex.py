@@ -111,18 +111,20 @@ def test_nabla_of_diffusers(attention_executions: Counter[str]) -> None:
     assert attention_executions == {OP: 1}
 
 
-@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize("where", ["inside", "around", "alone"])
 def test_in_compiled_blocks(where: str, attention_executions: Counter[str]) -> None:
     """The higher-order op stays a call in a compiled graph, where its output is saved from the first step on."""
 
-    def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(flex_attention(torch.tanh(query), key, value))
+    def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attend: Any = flex_attention) -> Any:
+        return torch.tanh(attend(torch.tanh(query), key, value))
 
     tensors = inputs()
     reference = train_step(block, tensors)
     torch.compiler.reset()
     if where == "inside":  # checkpointing around compiled code
         run = functools.partial(fastac.checkpoint, torch.compile(block, backend="aot_eager"))
+    elif where == "alone":
+        run = functools.partial(fastac.checkpoint, block, attend=torch.compile(flex_attention, backend="aot_eager"))
     else:
         run = torch.compile(lambda **given: fastac.checkpoint(block, **given), backend="aot_eager", fullgraph=True)
     for _ in range(2):

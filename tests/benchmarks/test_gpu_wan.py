@@ -112,10 +112,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
 
 
 def test_the_case_is_the_one_that_was_reported(gpu_wan: Any) -> None:
-    case = gpu_wan.Case()
-    assert case.video.tokens((1, 2, 2)) == 72_000
-    assert (case.configuration.config["num_layers"], case.configuration.config["ffn_dim"]) == (30, 8960)
-    assert (case.video.batch, case.video.dtype) == (1, torch.bfloat16)
+    assert gpu_wan.Case().video.tokens((1, 2, 2)) == 72_000
 
 
 def test_the_budget_is_what_fits_by_the_plan(gpu_wan: Any) -> None:
@@ -130,7 +127,7 @@ def test_the_budget_is_what_fits_by_the_plan(gpu_wan: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path) -> None:
     case = gpu_wan.Case(5, 64, 64, 8, torch.float32, {**TINY, "num_layers": 3}, crop=(5, 32, 32))
     device = torch.device("cpu")
     checked = gpu_wan.check(case, device)

@@ -16,7 +16,7 @@ from fastac import cli
 from fastac.backends import LIBRARIES
 from fastac.cli.backends import WIDTH
 from fastac.errors import FastacError
-from tests.cli.tables import cells_of
+from tests.support import cells_of
 
 
 def test_every_library_and_backend_and_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from fastac.cli.measuring import VARIANTS, Measurements, Switch, Workload, bench
 from fastac.errors import FastacError
 from fastac.models import published as configurations
 from tests import support
-from tests.cli.tables import cells_of
+from tests.support import cells_of
 
 NAMES = ["none", "full", "attn_only", "long_attn_only", "planned", "torch SAC, by name"]
 
@@ -170,7 +170,7 @@ def test_kernels_that_are_not_deterministic_are_reported(monkeypatch: pytest.Mon
     assert bench(workload, "tiny Wan", rounds=1).noise >= 1
 
 
-def test_a_budget_of_ones_own_on_a_model_that_is_left_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_of_ones_own_on_a_model_that_is_left_plain() -> None:
     workload = tiny_wan()
     fastac.enable(workload.model, "attn_only")
     switch = Switch(workload, 20_000)

@@ -15,7 +15,7 @@ from fastac import cli
 from fastac.models import published as configurations
 from fastac.planning.video import Training
 from fastac.policy import Policy
-from tests.cli.tables import cells_of
+from tests.support import cells_of
 
 
 @pytest.mark.slow

@@ -86,8 +86,9 @@ def assert_exact_and_saved(
 class SmallBlock(torch.nn.Module):
     """One attention, frozen or trained projections, pointwise work behind them: few kernels for g++ to compile."""
 
-    def __init__(self, attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention) -> None:
+    def __init__(self, attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention, heads: int = 2) -> None:
         super().__init__()
+        self.heads = heads
         self.qkv = torch.nn.Linear(support.WIDTH, 3 * support.WIDTH)
         self.out = torch.nn.Linear(support.WIDTH, support.WIDTH)
         self.ffn = torch.nn.Linear(support.WIDTH, support.WIDTH)
@@ -95,7 +96,7 @@ class SmallBlock(torch.nn.Module):
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """video: (batch, tokens, width) -> the same; text is not looked at."""
-        query, key, value = self.qkv(video).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind()
+        query, key, value = self.qkv(video).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         attended = self.attend(query, key, value).transpose(1, 2).flatten(2)
         return video + F.gelu(self.ffn(video + self.out(attended)))
 
@@ -122,16 +123,6 @@ def frozen(model: torch.nn.Module) -> torch.nn.Module:
 def frozen_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The same inputs as data: nothing before the first trained parameter needs a gradient."""
     return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-
-
-def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention in small ops, of which nothing can be saved."""
-    return (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1) @ value
-
-
-def dropping_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention that torch runs as small ops on a CPU."""
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
 
 
 def broken(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

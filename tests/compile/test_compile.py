@@ -15,8 +15,8 @@ from fastac import FastacError
 from fastac.backends import availability
 from fastac.backends.verdicts import BackendUse, Verdict
 from tests import compiler, support
-from tests.compile.steps import SmallBlock, small_inputs
-from tests.support import AttentionBlock, assert_same, relative_error, stack_inputs, train_step
+from tests.compile.steps import small, small_inputs
+from tests.support import AttentionBlock, AttentionStack, assert_same, relative_error, stack, stack_inputs, train_step
 
 CALLS = 4  # self- and cross-attention in each of two blocks
 
@@ -61,21 +61,8 @@ def block_class(breaks: bool = False) -> type[AttentionBlock]:
     return Block
 
 
-class Model(torch.nn.Module):
-    def __init__(self, block: Callable[[], torch.nn.Module], layers: int = 2) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(block() for _ in range(layers))
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            video = block(video, text)
-        return video
-
-
-def model(breaks: bool = False, **options: Any) -> Model:
-    block = block_class(breaks)
-    torch.manual_seed(0)
-    return Model(block, **options)
+def model(breaks: bool = False) -> AttentionStack:
+    return stack(block=block_class(breaks))
 
 
 def steps_of(run: Callable[..., Any], reference: support.Tensors) -> list[int]:
@@ -121,7 +108,10 @@ def test_a_graph_break_inside_a_checkpoint_makes_the_block_eager() -> None:
 
 def test_it_says_what_it_did() -> None:
     made = fastac.compile(model(), "long_attn_only", blocks="blocks")
-    assert str(made) == "Model: Block x 2 compiled by inductor, each inside its own checkpoint (policy long_attn_only)."
+    assert (
+        str(made)
+        == "AttentionStack: Block x 2 compiled by inductor, each inside its own checkpoint (policy long_attn_only)."
+    )
 
 
 def test_a_second_call_compiles_nothing_again() -> None:
@@ -170,7 +160,7 @@ def test_blocks_that_are_compiled_stay_so() -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_has_its_own_weights(how: str) -> None:
     """A compiled function is bound to the block it was made of: a copy must not call it."""
-    built = Model(AttentionBlock)
+    built = stack()
     fastac.compile(built, blocks="blocks", backend="aot_eager")
     before = train_step(built, stack_inputs())
     if how == "deepcopy":
@@ -247,7 +237,7 @@ def test_verify_takes_a_model_whose_blocks_are_compiled() -> None:
 @pytest.mark.slow
 def test_verify_allows_for_what_inductor_rounds() -> None:
     """With checkpointing it fuses another graph than without."""
-    built = Model(SmallBlock, layers=1)
+    built = small("none", layers=1)
     fastac.enable(built, blocks="blocks")
     built.compile()
     found = fastac.verify(built, **small_inputs())

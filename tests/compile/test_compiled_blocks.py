@@ -5,6 +5,7 @@ Step 0, with caches off, is where gradients went wrong: every step is compared, 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -34,9 +35,9 @@ from tests.support import AttentionBlock, assert_same, stack, stack_inputs, trai
 
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
-    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", True, marks=pytest.mark.slow)],
+    [*itertools.product(["aot_eager"], [False, None, True]), pytest.param("inductor", True, marks=pytest.mark.slow)],
 )
-def test_calls_by_dynamo_and_aot_while_a_region_is_open(backend: str, dynamic: bool) -> None:
+def test_calls_by_dynamo_and_aot_while_a_region_is_open(backend: str, dynamic: bool | None) -> None:
     """They call the op with fakes; recorded, these made the first step after every compile wrong."""
     assert_exact_and_saved(
         lambda policy: compile_blocks(small(policy), backend, dynamic),

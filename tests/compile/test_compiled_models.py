@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
 import fastac
 from fastac import PolicyNotAppliedError
@@ -19,17 +19,15 @@ from tests.compile.steps import (
     broken,
     compile_blocks,
     compile_whole,
-    dropping_out,
     frozen,
     frozen_inputs,
     small,
     small_inputs,
     train,
-    written_out,
 )
 from tests.compiler import compiled_so_far, reset
 from tests.marks import slow
-from tests.support import assert_same, stack, stack_inputs, train_step
+from tests.support import assert_same, dropping_out, math_kernel, stack, stack_inputs, train_step, written_out
 
 
 @pytest.mark.parametrize(
@@ -94,12 +92,6 @@ def test_wan(way: str) -> None:
         assert mine.blocks_compiled == (mine.blocks if way == "whole" else 0)
 
 
-def in_math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention with the math kernel forced."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(query, key, value)
-
-
 class TestNothingSavable:
     """Attention that runs as small ops is an error on the first step and on every later one, never silence."""
 
@@ -109,7 +101,7 @@ class TestNothingSavable:
         [("dropout", "aot_eager"), ("math", "aot_eager"), ("written out", "eager")],
     )
     def test_it_is_an_error_on_every_call(self, cause: str, way: str, backend: str) -> None:
-        attend = {"dropout": dropping_out, "written out": written_out, "math": in_math}[cause]
+        attend = {"dropout": dropping_out, "written out": written_out, "math": math_kernel}[cause]
         model = WAYS[way](small("attn_only", attend=attend), backend)
         switches = _cur_sdpa_kernel_backends()
         for _ in range(2):

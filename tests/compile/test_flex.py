@@ -24,11 +24,12 @@ from fastac.compile import torch_private
 from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
-from tests.support import relative_error, train_step
+from tests.compile.steps import SmallBlock, frozen_inputs, small, small_inputs
+from tests.support import AttentionStack, relative_error, stack, train_step
 
 pytestmark = pytest.mark.slow  # inductor
 
-TOKENS, WIDTH = 256, 16
+TOKENS = 256
 
 
 @pytest.fixture(autouse=True)
@@ -68,46 +69,12 @@ ATTENTIONS: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
-def block_class() -> type[torch.nn.Module]:
-    """A class of its own in every test: what is known of a class goes with it."""
-
-    class Block(torch.nn.Module):
-        def __init__(self, attend: Callable[..., Any] = flex_attention, heads: int = 2, kv_heads: int = 2) -> None:
-            super().__init__()
-            self.attend, self.heads, self.kv_heads = attend, heads, kv_heads
-            self.query = torch.nn.Linear(WIDTH, WIDTH)
-            self.key_value = torch.nn.Linear(WIDTH, 2 * WIDTH * kv_heads // heads)
-            self.out = torch.nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, video: torch.Tensor) -> torch.Tensor:
-            query = self.query(video).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            key_value = self.key_value(video).chunk(2, -1)
-            key, value = (t.unflatten(-1, (self.kv_heads, -1)).transpose(1, 2) for t in key_value)
-            return torch.tanh(self.out(self.attend(query, key, value).transpose(1, 2).flatten(2))) + video
-
-    return Block
+def model(attend: Callable[..., Any] = flex_attention, layers: int = 2) -> AttentionStack:
+    return small("none", layers, attend)
 
 
-class Model(torch.nn.Module):
-    def __init__(self, block: Callable[[], torch.nn.Module], layers: int = 2) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(block() for _ in range(layers))
-
-    def forward(self, video: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            video = block(video)
-        return video
-
-
-def model(attend: Callable[..., Any] = flex_attention, layers: int = 2, **options: Any) -> Model:
-    block = block_class()
-    torch.manual_seed(0)
-    return Model(functools.partial(block, attend, **options), layers)
-
-
-def inputs(tokens: int = TOKENS, requires_grad: bool = True) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {"video": torch.randn(1, tokens, WIDTH, generator=generator).requires_grad_(requires_grad)}
+def inputs() -> dict[str, torch.Tensor]:
+    return small_inputs(TOKENS)
 
 
 def eagerly(built: torch.nn.Module, given: dict[str, Any]) -> support.Tensors:
@@ -197,7 +164,7 @@ class TestSaved:
 
         held("full")
         statistics = 2 * TOKENS
-        assert held("attn_only") - held("full") == 2 * 4 * (TOKENS * WIDTH + statistics)
+        assert held("attn_only") - held("full") == 2 * 4 * (TOKENS * support.WIDTH + statistics)
 
 
 @trains_here
@@ -231,13 +198,13 @@ def real_kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_inductors_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its C++ kernel for the CPU, in blocks whose attention needs no gradient."""
 
-    def frozen() -> Model:
+    def frozen() -> AttentionStack:
         built = model(masked, layers=1)
         for name, parameter in built.named_parameters():
             parameter.requires_grad_(".out." in name)
         return built
 
-    given = inputs(requires_grad=False)
+    given = frozen_inputs(inputs())
     reference = train_step(frozen(), given)
     executed = real_kernels(monkeypatch)
     built = frozen()
@@ -263,17 +230,20 @@ def test_on_a_gpu(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return flex_attention(query, key, value, score_mod=lambda score, b, h, q, k: score + bias[k])
         return attend(query, key, value)
 
+    def on_one_head(attend: Callable[..., Any]) -> AttentionStack:
+        return stack(block=lambda: SmallBlock(attend, heads=1)).cuda()
+
     mask = create_block_mask(is_causal, None, None, TOKENS, TOKENS, device="cuda")
     bias = BIAS.cuda()
-    given = {"video": inputs()["video"].detach().cuda().requires_grad_()}
-    reference = train_step(torch.compile(model(on_gpu, heads=1, kv_heads=1).cuda()), given)
+    given = {name: tensor.detach().cuda().requires_grad_() for name, tensor in inputs().items()}
+    reference = train_step(torch.compile(on_one_head(on_gpu)), given)
     reference = {tensor.replace("_orig_mod.", ""): value for tensor, value in reference.items()}
     executed = real_kernels(monkeypatch)
     if way == "blocks":
-        built = model(on_gpu, heads=1, kv_heads=1).cuda()
+        built = on_one_head(on_gpu)
         fastac.compile(built, blocks="blocks")
     else:
-        built = model(fastac.compile_attention(on_gpu), heads=1, kv_heads=1).cuda()
+        built = on_one_head(fastac.compile_attention(on_gpu))
         fastac.enable(built, blocks="blocks")
     for _ in range(2):
         executed.clear()

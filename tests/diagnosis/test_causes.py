@@ -23,7 +23,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fastac
 from fastac import Policy, PolicyNotAppliedError
 from tests import support
-from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, stack, stack_inputs, train_step
+from tests.support import (
+    CPU_ATTENTION,
+    AttentionBlock,
+    assert_same,
+    dropping_out,
+    math_kernel,
+    stack,
+    stack_inputs,
+    train_step,
+    written_out,
+)
 
 sdpa = F.scaled_dot_product_attention
 Attend = Callable[..., torch.Tensor]
@@ -83,10 +93,6 @@ def mask_requires_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     return sdpa(q, k, v, attn_mask=torch.zeros(q.shape[-2], k.shape[-2]).requires_grad_())
 
 
-def dropout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return sdpa(q, k, v, dropout_p=0.25)
-
-
 def narrow_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     half = v.shape[-1] // 2
     return F.pad(sdpa(q, k, v[..., :half]), (0, half))
@@ -100,18 +106,13 @@ def mask_with_three_dimensions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     return sdpa(q, k, v, attn_mask=torch.zeros(q.shape[1], q.shape[-2], k.shape[-2]))
 
 
-def math_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return sdpa(q, k, v)
-
-
 def strided(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return sdpa(q, k, v.transpose(-1, -2).contiguous().transpose(-1, -2))
 
 
 DECOMPOSED = {
     mask_requires_grad: "mask requires grad",
-    dropout: "dropout",
+    dropping_out: "dropout",
     narrow_value: "head dim 6",
     query_without_heads: "query has 3 dimensions",
     mask_with_three_dimensions: "mask has 3 dimensions",
@@ -169,7 +170,7 @@ def test_a_region_whose_every_call_is_decomposed() -> None:
 
 def test_one_decomposed_call_among_three() -> None:
     def three(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return sdpa(q, k, v) + sdpa(q, k, v) + dropout(q, k, v)
+        return sdpa(q, k, v) + sdpa(q, k, v) + dropping_out(q, k, v)
 
     message = error_of(fastac.checkpoint, three, *tensors())
     assert re.search(r"\b2 .*\n.*dropout", message)
@@ -184,11 +185,6 @@ def test_dropout_of_torch_s_own_layers() -> None:
 
 
 # Attention written out
-
-
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    return torch.softmax(scores, dim=-1) @ v
 
 
 def written_with_einsum(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -507,7 +503,7 @@ def test_an_additional_call_that_is_decomposed() -> None:
     """The block makes the calls that its class was seen to make, and one more that cannot be saved."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (sdpa if k.shape[-2] == support.VIDEO_TOKENS else dropout)(q, k, v)
+        return (sdpa if k.shape[-2] == support.VIDEO_TOKENS else dropping_out)(q, k, v)
 
     model = stack(policy="attn_only", block=lambda: Alternating(attend=attend))
     model.blocks[0].cross = False

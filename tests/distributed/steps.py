@@ -285,20 +285,20 @@ def assert_trained_alike(
             assert whole.keys() <= plain.tensors.keys(), sorted(whole.keys() - plain.tensors.keys())
             assert_close({name: plain.tensors[name] for name in whole}, whole, rounding)
         counted = plain.steps[1 if setup.compiles else 0 :]
-        assert [one.attention for one in counted] == [(attention.calls, 0)] * len(counted), plain.attention
+        assert [one.attention for one in counted] == [(attention, 0)] * len(counted), plain.attention
         assert all(one.backward for one in plain.steps[setup.micro_batches - 1 :: setup.micro_batches])
         for several, one in trained.items():
             policy = of_rank(several, rank)
             assert_same(one.tensors, plain.tensors)
-            again = attention.in_blocks if policy == "full" else 0
-            assert one.attention[-len(counted) :] == [(attention.calls, again)] * len(counted), (policy, one.attention)
+            again = attention if policy == "full" else 0
+            assert one.attention[-len(counted) :] == [(attention, again)] * len(counted), (policy, one.attention)
             for step, other in zip(one.steps[-len(counted) :], counted, strict=True):
                 assert step.forward == other.forward, f"{policy}: {step.forward}, not {other.forward}"
                 assert step.backward == other.backward, f"{policy}: {step.backward}, not {other.backward}"
             assert not one.warnings, f"{policy}: {one.warnings}"
             if policy == "attn_only":
                 assert one.report.active
-                assert sum(row.saved for row in one.report.rows) == attention.in_blocks, str(one.report)
+                assert sum(row.saved for row in one.report.rows) == attention, str(one.report)
 
 
 def assert_close(found: Tensors, expected: Tensors, rounding: float) -> None:

@@ -104,3 +104,10 @@ def test_what_a_document_links_to_exists(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             missing.append(f"{path}#{anchor}")
     assert not missing
+
+
+def test_the_tests_of_hazards_are_where_their_table_says() -> None:
+    for line in (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").splitlines():
+        for name, path in re.findall(r"`(test_\w+)[^`]*`(?:\]\((.*?)\))?", line):
+            file = ROOT / "docs" / (path or "../tests/engine/test_hazards.py")
+            assert f"def {name}(" in file.read_text(encoding="utf-8"), name

@@ -1,47 +1,6 @@
-"""Every hazard of saving attention outputs, with the one test that fails when its guard is taken out.
+"""Every hazard of saving attention outputs, each with the test that fails when its guard is taken out.
 
-Each row is a run that gave wrong gradients, a false alarm or a leak while fastac was built.
-
-| hazard | test, here unless it says where |
-|---|---|
-| the output is changed in place after it was saved | test_output_changed_in_place |
-| nobody guards the output: inside an autograd.Function | test_output_of_a_function_changed_in_place |
-| and there another tensor takes its memory | test_buffer_reused_inside_a_function |
-| nobody guards the output: no input requires grad, or no_grad | test_output_outside_the_graph_changed_in_place |
-| inductor reuses a buffer that the op's backward does not need | tests/compile, frozen inputs |
-| wrap_inductor_compiled_regions hides attention | tests/compile, wrapped regions |
-| a collective is not complete yet when it returns | tests/distributed |
-| FSDP2 units inside a block | tests/distributed |
-| the kernel draws random numbers, and so does something after it | test_kernel_that_draws |
-| a row that does not say whether its kernel draws | test_row_that_says_nothing_is_taken_to_draw |
-| a generator state that nobody restores | test_generator_where_torch_does_not_guard_it |
-| the generator is read in every call | test_generator_of_kernels_that_do_not_draw |
-| the kernel writes one of its arguments | test_op_that_always_writes, test_op_that_writes_in_this_call |
-| dynamo and AOT call the op with fake tensors while a region is open | test_calls_by_dynamo_and_aot |
-| another thread compiles while a region is open | tests/compile/test_threads.py |
-| a graph of the whole model saves nothing | tests/compile/test_hidden_attention.py |
-| recompute takes another path | test_recompute_on_another_path |
-| a second backward; gradients asked for twice | test_second_backward |
-| the recompute writes into what a second backward needs | test_second_backward_through_outputs_that_nobody_guards |
-| two losses through parts of one block | test_outputs_backpropagated_one_by_one |
-| an op inside the kernel of another | test_kernel_that_calls_an_op_with_a_row |
-| regions inside regions | test_nested_regions |
-| an "unknown op" that was cached before its row came | test_op_that_was_unknown_is_saved_once_it_is_registered |
-| somebody else registered at BackendSelect | test_another_package_at_backend_select |
-| hooks that emit views in the forward alone | test_views_in_the_forward_alone |
-| higher-order ops without a rule | test_higher_order_op_inside_a_region |
-| a checkpoint that is not fastac's inside the block | test_checkpoint_of_the_block_s_own |
-| one around it | test_checkpoint_around_a_region_that_is_not_of_fastac |
-| an op is intercepted between forward and backward | test_row_registered_between_forward_and_backward |
-| registrations are taken off while other threads are inside a call | test_registrations_stay |
-| false alarm without gradients, without attention | test_no_alarm_* |
-| inference tensors have no version | test_inference_tensors_inside_a_region |
-| torch's checkpoint debug mode replaces the contexts | test_checkpoint_debug_mode |
-| autocast is left out below a dispatch mode that watches | test_autocast_below_the_observer |
-| some of a region's attentions are not saved, and others are | tests/diagnosis/test_causes.py |
-| attention in another thread | test_attention_of_another_thread, tests/diagnosis/test_causes.py |
-| sparse attention chooses other blocks in the recompute | test_sparse.py |
-| a gradient that is taken inside the region frees a context | test_opaque.py |
+The list of them, with those that are tested elsewhere: docs/how-it-works.md#hazards.
 """
 
 from __future__ import annotations
@@ -64,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac import FastacError
 from fastac.engine import interception
-from tests import compiler, support
+from tests import support
 from tests.engine import cases
 from tests.engine.cases import OWN_ALONE, Attend, Change, OneAttention, add_one, assert_exact, twice
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, custom_attention, stack, stack_inputs, train_step
@@ -211,26 +170,6 @@ def test_op_that_writes_in_this_call(attention_executions: Counter[str]) -> None
 
     with pytest.raises(FastacError, match=r"may_write.*'out'.* writes"):
         train_step(stack(policy="attn_only", block=lambda: OneAttention(writing)), stack_inputs())
-
-
-# The compiler
-
-
-def test_calls_by_dynamo_and_aot(tmp_path: Any) -> None:
-    """They call the op on fake tensors while the region is open. Recorded, the first step after every (re)compile is
-    wrong by 36, and a warm cache hides it. The second batch is compiled anew, with symbols for its shape."""
-    inputs = stack_inputs()
-    with compiler.fresh(tmp_path):
-        steps = []
-        for policy in ("none", "attn_only"):
-            compiler.reset()
-            model = stack(policy=policy, layers=1)
-            for block in model.blocks:
-                block.compile(backend="aot_eager")
-            steps.append([train_step(model, batch) for batch in (inputs, stack_inputs(batch=2))])
-    for expected, found in zip(*steps, strict=True):
-        assert found.keys() == expected.keys()
-        assert max(support.relative_error(found[name], expected[name]) for name in expected) < 1e-6
 
 
 # The recompute takes another path

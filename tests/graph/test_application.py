@@ -7,22 +7,21 @@ once: in-place operators, random numbers, getitem nodes, nodes of the backward.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 import fastac.graph
 from fastac import FastacError, Policy, PolicyNotAppliedError, UnsupportedBackendError
+from fastac.cli.measuring import allocated_bytes
 from fastac.graph import application, nodes, passes
 from tests import compiler, support
 from tests.compile.steps import small
@@ -38,7 +37,6 @@ from tests.graph.steps import (
     targets,
     traced_step,
 )
-from tests.live_bytes import allocated_peak
 from tests.support import AttentionBlock, assert_same, build, relative_error, stack, stack_inputs
 
 POLICIES = {"attn_only": 4, "full": 8, Policy("attn_only", min_kv=10): 6}
@@ -105,29 +103,23 @@ def test_the_passes_one_by_one_on_a_graph_of_another_tracer() -> None:
 # Through inductor
 
 
-@pytest.fixture
-def fresh_compiler(tmp_path: Path) -> Iterator[None]:
-    with compiler.fresh(tmp_path):
-        yield
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_compiler")
-def test_the_compiled_step_runs_attention_once_and_needs_no_more_memory() -> None:
+def test_the_compiled_step_runs_attention_once_and_needs_no_more_memory(tmp_path: Path) -> None:
     model = small("attn_only")
     inputs = {name: torch.randn(1, 512 if name == "video" else 6, 16) for name in ("video", "text")}
     step = traced_step(model, inputs)
     compiled = fastac.graph.compile(step)
     support.count_cpu_attention()
     expected = step(**inputs)
-    for _ in range(2):
-        support.executions.clear()
-        found = compiled(**inputs)
-        assert support.executions.total() == 2
-        assert relative_error(found["outputs"], expected["outputs"]) < 1e-5
-        for name, gradient in expected["gradients"].items():
-            assert relative_error(found["gradients"][name], gradient) < 1e-4
-    assert allocated_peak(lambda: compiled(**inputs)) < 1.25 * allocated_peak(lambda: step(**inputs))
+    with compiler.fresh(tmp_path):
+        for _ in range(2):
+            support.executions.clear()
+            found = compiled(**inputs)
+            assert support.executions.total() == 2
+            assert relative_error(found["outputs"], expected["outputs"]) < 1e-5
+            for name, gradient in expected["gradients"].items():
+                assert relative_error(found["gradients"][name], gradient) < 1e-4
+        assert allocated_bytes(lambda: compiled(**inputs)).peak < 1.25 * allocated_bytes(lambda: step(**inputs)).peak
 
 
 # Several backwards, none
@@ -334,20 +326,11 @@ def test_what_leaves_a_region_is_saved() -> None:
 # What cannot be saved
 
 
-def attend_by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return ((query @ key.mT) * query.shape[-1] ** -0.5).softmax(-1) @ value
-
-
-def attend_in_small_ops(*qkv: torch.Tensor) -> torch.Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*qkv)
-
-
 @pytest.mark.parametrize(
     ("block", "what"),
     [
-        (lambda: AttentionBlock(attend=attend_in_small_ops), "(?s)AttentionBlock.*small ops"),
-        (lambda: AttentionBlock(attend=attend_by_hand), "written out"),
+        (lambda: AttentionBlock(attend=support.math_kernel), "(?s)AttentionBlock.*small ops"),
+        (lambda: AttentionBlock(attend=support.written_out), "written out"),
         (noisy_block, "noisy_attention .*no row"),
     ],
     ids=["small ops", "written out", "no row"],

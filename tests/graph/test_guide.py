@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ GUIDE = ROOT / "docs" / "graph.md"
 
 
 def test_the_code_of_the_guide_runs_and_does_what_it_says() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    blocks = support.code_blocks(GUIDE, "python")
     assert len(blocks) == 4
     names: dict[str, Any] = {}
     support.count_cpu_attention()

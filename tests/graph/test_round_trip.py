@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac import Policy, PolicyNotAppliedError, graph
 from fastac.graph import saved_values, torch_private
-from tests import compiler
+from tests.compiler import fresh_compiler as fresh_compiler
+from tests.compiler import kernel_folder as kernel_folder
 from tests.graph.partitioned import (
     Llama,
     Partitioned,
@@ -32,19 +31,13 @@ from tests.graph.partitioned import (
     round_trip,
     small_stack,
 )
-from tests.support import CPU_ATTENTION
+from tests.support import CPU_ATTENTION, code_blocks
 
 SMALL = 0.3
 """A memory budget that makes min-cut recompute much more than it does by itself."""
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "round_trip.md"
 REPLAY = graph.replaying_partitioner
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path: Path) -> Iterator[None]:
-    with compiler.fresh(tmp_path):
-        yield
 
 
 def small_llama() -> tuple[torch.nn.Module, tuple[Any, ...]]:
@@ -215,9 +208,8 @@ def test_inductor_decomposes_and_saves_no_more() -> None:
 @pytest.mark.slow
 def test_the_code_of_the_guide_runs(attention_executions: Counter[str]) -> None:
     """The first block; the others do the same through inductor, as the test above."""
-    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
-    exec(compile(blocks[0], str(GUIDE), "exec"), names)
+    exec(compile(code_blocks(GUIDE, "python")[0], str(GUIDE), "exec"), names)
     assert attention_executions[CPU_ATTENTION] == 4
     model = names["model"]
     found = {name: parameter.grad for name, parameter in model.named_parameters()}

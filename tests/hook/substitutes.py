@@ -72,10 +72,10 @@ class WanBlock(torch.nn.Module):
 
 
 class OriginalWan(torch.nn.Module):
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.time = torch.nn.Linear(8, 6 * WIDTH)
-        self.blocks = torch.nn.ModuleList(WanBlock() for _ in range(layers))
+        self.blocks = torch.nn.ModuleList(WanBlock() for _ in range(2))
         angles = torch.outer(torch.arange(TOKENS), 0.1 ** torch.arange(WIDTH // HEADS // 2))
         self.freqs = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[None, :, None]
 
@@ -97,12 +97,12 @@ class OriginalWan(torch.nn.Module):
 class Plain(torch.nn.Module):
     """torch.nn.MultiheadAttention takes its fast path only without gradients; in training it calls SDPA."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
         layer = torch.nn.TransformerDecoderLayer(
             WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
         )
-        self.decoder = torch.nn.TransformerDecoder(layer, layers)
+        self.decoder = torch.nn.TransformerDecoder(layer, 2)
 
     @staticmethod
     def inputs() -> dict[str, Any]:

@@ -205,7 +205,7 @@ def test_a_keyword_of_the_block_that_is_an_option_of_checkpoint_is_refused(name:
 
 
 @pytest.mark.parametrize("what", ["block", "forward"])
-def test_a_block_that_was_exchanged_is_noticed(what: str, attention_executions: Counter[str]) -> None:
+def test_a_block_that_was_exchanged_is_noticed(what: str) -> None:
     """It would train without checkpointing."""
     model = support.stack()
     fastac.enable(model, blocks="blocks")

@@ -118,19 +118,6 @@ def test_what_cannot_be_enabled(make: Any, message: str) -> None:
     assert not hasattr(model, "_fastac")
 
 
-@pytest.mark.parametrize("backend", ["_native_math", "sage"])
-def test_a_backend_that_cannot_be_honoured_is_refused_before_training(backend: str) -> None:
-    """With the module's name and what works here; the model is as it was."""
-    model, _ = support.build(WAN)
-    model.blocks[1].attn1.processor._attention_backend = backend
-    before = state_of(model)
-    with pytest.raises(fastac.UnsupportedBackendError, match=rf"{backend}(.|\n)*blocks\.1\.attn1"):
-        fastac.enable(model)
-    assert state_of(model) == before
-    if backend == "_native_math":  # which trains
-        fastac.enable(model, "full")
-
-
 # What is said, and what else is taken
 
 
@@ -160,10 +147,13 @@ class Engine(torch.nn.Module):
         return self.module(**kwargs)
 
 
-def test_a_wrapped_model_is_enabled_inside(attention_executions: Counter[str]) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_wrapped_model_is_enabled_inside(compiled: bool, attention_executions: Counter[str]) -> None:
     """Block names are those of the model inside, whatever it is wrapped in."""
     model, inputs = support.build(WAN)
-    wrapped = Engine(model)
+    wrapped: Any = Engine(model)
+    if compiled:
+        wrapped = torch.compile(wrapped, backend="eager")
     before = state_of(model)
     expected = train_step(wrapped, inputs)
     with pytest.raises(fastac.FastacError, match=r"module\.blocks\.0"):

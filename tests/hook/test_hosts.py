@@ -45,7 +45,7 @@ def test_policies_and_the_way_back(host: Host, attention_executions: Counter[str
     once = state_of(model)
     host.enable(model)
     assert state_of(model).keys() == once.keys()
-    assert len(model._forward_pre_hooks) == len(once[""][5]), "enabled twice is enabled once"
+    assert len(model._forward_pre_hooks) == len(once[""][5]["_forward_pre_hooks"]), "enabled twice is enabled once"
     fastac.disable(model)
     assert state_of(model) == before
     assert functions_of(model) == functions
@@ -77,9 +77,12 @@ def test_copies_and_pickles(host: Host, way: str, attention_executions: Counter[
         torch.save(model, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
+    report = fastac.report(other)
+    assert (report.active, report.rows[0].blocks_seen) == (True, 0), "it is reported by itself"
     assert step_of(other, attention_executions) == 6
     (row,) = fastac.report(other).rows
     assert (row.blocks, row.saved) == (2, 2)
+    assert row == fastac.report(model).rows[0]
     fastac.disable(other)
     assert step_of(other, attention_executions) == host.executions
     assert step_of(model, attention_executions) == 6

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import fastac
-from fastac.models import containers, row_of, unwrapped
+from fastac.models import containers, row_of
 from tests import support
 
 
@@ -68,22 +67,3 @@ def test_a_list_of_which_one_member_has_no_attention_is_no_container() -> None:
     model.stages.append(torch.nn.Linear(1, 1))
     assert list(names_of(model)) == ["stages.0.attention", "streams.video", "named"]
     assert names_of(torch.nn.Sequential(torch.nn.Linear(2, 2))) == {}
-
-
-class Engine(torch.nn.Module):
-    """As that of DeepSpeed: it holds the model as `module` and calls it."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["engine", "compiled engine"])
-def test_an_engine_of_deepspeed_is_unwrapped(compiled: bool) -> None:
-    model, _ = support.build("WanTransformer3DModel")
-    engine: Any = Engine(model)
-    if compiled:
-        engine = torch.compile(engine, backend="eager")
-    assert unwrapped(engine) is model
-    fastac.enable(engine)
-    assert fastac.report(engine).active

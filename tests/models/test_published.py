@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac.errors import FastacError
 from fastac.models import MODELS
-from fastac.models.published import Configuration, build, load
+from fastac.models.published import build, load, with_layers
 from fastac.models.videos import Compression
 from tests.models.tiny import TINY
 
@@ -97,14 +97,10 @@ def test_files(name: str) -> None:
     assert configuration.compression == configuration.row.default_of(configuration.config).compression
 
 
-def two_layers(configuration: Configuration) -> Configuration:
-    layers = {key: 2 for key in ("num_layers", "num_single_layers") if key in configuration.config}
-    return dataclasses.replace(configuration, config={**configuration.config, **layers})
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_forward_of_two_layers(name: str) -> None:
-    configuration = two_layers(load(name))
+    configuration = load(name)
+    configuration = dataclasses.replace(configuration, config=with_layers(configuration.config, 2))
     video = configuration.default
     frames, rows, columns = PATCHES[name]
     seen: list[torch.Tensor] = []

@@ -54,29 +54,6 @@ def without(argument: str) -> Change:
     return lambda inputs: {name: value for name, value in inputs.items() if name != argument}
 
 
-def test_keyword_arguments(attention_executions: Counter[str]) -> None:
-    """Wan-Animate 2 passes them to the checkpointing function, which that of diffusers itself does not take."""
-    model, inputs = support.build("WanAnimate2Transformer3DModel")
-    model.enable_gradient_checkpointing()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'kv_cache'"):
-        model(**inputs)
-    in_turn("WanAnimate2Transformer3DModel", [(same, 6, 0)], attention_executions)
-
-
-def test_bound_methods(attention_executions: Counter[str]) -> None:
-    """Cosmos 3 hands over `layer.__call__`: policies per block know the layer, and reports name it."""
-    model, inputs = support.build("Cosmos3OmniTransformer")
-    expected = train_step(model, inputs)
-    fastac.enable(model, {"layers.0": "full", "*": "attn_only"})
-    for _ in range(2):
-        attention_executions.clear()
-        assert_same(train_step(model, inputs), expected)
-        assert attention_executions == {CPU_ATTENTION: 4 + 2}
-    (row,) = fastac.report(model).rows
-    assert (row.container, row.block_class) == ("layers", "Cosmos3VLTextMoTDecoderLayer")
-    assert (row.blocks, row.blocks_seen, row.saved, row.recomputed) == (2, 1, 2, 0)
-
-
 def samples(*valid: int) -> Change:
     """A batch for Mochi, of which each sample has so many valid text tokens."""
     generator = torch.Generator().manual_seed(sum(valid))

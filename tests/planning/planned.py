@@ -98,26 +98,9 @@ def counted_flops(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str
     return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
 
 
-class Stack(torch.nn.Module):
-    """Blocks of no library, one after the other."""
-
-    def __init__(self, *blocks: torch.nn.Module) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(blocks)
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in self.layers:
-            video = block(video, text)
-        return video
-
-
 def stack_inputs() -> dict[str, Any]:
-    """Inputs of a Stack, which need no gradients."""
+    """Inputs of a stack, which need no gradients."""
     return {name: tensor.detach() for name, tensor in support.stack_inputs().items()}
-
-
-def plain_blocks(count: int) -> list[torch.nn.Module]:
-    return [AttentionBlock() for _ in range(count)]
 
 
 def wide_block() -> AttentionBlock:

@@ -20,13 +20,11 @@ from tests.planning.planned import (
     HUNYUAN_VIDEO,
     LTX,
     WAN,
-    Stack,
     forecast_of,
-    plain_blocks,
     stack_inputs,
     tiny,
 )
-from tests.support import AttentionBlock
+from tests.support import AttentionBlock, AttentionStack, stack
 
 KINDS = {
     WAN: "cross-attention",
@@ -97,30 +95,30 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
 
 
 def test_a_block_that_is_called_twice() -> None:
-    class Twice(Stack):
+    class Twice(AttentionStack):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            for block in (*self.layers, self.layers[1]):
+            for block in (*self.blocks, self.blocks[1]):
                 video = block(video, text)
             return video
 
-    model, inputs = Twice(*plain_blocks(3)), stack_inputs()
-    found = Forecast(subject(model, inputs, "layers"))
-    assert list(found.candidates)[-1] == "layers.1#2"
-    assert len(found.outputs()["layers.1"]) == 2 * len(found.outputs()["layers.0"])
+    model, inputs = Twice(layers=3), stack_inputs()
+    found = Forecast(subject(model, inputs, "blocks"))
+    assert list(found.candidates)[-1] == "blocks.1#2"
+    assert len(found.outputs()["blocks.1"]) == 2 * len(found.outputs()["blocks.0"])
     for policy in ("full", "attn_only", ALL_LINEAR):
-        mine = planned.under(model, policy, blocks="layers")
+        mine = planned.under(model, policy, blocks="blocks")
         planned.step(mine, inputs)
         assert found.plan(policy).held_bytes - 4 * GENERATOR_STATE == planned.live(mine, inputs)[0]
 
 
 def test_blocks_before_all_that_is_trained_keep_nothing() -> None:
     """No backward comes to them: what torch would recompute them from is gone with their forward."""
-    model, inputs = Stack(*plain_blocks(4)), stack_inputs()
-    model.layers[:2].requires_grad_(False)
-    found = Forecast(subject(model, inputs, "layers"))
+    model, inputs = stack(layers=4), stack_inputs()
+    model.blocks[:2].requires_grad_(False)
+    found = Forecast(subject(model, inputs, "blocks"))
     assert [len(outputs) > 0 for outputs in found.outputs().values()] == [False, False, True, True]
     for policy in ("full", "attn_only"):
-        mine = planned.under(model, policy, blocks="layers")
+        mine = planned.under(model, policy, blocks="blocks")
         assert found.plan(policy).held_bytes == planned.allocated(mine, inputs)[0]
 
 
@@ -161,10 +159,9 @@ def test_a_product_that_is_changed_in_place_is_not_chosen() -> None:
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
             return super().forward(self.changed(video).mul_(2), text)
 
-    blocks = [Changes() for _ in range(2)]
-    for block in blocks:
+    model, inputs = stack(block=Changes), stack_inputs()
+    for block in model.blocks:
         block.changed = torch.nn.Linear(16, 16)
-    model, inputs = Stack(*blocks), stack_inputs()
-    chosen = Forecast(subject(model, inputs, "layers")).within(10**9)
+    chosen = Forecast(subject(model, inputs, "blocks")).within(10**9)
     assert all("changed" not in policy.linear and len(policy.linear) > 3 for policy in chosen.values())
-    planned.step(planned.under(model, chosen, blocks="layers"), inputs)
+    planned.step(planned.under(model, chosen, blocks="blocks"), inputs)

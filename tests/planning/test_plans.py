@@ -15,8 +15,10 @@ from fastac.errors import FastacError
 from fastac.planning.forecast import MIB, Forecast, states_of
 from fastac.planning.subject import subject
 from fastac.policy import Policy
+from tests.model_state import state_of
 from tests.planning import planned
-from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, Stack, plain_blocks, stack_inputs, tiny
+from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, stack_inputs, tiny
+from tests.support import AttentionStack, stack
 
 POLICIES = ["none", "full", "long_attn_only", "attn_only"]
 
@@ -48,11 +50,12 @@ def test_states_in_eight_bits() -> None:
 
 def test_two_blocks_are_gathered_and_one_gradient() -> None:
     """The largest of the blocks counts."""
-    model = Stack(*plain_blocks(1), planned.wide_block())
+    model = stack(layers=1)
+    model.blocks.append(planned.wide_block())
     size = sum(parameter.nbytes for parameter in planned.wide_block().parameters())
-    assert states_of(model, gpus=2, blocks=list(model.layers)).gathered == 3 * size
+    assert states_of(model, gpus=2, blocks=list(model.blocks)).gathered == 3 * size
     model.requires_grad_(False)
-    assert states_of(model, gpus=2, blocks=list(model.layers)).gathered == 2 * size
+    assert states_of(model, gpus=2, blocks=list(model.blocks)).gathered == 2 * size
 
 
 # Within a number of bytes
@@ -89,12 +92,12 @@ def test_within_takes_bytes_as_people_write_them(caplog: pytest.LogCaptureFixtur
 
 def test_blocks_that_are_named() -> None:
     """What is not named is not checkpointed, as with `enable`."""
-    model, inputs = Stack(*plain_blocks(3)), stack_inputs()
-    one, all_of_them = (fastac.plan(model, inputs, blocks=names) for names in (["layers.1"], "layers"))
+    model, inputs = stack(layers=3), stack_inputs()
+    one, all_of_them = (fastac.plan(model, inputs, blocks=names) for names in (["blocks.1"], "blocks"))
     assert one.policies[3].saved_bytes * 3 == all_of_them.policies[3].saved_bytes
     assert one.policies[1].held_bytes > all_of_them.policies[1].held_bytes
-    assert list(one.within(10**6)) == ["layers.1"]
-    mine = planned.under(model, one.within(10**6), blocks=["layers.1"])
+    assert list(one.within(10**6)) == ["blocks.1"]
+    mine = planned.under(model, one.within(10**6), blocks=["blocks.1"])
     planned.step(mine, inputs)
 
 
@@ -103,7 +106,7 @@ def large() -> Forecast:
     """Of outputs of several MiB."""
     torch.manual_seed(0)
     inputs = {"video": torch.randn(1, 8192, 16), "text": torch.randn(1, 6, 16)}
-    return Forecast(subject(Stack(*plain_blocks(3)), inputs, "layers"))
+    return Forecast(subject(stack(layers=3), inputs, "blocks"))
 
 
 def test_the_largest_budget_fits() -> None:
@@ -125,25 +128,11 @@ def test_the_largest_budget_fits() -> None:
 # What it is given
 
 
-def everything_of(model: torch.nn.Module) -> dict[str, Any]:
+def everything_of(model: torch.nn.Module) -> Any:
     """What a plan might leave behind."""
-    modules = list(model.modules())
-    return {
-        "training": [module.training for module in modules],
-        "attributes": [sorted(vars(module)) for module in modules],
-        "children": [list(module._modules) for module in modules],
-        "hooks": [
-            len(hooks)
-            for module in modules
-            for name, hooks in vars(module).items()
-            if name.endswith("_hooks") and hooks is not None
-        ],
-        "checkpointing": [getattr(module, "gradient_checkpointing", None) for module in modules],
-        "functions": [getattr(module, "_gradient_checkpointing_func", None) for module in modules],
-        "identities": [id(value) for value in (*model.parameters(), *model.buffers())],
-        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
-        "gradients": [None if one.grad is None else id(one.grad) for one in model.parameters()],
-    }
+    tensors = [*model.parameters(), *model.buffers()]
+    attributes = [sorted(vars(module)) for module in model.modules()]
+    return state_of(model), attributes, [(id(tensor), tensor.requires_grad, id(tensor.grad)) for tensor in tensors]
 
 
 def test_a_plan_leaves_a_model_as_it_is() -> None:
@@ -163,13 +152,13 @@ def test_a_plan_leaves_a_model_as_it_is() -> None:
 
 
 def test_a_plan_leaves_inputs_that_the_model_changes() -> None:
-    class Changes(Stack):
+    class Changes(AttentionStack):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
             return super().forward(video, text.add_(1))
 
     inputs = stack_inputs()
     before = inputs["text"].clone()
-    fastac.plan(Changes(*plain_blocks(2)), inputs, blocks="layers")
+    fastac.plan(Changes(), inputs, blocks="blocks")
     assert torch.equal(inputs["text"], before)
 
 
@@ -217,16 +206,16 @@ def test_what_a_plan_says() -> None:
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FastacError, match=message):
-        fastac.plan(Stack(*plain_blocks(1)), stack_inputs(), **{"blocks": "layers", **options})
+        fastac.plan(stack(), stack_inputs(), **{"blocks": "blocks", **options})
 
 
 def test_models_that_cannot_be_planned() -> None:
     """One error that names what it is."""
-    model = Stack(*plain_blocks(1)).requires_grad_(False)
+    model = stack(layers=1).requires_grad_(False)
     with pytest.raises(FastacError, match="requires grad"):
-        fastac.plan(model, stack_inputs(), blocks="layers")
+        fastac.plan(model, stack_inputs(), blocks="blocks")
     with pytest.raises(FastacError, match="mapping"):
-        fastac.plan(model, torch.ones(2), blocks="layers")  # type: ignore[arg-type]
+        fastac.plan(model, torch.ones(2), blocks="blocks")  # type: ignore[arg-type]
     with pytest.raises(FastacError, match="no transformer blocks in Linear"):
         fastac.plan(torch.nn.Linear(2, 2), {"input": torch.randn(1, 2)})
     with pytest.raises(FastacError, match=r"plan: WanAnimate2"):

@@ -6,8 +6,7 @@ experts were wrapped one by one. Here the block stays one region, attention comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,36 +16,30 @@ import fastac
 from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
+from tests.compile.steps import SmallBlock, small_inputs
 from tests.compile.test_compile import Experts
-from tests.compile.test_flex import Model, block_class, inputs
+from tests.compiler import fresh_compiler as fresh_compiler
+from tests.compiler import kernel_folder as kernel_folder
 from tests.marks import slow
-from tests.support import relative_error, train_step
+from tests.support import AttentionStack, relative_error, stack, train_step
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler(tmp_path: Path) -> Iterator[None]:
-    support.executions.clear()
-    with compiler.fresh(tmp_path):
-        yield
-
-
-def model(attend: Callable[..., torch.Tensor] = flex_attention) -> Model:
-    class Block(block_class()):  # type: ignore[misc]
+def model(attend: Callable[..., torch.Tensor] = flex_attention) -> AttentionStack:
+    class Block(SmallBlock):
         def __init__(self) -> None:
             super().__init__(attend)
-            self.experts = Experts(16)
+            self.experts = Experts(support.WIDTH)
 
-        def forward(self, video: torch.Tensor) -> torch.Tensor:
-            video = super().forward(video)
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            video = super().forward(video, text)
             return video + self.experts(video)
 
-    torch.manual_seed(0)
-    return Model(Block)
+    return stack(block=Block)
 
 
 def reference() -> support.Tensors:
     with flex_on_cpu.registered():
-        found = train_step(model(), inputs())
+        found = train_step(model(), small_inputs(256))
     compiler.reset()
     support.executions.clear()
     return found
@@ -64,7 +57,7 @@ def test_attention_stays_compiled_and_is_saved(way: str) -> None:
             fastac.enable(built, blocks="blocks")
         for _ in range(2):
             support.executions.clear()
-            found = train_step(built, inputs())
+            found = train_step(built, small_inputs(256))
             assert found.keys() == expected.keys()
             assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
             assert support.executions == {COMPILED_OP: 2}, "compiled, once a call, and never eagerly"

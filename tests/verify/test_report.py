@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from typing import Any
 
@@ -24,9 +23,9 @@ def wan() -> tuple[Any, dict[str, Any]]:
     return support.build(WAN)
 
 
-def bytes_of(batch: int = 1, heads: int = 2, queries: int = 128, dim: int = 12) -> int:
-    """Output and logsumexp of one attention call in float32; of Wan, whose 128 video tokens are the queries of both."""
-    return 4 * batch * heads * queries * (dim + 1)
+def bytes_of(queries: int = 128, dim: int = 12) -> int:
+    """Output and logsumexp of one attention call of two heads in float32; by default of Wan, over 128 video tokens."""
+    return 4 * 2 * queries * (dim + 1)
 
 
 def test_what_attn_only_saved(wan: Any) -> None:
@@ -119,17 +118,6 @@ def test_a_model_that_is_not_enabled() -> None:
         train_step(model, support.stack_inputs())
         fastac.disable(model)
     assert fastac.report(torch.nn.Linear(2, 2)).rows == ()
-
-
-def test_a_copy_is_reported_by_itself() -> None:
-    model = diffuser()
-    fastac.enable(model)
-    train_step(model, support.stack_inputs())
-    copied = copy.deepcopy(model)
-    assert fastac.report(copied).active
-    assert fastac.report(copied).rows[0].blocks_seen == 0
-    train_step(copied, support.stack_inputs())
-    assert fastac.report(copied).rows == fastac.report(model).rows
 
 
 def test_a_model_that_calls_fastac_checkpoint_itself() -> None:

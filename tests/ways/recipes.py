@@ -7,7 +7,7 @@ trains by `run.step`. It is run without checkpointing, under `attn_only` and und
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import peft
 import torch
@@ -21,17 +21,8 @@ WAN = "WanTransformer3DModel"
 COGVIDEOX = "CogVideoXTransformer3DModel"
 
 
-class Attention(NamedTuple):
-    """Attention calls in one forward of a tiny model. in_blocks: those of them in checkpointed blocks."""
-
-    calls: int
-    in_blocks: int
-
-
-ATTENTION = {
-    WAN: Attention(4, 4),
-    COGVIDEOX: Attention(2, 2),
-}
+ATTENTION = {WAN: 4, COGVIDEOX: 2}
+"""Attention calls in one forward of a tiny model, all of them in checkpointed blocks."""
 
 FEED_FORWARD = r".*blocks\.\d+\.(ffn|ff|ff_context)\.net\.(0\.proj|2)"
 """The linear layers of the feed-forwards, as peft is told its targets."""
@@ -64,9 +55,9 @@ def adapt(
     support.fill_zeros(model)  # the second factor, behind which the first has no gradient
 
 
-def batches(batch: Batch, count: int, generator: torch.Generator | None = None) -> list[Batch]:
-    """Batches of the same shapes with videos and texts of their own; without a generator the same at every call."""
-    generator = generator or torch.Generator().manual_seed(11)
+def batches(batch: Batch, count: int) -> list[Batch]:
+    """Batches of the same shapes with videos and texts of their own, the same at every call."""
+    generator = torch.Generator().manual_seed(11)
 
     def drawn(like: torch.Tensor) -> torch.Tensor:
         return torch.randn(like.shape, generator=generator).to(like.dtype)
@@ -96,13 +87,13 @@ def sampled(model: torch.nn.Module, batch: Batch, mode: Callable[[], Any] = torc
         video = batch["hidden_states"]
         for _ in range(2):
             video = video - model(**batch | {"hidden_states": video})[0] / 2
-    assert support.executions == {CPU_ATTENTION: 2 * ATTENTION[type(model).__name__].calls}, support.executions
+    assert support.executions == {CPU_ATTENTION: 2 * ATTENTION[type(model).__name__]}, support.executions
     return video
 
 
-def adamw(model: torch.nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
+def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
     """An optimizer of what is to be trained. The rate is high, so that a differing bit grows."""
-    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr)
+    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
 
 
 class Run:
@@ -176,8 +167,8 @@ def assert_exact_and_saved(
     attention = ATTENTION[name]
     steps = len(plain.executions)
     assert steps, "the recipe made no step"
-    assert plain.executions == [forwards * attention.calls] * steps, f"without checkpointing: {plain.executions}"
-    again = forwards * attention.in_blocks if again is None else again
+    assert plain.executions == [forwards * attention] * steps, f"without checkpointing: {plain.executions}"
+    again = forwards * attention if again is None else again
     for run, more in ((saved, saved_again), (full, again)) if with_full else ((saved, saved_again),):
         each = more if isinstance(more, list) else [more] * steps
         expected = [count + extra for count, extra in zip(plain.executions, each, strict=True)]

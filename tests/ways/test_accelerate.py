@@ -75,7 +75,7 @@ def test_prepare_that_compiles(compiled: str, order: str) -> None:
             run.step(prepared, one, optimizer=optimizer, backward=accelerator.backward)
         assert fastac.report(prepared).active == (run.policy is not None)
 
-    looks = ATTENTION[COGVIDEOX].in_blocks // 2 if compiled == "blocks" else 0
+    looks = ATTENTION[COGVIDEOX] // 2 if compiled == "blocks" else 0
     assert_exact_and_saved(recipe, COGVIDEOX, saved_again=[looks, 0], with_full=False)
 
 

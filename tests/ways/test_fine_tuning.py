@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 
+from fastac.models.published import LORA_TARGETS
 from tests import support
 from tests.ways.recipes import (
     COGVIDEOX,
@@ -22,8 +23,6 @@ from tests.ways.recipes import (
     narrow,
     repeated,
 )
-
-ATTENTION_LAYERS = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
 @pytest.mark.parametrize("name", [WAN, COGVIDEOX])
@@ -44,7 +43,7 @@ def test_full_fine_tuning(name: str) -> None:
 @pytest.mark.parametrize(
     ("through", "targets", "dropout"),
     [
-        ("add_adapter", ATTENTION_LAYERS, 0.3),
+        ("add_adapter", list(LORA_TARGETS), 0.3),
         ("get_peft_model", FEED_FORWARD, 0.0),
         ("get_peft_model", "all-linear", 0.3),
     ],

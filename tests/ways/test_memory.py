@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers.hooks.group_offloading import ModuleGroup
 
+from fastac.models.published import LORA_TARGETS
 from tests.ways.recipes import Run, adamw, adapt, assert_exact_and_saved, batches, build
 
 CPU = torch.device("cpu")
@@ -16,9 +17,6 @@ GROUPS: dict[str, dict[str, Any]] = {
     "blocks": {"offload_type": "block_level", "num_blocks_per_group": 1},
     "leaves": {"offload_type": "leaf_level"},
 }
-
-
-ATTENTION_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 @pytest.mark.parametrize(("order", "adapter"), [("before", "first"), ("after", "last")])
@@ -31,16 +29,15 @@ def test_layerwise_casting(order: str, adapter: str) -> None:
     def recipe(run: Run) -> None:
         model, batch = build(dtype=torch.bfloat16)
         if adapter == "first":
-            adapt(
-                model, ATTENTION_LAYERS, dtype=torch.bfloat16
-            )  # diffusers then switches off that peft casts its inputs
+            # diffusers then switches off that peft casts its inputs
+            adapt(model, LORA_TARGETS, dtype=torch.bfloat16)
         if order == "after":
             run.enable(model)
         model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
         if order == "before":
             run.enable(model)
         if adapter == "last":
-            adapt(model, ATTENTION_LAYERS)
+            adapt(model, LORA_TARGETS)
         stored = {key for key, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn}
         assert any("to_k.base_layer.weight" in key for key in stored)
         optimizer = adamw(model)
@@ -73,7 +70,7 @@ def test_group_offloading(trained: str, groups: str, order: str, monkeypatch: py
         policy = str(run.policy)
         model, batch = build()
         if trained == "adapter":
-            adapt(model, ATTENTION_LAYERS)
+            adapt(model, LORA_TARGETS)
         if order == "after":
             run.enable(model)
         model.enable_group_offload(onload_device=CPU, offload_device=CPU, **GROUPS[groups])

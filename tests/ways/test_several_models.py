@@ -30,7 +30,7 @@ def test_a_student_and_its_teacher() -> None:
         for one in batches(batch, 3):
             run.step(student, one, optimizer=optimizer, forward=forward)
 
-    assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN].in_blocks)
+    assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN])
 
 
 def test_generator_and_discriminator() -> None:
@@ -59,7 +59,7 @@ def test_generator_and_discriminator() -> None:
             run.step(generator, one, optimizer=optimizer, forward=generated)
             run.step(discriminator, one, optimizer=opponent, forward=judged)
 
-    blocks = ATTENTION[WAN].in_blocks
+    blocks = ATTENTION[WAN]
     assert_exact_and_saved(recipe, forwards=2, again=[2 * blocks, blocks] * 2, saved_again=[blocks] * 4)
 
 
@@ -106,4 +106,4 @@ def test_a_reference_that_is_the_model_without_its_adapter() -> None:
         for one in batches(batch, 3):
             run.step(trained, one, optimizer=optimizer, forward=forward)
 
-    assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN].in_blocks)
+    assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN])

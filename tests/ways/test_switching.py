@@ -52,8 +52,8 @@ def test_another_policy_in_every_step_and_none_at_last() -> None:
     run.step(model, last, optimizer=optimizer)
     assert_same(run.tensors, expected.tensors)
     assert bytes_of(model) == bytes_of(plain)
-    calls, in_blocks = ATTENTION[WAN]
-    assert run.executions == [calls + share * in_blocks for _, share in SHARES] + [calls]
+    calls = ATTENTION[WAN]
+    assert run.executions == [calls + share * calls for _, share in SHARES] + [calls]
 
 
 def test_enabled_before_every_step() -> None:
@@ -89,6 +89,6 @@ def test_a_policy_counts_from_the_next_forward_on(first: str, second: str | None
     for one in batches(batch, 2):
         run.step(model, one, optimizer=optimizer, backward=switch_and_backward)
     assert_same(run.tensors, expected.tensors)
-    calls, in_blocks = ATTENTION[WAN]
-    again = {"attn_only": 0, "full": in_blocks, None: 0}
+    calls = ATTENTION[WAN]
+    again = {"attn_only": 0, "full": calls, None: 0}
     assert run.executions == [calls + again[first], calls + again[second]]

@@ -51,5 +51,5 @@ def test_wrapped_models(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> N
                 assert state_of(model) == inside
             run.step(wrapped, one, optimizer=optimizer)
 
-    blocks = ATTENTION[WAN].in_blocks
+    blocks = ATTENTION[WAN]
     assert_exact_and_saved(recipe, again=[blocks, blocks, 0], with_full=wrap is not compiled)
