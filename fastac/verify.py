@@ -86,6 +86,12 @@ class ContainerReport:
     linear_saved: int = 0
     linear_bytes: int = 0
 
+    @property
+    def held_bytes(self) -> int:
+        """Everything that is saved: what attention, Linear modules and collectives returned, and choices."""
+        communicated = self.communication.saved_bytes if self.communication is not None else 0
+        return self.saved_bytes + self.choice_bytes + self.linear_bytes + communicated
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
