@@ -37,7 +37,7 @@ SPEC = ModelSpec(
     order=(0, 1),
 )
 
-POLICIES: tuple[Any, ...] = ("attn_only", "full", Policy("attn_only", min_kv=5), {"blocks.1": "full", "*": "attn_only"})
+POLICIES: tuple[Any, ...] = ("attn_only", "full", Policy("attn_only", min_kv=4), {"blocks.1": "full", "*": "attn_only"})
 
 
 class Run:
