@@ -1,8 +1,7 @@
 """Every way of putting torch.compile and checkpointing together: what runs twice, what is held, at what peak.
 
 Of each composition one training step is looked at once everything is compiled: attention kernels that really ran in it
-(counted where fastac calls the kernel, which it does not for a saved output), graphs and graph breaks that dynamo made
-so far, beside those of the same composition without checkpointing, bytes that the allocator still holds after the
+(by torch's profiler, less the calls that fastac answered), graphs and graph breaks that dynamo made so far, beside those of the same composition without checkpointing, bytes that the allocator still holds after the
 forward, its peak in the step, and how far the gradients are from those of eager training without checkpointing.
 Compositions "with a graph break" have one before every feed-forward, where a router
 of experts or a print would make it.
@@ -33,8 +32,8 @@ from torch._dynamo.utils import counters
 import fastac
 import fastac.graph
 from common import allocated_bytes, build_model, finish, parser
-from fastac.cli.measuring import counted_attention
 from fastac.graph.application import KEEP_ORDER
+from fastac.verify import executed_attention
 from held_bytes import (
     BATCH,
     FRAMES,
@@ -365,7 +364,7 @@ def measure_one(name: str, composition: Composition, policy: str, backend: str) 
         for _ in range(WARM_UP):
             step()
             model.zero_grad()
-        with counted_attention() as calls:
+        with executed_attention() as (calls, _):
             step()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
@@ -380,7 +379,7 @@ def measure_one(name: str, composition: Composition, policy: str, backend: str) 
 def measure_step(step: Callable[..., Any], inputs: dict[str, Any]) -> Measured:
     for _ in range(WARM_UP):
         step(**inputs)
-    with counted_attention() as calls:
+    with executed_attention() as (calls, _):
         gradients = step(**inputs)
     gc.collect()
     peak = allocated_bytes(lambda: step(**inputs)).peak

@@ -35,7 +35,6 @@ from fastac.cli.measuring import (
     Switch,
     Workload,
     build,
-    counted_attention,
     gpu,
     measure,
     table_of,
@@ -45,7 +44,7 @@ from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning.plans import parse_bytes
 from fastac.planning.video import without_weights
-from fastac.verify import readable_bytes
+from fastac.verify import executed_attention, readable_bytes
 
 MODEL = "wan2.1-t2v-1.3b"
 SHARE = (
@@ -139,8 +138,7 @@ class Kernels:
 def profiled(workload: Workload) -> tuple[dict[str, Kernels], dict[str, int]]:
     """Kernels of a step by group, and attention ops that ran in it by name."""
     kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU] + [kinds.CUDA] * (workload.device.type == "cuda")
-    with counted_attention() as ran, torch.profiler.profile(activities=activities) as profile:
+    with executed_attention(*[kinds.CUDA] * (workload.device.type == "cuda")) as (ran, profile):
         workload.step()
     return grouped(profile.events() or ()), dict(ran)
 

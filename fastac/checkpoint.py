@@ -46,7 +46,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 class _State:
     """What is known in this process of regions of one kind: block class, or code of a function, policy and inputs.
 
-    kinds, warned: by class or code, the first regions and what was warned of.
+    kinds, warned: by class or code, the first regions and what was warned of. of_one_block: by block (fastac.verify).
     collectors: get the result of every region that ends as it should, while they stand here (fastac.verify).
     traced: regions stand in a graph that dynamo made, where none of them is seen to open.
     """
@@ -58,6 +58,7 @@ class _State:
         """Forget every kind: the next region of each is its first."""
         self.kinds: weakref.WeakKeyDictionary[Any, dict[Any, RegionResult]] = weakref.WeakKeyDictionary()
         self.warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self.of_one_block = False
         self.collectors: list[list[RegionResult]] = []
         self.traced = False
 
@@ -244,7 +245,7 @@ class Region:
             self.function,
             "fewer",
             f"{describe(self.function)}: {made} attention calls and saved products, where there were {before} before "
-            f"on inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see",
+            f"on inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see: fastac.verify tells",
         ):
             prepare()  # an op that was defined since, without any import, is seen from the next region on
 
@@ -282,7 +283,7 @@ class _Watched:
 
 
 def _kinds(function: Any) -> dict[Any, RegionResult]:
-    kind = kind_of(function)
+    kind = (block_of(function) if state.of_one_block else None) or kind_of(function)
     found = state.kinds.get(kind)
     if found is None:
         found = state.kinds[kind] = {}

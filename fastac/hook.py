@@ -23,7 +23,7 @@ from fastac import models
 from fastac.backends.availability import check_backends, ignored_backends
 from fastac.checkpoint import checkpoint, prepare, state
 from fastac.engine import linear
-from fastac.engine.blocks import CHECKPOINT_WRAPPED, FSDP1_WRAPPED, describe, inside, known_record, record_of
+from fastac.engine.blocks import CHECKPOINT_WRAPPED, FSDP1_WRAPPED, describe, inside, kind_of, known_record, record_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
 from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
@@ -213,7 +213,7 @@ class Enabled:
             ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
             raise PolicyNotAppliedError(
                 f"{self.policy}: nothing is saved in any block of {class_name(self.model)}: everything is recomputed.\n"
-                f"Attention in its blocks: {ran or 'none that has a kernel (linear attention)'}.\n"
+                f"Attention in its blocks: {ran or 'none seen (it is linear, or runs in a kernel without a row)'}.\n"
                 f'Use policy="attn_only" or a smaller min_kv, or policy="full" if that is meant.'
             )
 
@@ -304,6 +304,7 @@ def enable(
     for name, block in named.items():
         record = record_of(block)
         record.name, record.key, record.latest = f"{class_name(model)}.{name}", None, None
+        state.kinds.pop(kind_of(block), None)  # what was seen of its class may not be so of this one
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
         _warn_once(class_name(model), remark)

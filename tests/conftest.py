@@ -54,7 +54,7 @@ def as_in_a_fresh_process() -> Iterator[None]:
     graphs.reset()
     left = ["scope"] if engine.thread.scope else []
     left += ["listeners"] if engine.listeners else []
-    left += ["counters"] if engine.counters else []
+    left += ["counters"] if engine.answered else []
     left += ["hook on dynamo's guards"] if set_guard_complete_hook(None) is not None else []
     left += ["dispatch modes"] if torch._C._len_torch_dispatch_stack() else []
     engine.reset()

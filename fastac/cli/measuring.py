@@ -5,7 +5,6 @@ In this order: the machine; bytes; turns; every way of checkpointing on one mode
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -15,8 +14,7 @@ import platform
 import random
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +23,6 @@ from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastac import hook
-from fastac.engine import interception
-from fastac.engine.tape import engine
 from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError
 from fastac.models import published
@@ -255,18 +251,6 @@ def build(configuration: Configuration, video: Video, device: str | torch.device
     return model, tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, inputs)
 
 
-@contextlib.contextmanager
-def counted_attention() -> Iterator[Counter[str]]:
-    """Attention kernels that really run meanwhile, by the names of their ops."""
-    interception.install()  # so that they are counted without checkpointing as well
-    ran: Counter[str] = Counter()
-    engine.counters.append(ran)
-    try:
-        yield ran
-    finally:
-        engine.counters.remove(ran)
-
-
 def is_attention_by_name(op: Any) -> bool:
     """By a part of the op's name, as selective policies in training code commonly decide; it misses flash-attn's."""
     name = str(op)
@@ -293,7 +277,6 @@ class Switch:
     """
 
     def __init__(self, workload: Workload, budget: int | None = None) -> None:
-        interception.install()  # so that kernels are counted without checkpointing as well
         self.workload, self._budget = workload, budget
         self.off()
 

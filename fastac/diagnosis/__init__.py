@@ -12,7 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastac.compile import graphs
-from fastac.diagnosis.autograd_graph import hidden_functions, nodes_between, parameters_cut_off, ran_compiled_code
+from fastac.diagnosis.autograd_graph import (
+    functions_around,
+    hidden_functions,
+    nodes_between,
+    parameters_cut_off,
+    ran_compiled_code,
+)
 from fastac.diagnosis.eager_look import EagerLook, look
 from fastac.diagnosis.observer import Observer
 from fastac.engine import opaque, torch_private
@@ -43,6 +49,7 @@ def judge(
     policy = record.policy
     nodes = nodes_between(outputs, (args, kwargs))
     graphs.watch(nodes, policy)
+    graphs.watch_functions(functions_around(nodes, record.owners or ()), policy)
     hidden = hidden_functions(nodes, record.owners or (), policy)
     where = describe(function)
     problems = [] if observer is None else _problems_seen(observer, where)
@@ -85,6 +92,8 @@ def _problems_seen(observer: Observer, where: str) -> list[str]:
             f"(layout: where its keys are, bshd, bhsd or thd): {unknown.suggested_row()}"
         )
     problems += observer.elsewhere
+    for name in observer.passed_by():
+        problems.append(f"{name} was called, and not through fastac: another package took its BackendSelect key since")
     return problems or [
         f"{place(name)}: ran, and no attention call was seen: its kernel is called past the dispatcher. From an "
         f'autograd.Function: fastac.make_visible(TheFunction, layout="bshd"). Else: docs/adding_a_backend.md'

@@ -51,8 +51,7 @@ def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy
     owners: for each recorded attention call, the node that was the newest when it was made. In the forward of a
     Function that is its own node, or one of a graph inside it, of which none is among these nodes.
     """
-    numbers = sorted(torch_private.sequence_number(node) for node in nodes)
-    recorded = {numbers[bisect.bisect_right(numbers, owner) - 1] for owner in owners if numbers}
+    recorded = _recorded(nodes, owners)
     found = []
     for node in nodes:
         function = torch_private.function_of(node)
@@ -66,13 +65,38 @@ def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy
     return list(dict.fromkeys(found))
 
 
+def functions_around(nodes: Sequence[Any], owners: Iterable[int]) -> list[Any]:
+    """The nodes of autograd.Functions that recorded a call and are no attention by their names: checkpoints, perhaps.
+
+    An attention's own backward may run its forward again (diffusers' context parallelism), as without checkpointing.
+    """
+    recorded = _recorded(nodes, owners)
+    found = [node for node in nodes if torch_private.sequence_number(node) in recorded]
+    return [
+        node
+        for node in found
+        if torch_private.function_of(node) is not None
+        and node.name() != torch_private.COMPILED_NODE
+        and "Generated" not in node.name()  # of a custom op, which is no checkpoint
+        and not names_attention_kernel(_words(node))
+    ]
+
+
+def _recorded(nodes: Sequence[Any], owners: Iterable[int]) -> set[int]:
+    numbers = sorted(torch_private.sequence_number(node) for node in nodes)
+    return {numbers[bisect.bisect_right(numbers, owner) - 1] for owner in owners if numbers}
+
+
+def _words(node: Any) -> str:
+    name = re.sub(r"Backward\d*$", "", node.name())
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+
+
 def _keys_of_attention(node: Any) -> int | None:
     """How many keys an attention may have that a node looks like, by its name and inputs; None when it does not."""
-    name = re.sub(r"Backward\d*$", "", node.name())
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     shapes = torch_private.input_shapes(node)
     known = [shape for shape in shapes if shape is not None and 3 <= len(shape) <= 5]
-    if not names_attention_kernel(words) or len(shapes) < 3 or not known:
+    if not names_attention_kernel(_words(node)) or len(shapes) < 3 or not known:
         return None
     key = shapes[1] if shapes[1] in known else None
     return max(key[1:-1] if key is not None else [size for shape in known for size in shape[:-1]])

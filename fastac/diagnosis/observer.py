@@ -66,6 +66,7 @@ class Observer(TorchDispatchMode):
         self.late: list[str] = []
         self.writing = 0
         self.compiled_calls = CompiledCalls()
+        self._called: list[BoundOp] = []
         self._module = module
         parameters = list(module.parameters()) if module is not None else []
         tensors = tensors_of(inputs)
@@ -144,6 +145,7 @@ class Observer(TorchDispatchMode):
             self.late.append(bound.name)
         elif bound is not None and bound.is_attention:
             self._coarse.append(bound.coarse_keys(args, kwargs))
+            self._called += [] if torch_private.is_abstract(args) else [bound]
         elif bound is not None and bound.kind == "decomposition":
             self._note_small(bound.keys(args, kwargs), self._why_decomposed(args[0]))
         elif bound is not None:
@@ -155,6 +157,11 @@ class Observer(TorchDispatchMode):
             self.writing += not is_called_by_fsdp()
         else:
             self._recognize(op, args, outputs)
+
+    def passed_by(self) -> list[str]:
+        """Attention ops that were called and did not arrive at the region."""
+        arrived = {op.qualified_name for op, _ in self.record.made}
+        return list(dict.fromkeys(op.name for op in self._called if op.qualified_name not in arrived))
 
     def _recognize(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
         name = qualified_name(op).partition(".")[0]

@@ -19,6 +19,7 @@ _BESIDE_ATTENTION = re.compile(
     r"mask|norm|rope|rotary|gate|embed|all_?to_?all|a2a|scatter|gather|split|reduce|proj|input|output|bias"
 )
 MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
+_JOINS = ("aten::cat", "aten::copy_")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
 
 
@@ -110,7 +111,8 @@ class SoftmaxAttention:
         if not isinstance(output, torch.Tensor) or not torch_private.has_storage(output):
             return None
         name = op._schema.name
-        tensors = [a for a in args if isinstance(a, torch.Tensor) and torch_private.has_storage(a)]
+        flat = [one for a in args for one in (a if isinstance(a, (list, tuple)) else (a,))]
+        tensors = [one for one in flat if isinstance(one, torch.Tensor) and torch_private.has_storage(one)]
         for tensor in tensors:
             # Not a view: in the forward of an autograd.Function those of its inputs look like leaves.
             leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
@@ -128,6 +130,10 @@ class SoftmaxAttention:
         elif name == "aten::_softmax":
             if any(kind == "scores" for _, kind in marked):
                 self._mark(output, "probabilities")
+        elif name in _JOINS:  # with sinks, or chunk by chunk
+            kinds = [kind for _, kind in marked if kind in ("scores", "probabilities")]
+            if kinds:
+                self._mark(output, kinds[0])
         elif marked and (name in _COPIES or torch.Tag.pointwise in op.tags):
             tensor, kind = max(marked, key=lambda pair: pair[0].numel())
             if output.numel() == tensor.numel() and kind != "input" and (kind != "weight" or len(tensors) == 1):

@@ -431,7 +431,7 @@ def _is_watched(tensors: Sequence[Any]) -> bool:
     for tensor in tensors:
         if torch_private.is_fake(tensor) or is_traceable_wrapper_subclass(tensor):
             return False  # a tensor without data, or one such as DTensor, which an op must be taught
-    listening = thread.scope is not None or bool(engine.listeners) or bool(engine.counters)
+    listening = thread.scope is not None or bool(engine.listeners) or bool(engine.answered)
     return listening or torch_private.in_dispatch_mode()
 
 

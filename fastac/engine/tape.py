@@ -40,7 +40,7 @@ class _State(threading.local):
 class Engine:
     """Everything that the engine knows in this process, beside the scope that is open in each thread.
 
-    counters: of every attention kernel that is really run, by op name, while they stand here (fastac.verify).
+    answered: counts attention calls that got what was kept, and ran no kernel, while it stands here (fastac.verify).
     listeners: called with attention that runs where no region is open: in another thread, in a compiled backward.
     installed: intercepted ops by qualified name, with what stands in the dispatcher for them.
     modules: what was loaded when libraries were last looked for. opaque: calls of `fastac.engine.opaque` that are on
@@ -57,7 +57,7 @@ class Engine:
 
     def reset(self) -> None:
         """Close what a test left open. What stands in the dispatcher stays: taking it off crashes other threads."""
-        self.counters: list[collections.Counter[str]] = []
+        self.answered: list[collections.Counter[str]] = []
         self.listeners: list[Listener] = []
         self.thread.scope = None
 
@@ -73,9 +73,6 @@ def run_kernel(
 
     inside: the scope that stays open while it runs, of an op that is none of its business.
     """
-    if engine.counters and op.is_attention and not torch_private.is_abstract(args):
-        for counter in engine.counters:
-            counter[op.name] += 1
     scope = thread.scope
     thread.scope = inside
     try:
@@ -230,11 +227,12 @@ class Tape(list[Entry]):
     registered between forward and backward, is none of its business: the forward made no entry for it.
     """
 
-    __slots__ = ("communication", "ops_at_start")
+    __slots__ = ("communication", "complete", "ops_at_start")
 
     def __init__(self) -> None:
         super().__init__()
         self.ops_at_start = len(engine.installed)
+        self.complete = False  # a gradient taken in the middle of the forward recomputes what has no entry yet
         self.communication: Communication | None = None  # of a region that has any
 
 
@@ -318,6 +316,7 @@ class Record(Scope):
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
+        self.tape.complete = True
         if self.tape.communication is not None:
             self.tape.communication.pending.clear()  # what is waited for outside is guarded by its version alone
 
@@ -353,6 +352,8 @@ class Record(Scope):
         if before:
             after = {device: generator_state(device) for device in before}
             entry.generators = {d: state for d, state in after.items() if not torch.equal(state, before[d])}
+            if entry.generators and not op.draws(args, kwargs):
+                raise op.draws_unsaid()
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
         # grad the user may write into the output. Keep a copy there.
@@ -383,7 +384,8 @@ class Record(Scope):
             op.check_call(args, kwargs)
         if op.selects:
             entry.selection = sparse.Selection(op.selection(args, kwargs))
-        if op.may_draw and self.preserves_generators and op.draws(args, kwargs):
+        watched = op.is_attention and self.owners is not None  # whatever the row says
+        if self.preserves_generators and (watched or (op.may_draw and op.draws(args, kwargs))):
             return {device: generator_state(device) for device in devices_of(args)}
         return None
 
@@ -459,6 +461,8 @@ class Replay(Scope):
             return outputs
         for device, state in entry.generators.items():
             set_generator_state(state, device)  # what runs next must draw what it drew before
+        for counter in engine.answered if op.is_attention else ():
+            counter[op.qualified_name.partition(".")[0]] += 1
         if entry.selection is not None:
             entry.selection.put_into(op, op.selection(args, kwargs))
         if op.is_opaque:
@@ -468,6 +472,8 @@ class Replay(Scope):
     def _next(self, op: BoundOp, inputs: Sequence[Any], product: str) -> Entry:
         """The entry of the call that recompute makes now. Raises FastacError where the forward made another."""
         if self.position >= len(self.tape):
+            if not self.tape.complete:
+                return Entry(op, 0, inputs)
             raise _another_path(f"called {_readable(op, inputs, product)}", "had ended")
         entry = self.tape[self.position]
         # By name: torch may hand out another object for the same op once an older definition of it is collected.
@@ -476,8 +482,11 @@ class Replay(Scope):
             or entry.product != product
             or (entry.op is not op and entry.op.qualified_name != op.qualified_name)
         ):
-            forward = _readable(entry.op, entry.inputs, entry.product)
-            raise _another_path(f"called {_readable(op, inputs, product)}", f"called {forward}")
+            calls = (op, inputs, product), (entry.op, entry.inputs, entry.product)
+            here, forward = (_readable(*call) for call in calls)
+            if here == forward:
+                here, forward = (_readable(*call, strides=True) for call in calls)
+            raise _another_path(f"called {here}", f"called {forward}")
         self.position += 1
         return entry
 
@@ -485,7 +494,8 @@ class Replay(Scope):
 def _another_path(recompute: str, forward: str) -> FastacError:
     return FastacError(
         f"recompute {recompute} where the forward {forward}: the checkpointed function took another path, or chose "
-        f"otherwise, or the attention backend changed in between. Make it depend on its arguments alone."
+        f"otherwise, or the attention backend changed in between, or a cache (use_cache=True) was filled. Make it "
+        f"depend on its arguments alone."
     )
 
 
@@ -500,9 +510,9 @@ def inputs_of(args: Sequence[Any]) -> list[Any]:
     return [one for i in range(0, len(first), 3) for one in described(first[i : i + 3])] + list(args[1:])
 
 
-def _readable(op: BoundOp, inputs: Sequence[Any], product: str) -> str:
+def _readable(op: BoundOp, inputs: Sequence[Any], product: str, strides: bool = False) -> str:
     parts = [
-        f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')}"
+        f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')}" + f" with strides {one[1]}" * strides
         if isinstance(one, tuple) and one and isinstance(one[0], torch.Size)
         else str(one)
         for one in inputs

@@ -199,7 +199,8 @@ def at_backend_select(op: torch._ops.HigherOrderOperator, function: Callable[...
 
     def called(*args: Any, **kwargs: Any) -> Any:
         keyset = torch._ops._compute_keyset(args, kwargs, op.non_fallthrough_keys)
-        return function(keyset, *args, **kwargs)
+        with torch.profiler.record_function(qualified_name(op)):  # as the dispatcher does for an op
+            return function(keyset, *args, **kwargs)
 
     op.py_impl(_BACKEND_SELECT)(called)
 

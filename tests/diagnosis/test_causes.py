@@ -204,6 +204,22 @@ def written_with_a_mask_and_dropout(q: torch.Tensor, k: torch.Tensor, v: torch.T
     return torch.matmul(F.dropout(scores.double().softmax(-1).to(v.dtype), 0.1), v)
 
 
+def written_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As GPT-OSS has them: a column of scores that attends to nothing."""
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    scores = torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], dim=-1)
+    return torch.matmul((scores - scores.max(dim=-1, keepdim=True).values).softmax(-1)[..., :-1], v)
+
+
+def written_in_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """As Longformer does: scores of parts are written into a buffer."""
+    scores = q.new_empty(*q.shape[:-1], k.shape[-2])
+    half = q.shape[-2] // 2
+    for rows in (slice(0, half), slice(half, None)):
+        scores[..., rows, :] = torch.matmul(q[..., rows, :], k.transpose(-1, -2))
+    return torch.matmul(scores.softmax(-1), v)
+
+
 def written_under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return written_out(q, k, v).to(q.dtype)
@@ -216,6 +232,8 @@ def written_under_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
         written_with_einsum,
         written_with_baddbmm,
         written_with_a_mask_and_dropout,
+        written_with_sinks,
+        written_in_chunks,
         written_under_autocast,
     ],
 )

@@ -89,6 +89,44 @@ def test_attention_in_a_checkpoint_of_the_block_s_own(host: str) -> None:
             train_step(model, stack_inputs())
 
 
+class LibrariesCheckpoint(torch.autograd.Function):
+    """As trainers and libraries have one of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, *args: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        ctx.save_for_backward(*args)
+        return run(*args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            args = [one.detach().requires_grad_() for one in ctx.saved_tensors]
+            torch.autograd.backward(ctx.run(*args), grad)
+        return None, *[one.grad for one in args]
+
+
+def reentrant(run: Any, *args: torch.Tensor) -> torch.Tensor:
+    return torch_checkpoint(run, *args, use_reentrant=True)
+
+
+@pytest.mark.parametrize("own", [reentrant, LibrariesCheckpoint.apply], ids=["reentrant", "a library's"])
+@pytest.mark.parametrize("host", ["diffusers", "blocks"])
+def test_attention_in_a_checkpoint_without_hooks(host: str, own: Any) -> None:
+    """Nothing of it shows in the forward: attention that runs in a backward, with no replay open, does."""
+
+    class Block(support.AttentionBlock):
+        def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return own(super()._attention, query, key, value)
+
+    model = HOSTS[host].make()
+    for i in range(2):
+        model.blocks[i] = Block()
+    HOSTS[host].enable(model)
+    with pytest.raises(PolicyNotAppliedError, match="ran again in backward"):
+        train_step(model, stack_inputs())
+
+
 def test_attention_in_a_checkpoint_that_the_policy_recomputes_anyway() -> None:
     class OwnAlone(support.AttentionBlock):
         """Saves its self-attention, and checkpoints its cross-attention."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
+from fastac.engine.torch_private import BELOW_BACKEND_SELECT
+from fastac.verify import executed_attention
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
 from tests.model_state import state_of
@@ -79,7 +82,7 @@ class DropoutAfter(torch.nn.Module):
 def test_wrong_gradients_are_found() -> None:
     """A row that says, wrongly, that its kernel never draws: dropout after it differs in recompute."""
     attend = support.custom_attention("verify_lies", kind="dropout", dropout=None)
-    with pytest.raises(fastac.FastacError, match=r"gradients .*differ"):
+    with pytest.raises(fastac.FastacError, match="verify_lies drew random numbers"):
         fastac.verify(DropoutAfter(attend), **stack_inputs())
     honest = support.custom_attention("verify_honest", kind="dropout", dropout="dropout_p")
     assert fastac.verify(DropoutAfter(honest), **stack_inputs()).largest_difference == 0
@@ -132,6 +135,106 @@ def test_kernels_that_are_not_deterministic_are_compared_with_themselves() -> No
 
     result = fastac.verify(Block(), **stack_inputs())
     assert 0 < result.largest_difference <= 4 * result.noise
+    assert "two runs of none differ too" in support.cells_of(str(result))["outputs and gradients"][-1]
+
+
+class Counts(AttentionBlock):
+    """Counts its calls in a buffer, and goes by the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(video, text) * self.calls
+
+
+def spectral() -> AttentionBlock:
+    block = AttentionBlock()
+    torch.nn.utils.parametrizations.spectral_norm(block.ffn[0])
+    return block
+
+
+@pytest.mark.parametrize("block", [Counts, spectral])
+def test_a_block_that_changes_its_own_state(block: Any) -> None:
+    """Each step begins with the buffers of the first, so that what changes from step to step is no noise."""
+    with pytest.raises(FastacError, match="differ from none"):
+        fastac.verify(support.stack(block=block), blocks="blocks", **stack_inputs())
+
+
+def test_a_state_that_is_no_buffer_is_never_a_yes() -> None:
+    class Attribute(AttentionBlock):
+        calls = 0
+
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(video, text) * self.calls
+
+    result = fastac.verify(Attribute(), **stack_inputs())
+    assert "two runs of none differ too" in support.cells_of(str(result))["outputs and gradients"][-1]
+
+
+def test_every_block_is_watched() -> None:
+    """Also one whose class was seen before, in this model or another: one has an adapter that no row knows."""
+    hidden = support.custom_attention("verify_hidden", registered=False)
+
+    class Adapted(AttentionBlock):
+        adapter: Any = None
+
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            video = super().forward(video, text)
+            return (
+                video if self.adapter is None else video + self.adapter(*[video.unflatten(-1, (2, -1))] * 3).flatten(2)
+            )
+
+    fastac.verify(support.stack(block=Adapted), blocks="blocks", **stack_inputs())
+    model = support.stack(block=Adapted)
+    fastac.enable(model, blocks="blocks")
+    train_step(model, stack_inputs())
+    model.blocks[1].adapter = hidden
+    with pytest.raises(PolicyNotAppliedError, match="verify_hidden"):
+        fastac.verify(model, **stack_inputs())
+    model.blocks[0].adapter = hidden
+    fastac.disable(model)
+    fastac.enable(model, blocks="blocks")
+    with pytest.raises(PolicyNotAppliedError, match="verify_hidden"):
+        train_step(model, stack_inputs())
+
+
+@pytest.mark.usefixtures("rows_as_before")
+def test_kernels_are_counted_whoever_stands_in_the_dispatcher() -> None:
+    """Another package that takes BackendSelect after `enable`: an error, and the count of kernels is right."""
+    attend = support.custom_attention("verify_shadowed")
+    model = support.stack(block=lambda: AttentionBlock(attend=attend))
+    fastac.enable(model, blocks="blocks")
+    library = torch.library.Library(support.NAMESPACE, "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("verify_shadowed", _passed_on(attend), "BackendSelect", with_keyset=True, allow_override=True)
+    with executed_attention() as (ran, _):
+        AttentionBlock(attend=attend)(**stack_inputs())
+    assert ran == {f"{support.NAMESPACE}::verify_shadowed": 2}
+    for call in (lambda: train_step(model, stack_inputs()), lambda: fastac.verify(model, **stack_inputs())):
+        with pytest.raises(PolicyNotAppliedError, match="another package took its BackendSelect"):
+            call()
+
+
+def _passed_on(attend: Any) -> Any:
+    op = getattr(torch.ops, support.NAMESPACE).verify_shadowed.default
+    return lambda keyset, *args, **kwargs: op.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
+
+
+def test_no_attention_seen_is_no_yes() -> None:
+    """A kernel that no name gives away."""
+    mixed = support.custom_attention("verify_mixes", registered=False, name_says=False)
+    for model, options in (
+        (AttentionBlock(attend=mixed), {}),
+        (support.stack(block=lambda: AttentionBlock(attend=mixed)), {"blocks": "blocks"}),
+    ):
+        with pytest.raises(PolicyNotAppliedError, match="no attention kernel that is known|none seen"):
+            fastac.verify(model, **stack_inputs(), **options)
+        assert "none seen" in str(fastac.verify(model, policy="full", **stack_inputs(), **options))
 
 
 def test_nan_is_equal_to_nan_alone() -> None:
