@@ -1,10 +1,11 @@
 """Every way of putting torch.compile and checkpointing together: what runs twice, what is held, at what peak.
 
 Of each composition one training step is looked at once everything is compiled: attention kernels that really ran in it
-(by torch's profiler, less the calls that fastac answered), graphs and graph breaks that dynamo made so far, beside those of the same composition without checkpointing, bytes that the allocator still holds after the
+(by torch's profiler, less the calls that fastac answered), graphs and graph breaks that dynamo made so
+far, beside those of the same composition without checkpointing, bytes that the allocator still holds after the
 forward, its peak in the step, and how far the gradients are from those of eager training without checkpointing.
-Compositions "with a graph break" have one before every feed-forward, where a router
-of experts or a print would make it.
+Compositions "with a graph break" have one before every feed-forward, where a router of experts or a print would make
+it.
 
     python benchmarks/compositions.py [--check] [--models Wan LTX HunyuanVideo] [--backends aot_eager inductor]
 """

@@ -245,7 +245,8 @@ class Region:
             self.function,
             "fewer",
             f"{describe(self.function)}: {made} attention calls and saved products, where there were {before} before "
-            f"on inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see: fastac.verify tells",
+            f"on inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see. "
+            f"fastac.verify tells which",
         ):
             prepare()  # an op that was defined since, without any import, is seen from the next region on
 

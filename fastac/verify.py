@@ -552,7 +552,8 @@ class _Subject:
             return self._reference_step()
 
     def _policy_step(self) -> Step:
-        hook.enable(self.inner, self.policy, blocks=self.blocks)
+        if hook.enabled_on(self.inner) is None:  # once: a model that is compiled would be compiled again
+            hook.enable(self.inner, self.policy, blocks=self.blocks)
         found = run_step(self.model, self.model, self.args, self.kwargs)
         if found.calls or not found.graphs:
             return found

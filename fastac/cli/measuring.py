@@ -23,6 +23,7 @@ from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastac import hook
+from fastac.engine.tape import engine
 from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError
 from fastac.models import published
@@ -261,7 +262,11 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
     """torch's selective checkpointing around each block."""
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if is_saved(op) else CheckpointPolicy.PREFER_RECOMPUTE
+        if not is_saved(op):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        for counter in engine.answered if context.is_recompute else ():
+            counter[op._schema.name] += 1
+        return CheckpointPolicy.MUST_SAVE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     model.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))

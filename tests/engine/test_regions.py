@@ -401,3 +401,26 @@ def test_what_is_known_about_a_block_does_not_keep_it() -> None:
     del model
     gc.collect()
     assert [block() for block in blocks] == [None, None]
+
+
+class TakesItsOwnGradient(AttentionBlock):
+    """A gradient in the middle of its forward, with attention before and after."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        own = self._attention(*self.qkv(video).chunk(3, dim=-1))
+        (gradient,) = torch.autograd.grad(own.sum(), video, retain_graph=True)
+        return super().forward(video + gradient, text)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_gradient_in_the_middle_of_a_forward(early_stop: bool, attention_executions: Counter[str]) -> None:
+    """It recomputes the region while its forward is not complete: what has no entry yet runs."""
+    inputs, found = stack_inputs(), []
+    for function in (torch_checkpoint, fastac.checkpoint):
+        block = stack(layers=1, block=TakesItsOwnGradient).blocks[0]
+        leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+        attention_executions.clear()
+        output = function(block, *leaves.values(), use_reentrant=False, early_stop=early_stop)
+        support.loss_of(output).backward()
+        found.append({"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()})
+    assert_same(found[1], found[0])

@@ -115,13 +115,13 @@ def reentrant(run: Any, *args: torch.Tensor) -> torch.Tensor:
 def test_attention_in_a_checkpoint_without_hooks(host: str, own: Any) -> None:
     """Nothing of it shows in the forward: attention that runs in a backward, with no replay open, does."""
 
-    class Block(support.AttentionBlock):
+    class CheckpointInAttentionBlock(support.AttentionBlock):
         def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return own(super()._attention, query, key, value)
 
     model = HOSTS[host].make()
     for i in range(2):
-        model.blocks[i] = Block()
+        model.blocks[i] = CheckpointInAttentionBlock()
     HOSTS[host].enable(model)
     with pytest.raises(PolicyNotAppliedError, match="ran again in backward"):
         train_step(model, stack_inputs())
