@@ -214,14 +214,6 @@ class BoundOp:
             return dropout is not None
         return bool(self.argument(dropout, args, kwargs))
 
-    def draws_unsaid(self) -> FastacError:
-        """The error for a call that drew random numbers where the row says that it does not."""
-        return FastacError(
-            f"{self.name} drew random numbers in a call in which, by its row, it draws none (dropout="
-            f"{getattr(self.row, 'dropout', None)!r}): what draws after it would be wrong in recompute. Give the row "
-            f'dropout="..." with the argument that decides, or dropout="always".'
-        )
-
     def selection(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor | None]:
         """The tensors of a call that hold the blocks it was given to attend to."""
         names = self.row.selection if isinstance(self.row, AttentionOp) else ()

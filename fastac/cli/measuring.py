@@ -30,6 +30,7 @@ from fastac.models import published
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import Plan, plan
+from fastac.registry import classify
 from fastac.verify import Step, differences, floating, readable_bytes, render, run_step
 
 Tell = Callable[[str], object]
@@ -264,8 +265,8 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not is_saved(op):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        for counter in engine.answered if context.is_recompute else ():
-            counter[op._schema.name] += 1
+        for counter in engine.answered if classify(op) is not None else ():
+            counter[op._schema.name] += 1  # its recompute gets what is saved now: torch asks no second time
         return CheckpointPolicy.MUST_SAVE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)

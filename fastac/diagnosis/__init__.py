@@ -26,6 +26,7 @@ from fastac.engine.blocks import block_of, describe, is_compiled
 from fastac.engine.tape import Record, RegionResult
 from fastac.errors import PolicyNotAppliedError
 from fastac.policy import Policy
+from fastac.registry import AttentionOp
 
 logger = logging.getLogger("fastac")
 
@@ -60,6 +61,12 @@ def judge(
         hidden += seen.hidden
         problems += _problems_seen(observer, where) + _missing(seen, record, where)
     problems += [_hidden(one) for one in dict.fromkeys(hidden)]
+    problems += [
+        f"{op.name} drew random numbers in a call in which, by its row (dropout={op.row.dropout!r}), it draws none: what "
+        f'draws after it would be wrong. Name the argument that decides in the row, or dropout="always"'
+        for op in record.denied
+        if isinstance(op.row, AttentionOp)
+    ]
     if problems:
         raise not_applied(function, policy, list(dict.fromkeys(problems)), len(record.made))
     _warn_of_cut_off(function, nodes)

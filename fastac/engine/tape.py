@@ -305,6 +305,7 @@ class Record(Scope):
         self.checkpoint: object = None
         self.made: list[tuple[BoundOp, int]] = []  # attention calls, with their numbers of keys
         self.products: list[str] = []  # Linear modules whose outputs were kept
+        self.denied: list[BoundOp] = []  # what drew random numbers in a call in which, by its row, it draws none
         self.decomposed: list[int] = []  # numbers of keys of attention that ran as small ops, where it was to be saved
 
     def __enter__(self) -> Record:
@@ -353,7 +354,7 @@ class Record(Scope):
             after = {device: generator_state(device) for device in before}
             entry.generators = {d: state for d, state in after.items() if not torch.equal(state, before[d])}
             if entry.generators and not op.draws(args, kwargs):
-                raise op.draws_unsaid()
+                self.denied.append(op)
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
         # grad the user may write into the output. Keep a copy there.

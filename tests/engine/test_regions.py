@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError
@@ -418,7 +419,7 @@ def test_a_gradient_in_the_middle_of_a_forward(early_stop: bool, attention_execu
     inputs, found = stack_inputs(), []
     for function in (torch_checkpoint, fastac.checkpoint):
         block = stack(layers=1, block=TakesItsOwnGradient).blocks[0]
-        leaves = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+        leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
         attention_executions.clear()
         output = function(block, *leaves.values(), use_reentrant=False, early_stop=early_stop)
         support.loss_of(output).backward()
