@@ -148,6 +148,8 @@ def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any
         FastacError: a block without a pattern, or a pattern (but for "*") that decides for no block.
     """
     policies = BlockPolicies()
+    if not all(isinstance(pattern, str) for pattern in mapping):
+        raise FastacError(f'policy mapping: expected patterns of block names, as "blocks.0": got {list(mapping)[:6]!r}')
     idle = set(mapping) - {"*"}
     for name, block in blocks.items():
         first = next((pattern for pattern in mapping if fnmatch.fnmatchcase(name, pattern)), None)

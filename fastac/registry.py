@@ -177,6 +177,8 @@ class BoundOp:
             )
         if not torch_private.returns_tensors(self.op):
             raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save")
+        if row.kind == "choice" and "dim" not in self._positions:
+            raise FastacError(f"register: {self.name} has no argument 'dim', so it is no choice as topk and sort are")
         if not isinstance(row, AttentionOp):
             return
         named = [row.key, row.max_kv, None if row.dropout == ALWAYS else row.dropout, row.coarse, *row.selection]
@@ -205,7 +207,13 @@ class BoundOp:
             if keys is not None and keys >= 0:  # some libraries pass -1 where nothing is packed
                 return keys
         key = args[self._key] if self._key < len(args) else kwargs[row.key]
-        return key.shape[self._dimension]  # type: ignore[no-any-return]
+        try:
+            return key.shape[self._dimension]  # type: ignore[no-any-return]
+        except IndexError:
+            raise FastacError(
+                f"{self.name}: by its row the layout of {row.key!r} is {row.layout!r}, and it was called with the "
+                f"shape {tuple(key.shape)}. Give the row the argument that holds the keys (key=...) and their layout."
+            ) from None
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the kernel may draw random numbers in this call."""

@@ -62,8 +62,8 @@ def judge(
         problems += _problems_seen(observer, where) + _missing(seen, record, where)
     problems += [_hidden(one) for one in dict.fromkeys(hidden)]
     problems += [
-        f"{op.name} drew random numbers in a call in which, by its row (dropout={op.row.dropout!r}), it draws none: what "
-        f'draws after it would be wrong. Name the argument that decides in the row, or dropout="always"'
+        f"{op.name} drew random numbers in a call in which, by its row (dropout={op.row.dropout!r}), it draws none: "
+        f'what draws after it would be wrong. Name the argument that decides in the row, or dropout="always"'
         for op in record.denied
         if isinstance(op.row, AttentionOp)
     ]

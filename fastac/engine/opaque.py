@@ -8,6 +8,7 @@ what the forward set on its context, goes beside the op as a `Companion`, which 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import logging
@@ -56,6 +57,13 @@ class _State:
 state = _State()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Input:
+    """An input of the call among what its forward set on the context. Itself it would hold the graph that holds it."""
+
+    place: int
+
+
 class Companion:
     """What the tensors that an opaque op returned mean, and what its forward set on the context besides.
 
@@ -81,7 +89,11 @@ class Companion:
         if constant:
             context.mark_non_differentiable(*constant)
         if not ran:
-            vars(context).update(self.attributes)
+            vars(context).update(
+                torch_private.tree_map(
+                    lambda one: inputs[one.place] if isinstance(one, _Input) else one, self.attributes
+                )
+            )
             if self.materializes is not None:
                 context.set_materialize_grads(self.materializes)
         return outputs[0] if self.single else tuple(outputs)
@@ -121,7 +133,9 @@ class _Call:
         finally:
             del context.set_materialize_grads
         tensors = self._pack(outputs)
-        self.companion.attributes, self.companion.materializes = dict(vars(context)), materializes
+        places = {id(tensor): _Input(place) for place, tensor in enumerate(self.tensors) if tensor.is_floating_point()}
+        attributes = torch_private.tree_map(lambda one: places.get(id(one), one), dict(vars(context)))
+        self.companion.attributes, self.companion.materializes = attributes, materializes
         self.ran = True
         return tensors
 
@@ -232,8 +246,10 @@ def make_visible(
             _warn_compiled(name)
             return original(ctx, *args, **kwargs)
         tensors = _tensors_in(args)
-        # Not by `apply`: another Function that calls this forward as a helper may pass what it likes.
+        # Not by `apply`: another Function that calls this forward as a helper may pass what it likes, or, as a subclass
+        # that is visible itself, a context whose call is on its way.
         by_hand = bool(kwargs) or not isinstance(ctx, torch.autograd.function.FunctionCtx)
+        by_hand = by_hand or "set_materialize_grads" in vars(ctx)
         if by_hand or not tensors or not _is_watched(tensors):
             return original(ctx, *args, **kwargs)
         handle = next(_handles)
@@ -365,10 +381,15 @@ def make_known_visible() -> None:
         return
     with state.lock:
         complete = True
+        absent: dict[OpaqueFunction, str] = {}
         for module_name, module in sys.modules.copy().items():  # other threads import meanwhile; copy() is atomic
             for known in state.known:
                 if (known, module_name) not in state.settled and re.fullmatch(known.module, module_name):
                     complete = _settle(known, module_name, module) and complete
+                    absent.setdefault(known, module_name)
+        for known, module_name in absent.items() if complete else ():
+            if not any(function.__name__ == known.name for function, _ in state.visible.values()):
+                logger.warning("%s has no %s, which fastac was to make visible", module_name, known.name)
         state.modules = loaded if complete else None
 
 
@@ -376,13 +397,11 @@ def _settle(known: OpaqueFunction, module_name: str, module: Any) -> bool:
     """Make one Function visible, or say why not. Returns False where its module is still being imported."""
     if module is None:
         return True  # Python's way to forbid an import
-    function = getattr(module, known.name, None)
+    function = vars(module).get(known.name)  # getattr would have a lazy module load what it likes
     if function is None and getattr(getattr(module, "__spec__", None), "_initializing", False):
         return False
     state.settled.add((known, module_name))
-    if function is None:
-        logger.warning("%s has no %s, which fastac was to make visible", module_name, known.name)
-    elif not is_visible(function):  # else by the user, whose options count
+    if function is not None and not is_visible(function):  # else by the user, whose options count
         try:
             options = {name: value for name, value in vars(known).items() if name not in ("module", "name")}
             make_visible(function, **options)

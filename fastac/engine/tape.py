@@ -12,7 +12,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -378,8 +378,8 @@ class Record(Scope):
         # A call of a nested region, whose checkpoint is fastac's, comes while that one's scope is open.
         if thread.scope is self and torch_private.innermost_checkpoint() not in (None, self.checkpoint):
             raise PolicyNotAppliedError(
-                f"{self.policy}: {what} is called inside a torch.utils.checkpoint of the block's own, which runs it "
-                f"again in backward. Use fastac.checkpoint there, or leave that checkpoint out."
+                f"{self.policy}: {what} is called inside a checkpoint of the block's own that saves nothing (torch's, or "
+                f'fastac\'s with policy="full") and runs it again in backward. Leave it out, or give it this policy.'
             )
         if op.written:
             op.check_call(args, kwargs)
@@ -433,16 +433,15 @@ class Replay(Scope):
 
     position = 0
 
-    def __enter__(self) -> Replay:
-        self.position = 0
-        super().__enter__()
-        return self
+    def __enter__(self) -> Scope:
+        return Scope.__enter__(Replay(self.tape, self.policy))  # of its own: two threads may recompute at once
 
     def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
+        replay = cast(Replay, thread.scope)
+        Scope.__exit__(replay, *exception)
         # torch ends a recompute early by an exception; one that came to its end must have made the same calls.
-        if exception[0] is None and self.position != len(self.tape):
-            missing = self.tape[self.position]
+        if exception[0] is None and replay.position != len(self.tape):
+            missing = self.tape[replay.position]
             raise _another_path(f"ended before {_readable(missing.op, missing.inputs, missing.product)}", "made it")
 
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
