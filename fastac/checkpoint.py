@@ -119,14 +119,13 @@ def checkpoint(
         **kwargs,
     )
     in_dynamo = torch.compiler.is_dynamo_compiling()
-    in_trace = in_dynamo or torch_private.in_other_trace()
-    if in_trace and torch.compiler.is_exporting():
-        return function(*args, **kwargs)
-    if in_trace and not in_dynamo:
+    if not in_dynamo and torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
     if policy.saves_nothing:
         return under_torch(debug=debug) if debug else under_torch()
     if in_dynamo:
+        if torch.compiler.is_exporting():
+            return function(*args, **kwargs)
         _prepare_trace()
         return under_torch(context_fn=functools.partial(_contexts_in_graph, policy))
     region = Region(function, args, kwargs, policy, preserve_rng_state)

@@ -246,6 +246,11 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
         return own.forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
         own.enabled.opened += 1
+    if own.block._compiled_call_impl is not None:
+        raise FastacError(
+            f"{describe(own.block)}: block.compile() compiles around its checkpoint, where torch runs all of it eagerly. "
+            f"Use fastac.compile(model, blocks=...) in the place of block.compile() and fastac.enable."
+        )
     for name in kwargs:
         if name in _OPTIONS:
             raise FastacError(

@@ -156,7 +156,8 @@ def traced_contexts(policy: Policy) -> Contexts:
 
     Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
     """
-    refuse_linear(policy)
+    if not torch.compiler.is_exporting():  # what is exported recomputes nothing
+        refuse_linear(policy)
     traced = graphs.region(policy)
     decisions = Decisions(policy)
 

@@ -75,9 +75,8 @@ def functions_around(nodes: Sequence[Any], owners: Iterable[int]) -> list[Any]:
     return [
         node
         for node in found
-        if torch_private.function_of(node) is not None
-        and node.name() != torch_private.COMPILED_NODE
-        and "Generated" not in node.name()  # of a custom op, which is no checkpoint
+        if (function := torch_private.function_of(node)) is not None
+        and not function.__module__.startswith("torch._")  # of compiled code, custom ops, torch.cond: no checkpoint
         and not names_attention_kernel(_words(node))
     ]
 

@@ -378,8 +378,8 @@ class Record(Scope):
         # A call of a nested region, whose checkpoint is fastac's, comes while that one's scope is open.
         if thread.scope is self and torch_private.innermost_checkpoint() not in (None, self.checkpoint):
             raise PolicyNotAppliedError(
-                f"{self.policy}: {what} is called inside a checkpoint of the block's own that saves nothing (torch's, or "
-                f'fastac\'s with policy="full") and runs it again in backward. Leave it out, or give it this policy.'
+                f"{self.policy}: {what} is called inside a checkpoint of the block's own that saves nothing, and runs "
+                f"again in backward (torch's, or fastac's with policy=\"full\"). Leave it out, or give it this policy."
             )
         if op.written:
             op.check_call(args, kwargs)
