@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -104,10 +104,17 @@ def checkpoint(
         >>> hidden = fastac.checkpoint(block, hidden, text, policy="attn_only")
     """
     if use_reentrant or context_fn is not None:
-        _refuse("use_reentrant=True" if use_reentrant else "context_fn=...")
+        raise FastacError(
+            f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): fastac passes a context_fn of "
+            f"its own, which does the saving, and reentrant checkpointing has no place for one. Leave it out; what is "
+            f"saved is said by policy=..."
+        )
     policy = resolve(policy)
     if not policy.saves_nothing and (debug or torch_private.checkpoint_debug_enabled()):
-        _refuse_debug(policy)
+        raise FastacError(
+            f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the "
+            f'saving. Switch it off, or debug with policy="full".'
+        )
     under_torch = functools.partial(
         torch_checkpoint,
         function,
@@ -199,7 +206,10 @@ class Region:
             return  # gradients are off, here or around a reentrant checkpoint: there is nothing to save
         if known is None:
             known = diagnosis.judge(self.function, self.args, self.kwargs, outputs, record, self.observer)
-            if self._is_late():
+            if self.observer is not None and self.observer.late:  # loaded by this very region, which could not keep it
+                prepare()
+                where, op = describe(self.function), self.observer.late[0]
+                logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
                 return
             if self.policy.linear:
                 linear.check_called(self.policy, record.products, describe(self.function))
@@ -214,18 +224,6 @@ class Region:
         for collector in state.collectors:
             collector.append(known)
         self._note(known, outputs)
-
-    def _is_late(self) -> bool:
-        """Whether the library of an op was loaded by this very region, which could not keep its outputs."""
-        late = self.observer.late if self.observer is not None else []
-        if late:
-            prepare()
-            logger.warning(
-                "%s: the library of %s was loaded just now; saved from the next region on",
-                describe(self.function),
-                late[0],
-            )
-        return bool(late)
 
     def _remember(self, result: RegionResult) -> None:
         kinds = _kinds(self.function)
@@ -329,17 +327,3 @@ class _WatchedInGraph(_Watched):
             if self.record.made:  # of a backend without AOT: the graph really runs
                 for collector in state.collectors:
                     collector.append(self.record.result())
-
-
-def _refuse(asked: str) -> NoReturn:
-    raise FastacError(
-        f"checkpoint({asked}): fastac passes a context_fn of its own, which does the saving, and reentrant "
-        f"checkpointing has no place for one. Leave it out; what is saved is said by policy=..."
-    )
-
-
-def _refuse_debug(policy: Policy) -> NoReturn:
-    raise FastacError(
-        f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the "
-        f'saving. Switch it off, or debug with policy="full".'
-    )

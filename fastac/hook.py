@@ -248,7 +248,7 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
         own.enabled.opened += 1
     if own.block._compiled_call_impl is not None:
         raise FastacError(
-            f"{describe(own.block)}: block.compile() compiles around its checkpoint, where torch runs all of it eagerly. "
+            f"{describe(own.block)}: block.compile() compiles around its checkpoint, and torch runs that eagerly. "
             f"Use fastac.compile(model, blocks=...) in the place of block.compile() and fastac.enable."
         )
     for name in kwargs:

@@ -85,6 +85,7 @@ def test_long_attn_only_draws_the_line_at_1024_keys(keys: int, executions: int, 
         (None, "a name"),
         (torch.nn.Linear(2, 2), r"got Linear\b"),  # named by its class: a model would fill the screen
         ({}, "no pattern"),
+        ({1: "full", "*": "attn_only"}, r"patterns of block names.*\[1, '\*'\]"),
         ({"*": "attention"}, "'attention'"),
         ({"blocks.0": "full"}, r"'blocks\.1'"),
         ({"transformer_blocks.0": "full", "*": "attn_only"}, r"transformer_blocks\.0.*blocks\.0"),

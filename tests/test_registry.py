@@ -98,6 +98,21 @@ def test_a_row_that_is_not_well_formed(wrong: Any, message: str) -> None:
         fastac.register(row(name=fine.name, layout="bhsd"))
 
 
+def test_a_choice_without_a_dimension(define: Define, namespace: str) -> None:
+    define("choose(Tensor scores, int k) -> (Tensor, Tensor)")
+    with pytest.raises(FastacError, match="no argument 'dim'"):
+        fastac.register(registry.Row(namespace=namespace, name="choose", kind="choice"))
+
+
+def test_keys_of_fewer_dimensions_than_their_layout(define: Define, namespace: str) -> None:
+    op = define(f"attend({QKV}) -> Tensor")
+    fastac.register(row(namespace=namespace, layout="bshd"))
+    bound = registry.classify(op)
+    assert bound is not None
+    with pytest.raises(FastacError, match=r"layout of 'key' is 'bshd'.*\(2, 3\)"):
+        bound.keys([torch.ones(2, 3)] * 3, {})
+
+
 @pytest.mark.parametrize(
     ("schema", "options", "message"),
     [

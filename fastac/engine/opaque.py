@@ -9,6 +9,7 @@ what the forward set on its context, goes beside the op as a `Companion`, which 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import logging
@@ -241,6 +242,7 @@ def make_visible(
         AttentionOp(backend=backend, namespace=OPAQUE_NAMESPACE, name=name, key="first", max_kv="keys", dropout="draws")
     )
 
+    @functools.wraps(original)  # a subclass may inherit it, and is read by its arguments
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             _warn_compiled(name)

@@ -130,41 +130,28 @@ class RegionResult:
     writing: int = 0
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Entry:
     """One call of a region, and what its replay is checked by.
 
-    kept: its outputs; None where it is recomputed. single: it returns one tensor and no sequence. guarded: autograd
-    notices an in-place change of them; versions: how often each was changed when it was kept. generators: states that
-    the kernel left behind, where it drew. companion: what the outputs of an opaque kernel mean.
+    product: the Linear module whose output it is, by its name in the block. kept: its outputs; None where it is
+    recomputed. single: it returns one tensor and no sequence. guarded: autograd notices an in-place change of them;
+    versions: how often each was changed when it was kept. generators: states that the kernel left behind, where it
+    drew. companion: what the outputs of an opaque kernel mean.
     """
 
-    __slots__ = (
-        "companion",
-        "generators",
-        "guarded",
-        "inputs",
-        "kept",
-        "keys",
-        "op",
-        "product",
-        "ran",
-        "selection",
-        "single",
-        "versions",
-    )
-
-    def __init__(self, op: BoundOp, keys: int, inputs: Sequence[Any], product: str = "") -> None:
-        self.op = op
-        self.keys = keys
-        self.inputs = inputs
-        self.product = product  # the Linear module whose output it is, by its name in the block
-        self.ran = False
-        self.kept: Sequence[Any] | None = None
-        self.single = self.guarded = False
-        self.versions: Sequence[int | None] = ()
-        self.generators: Mapping[torch.device, torch.Tensor] = {}
-        self.selection: sparse.Selection | None = None
-        self.companion: Any = None
+    op: BoundOp
+    keys: int
+    inputs: Sequence[Any]
+    product: str = ""
+    ran: bool = False
+    kept: Sequence[Any] | None = None
+    single: bool = False
+    guarded: bool = False
+    versions: Sequence[int | None] = ()
+    generators: Sequence[tuple[torch.device, torch.Tensor]] = ()
+    selection: sparse.Selection | None = None
+    companion: Any = None
 
     def keep(self, outputs: Any, guarded: bool, copied: bool) -> None:
         """Keep what the call has returned, or a copy of it."""
@@ -351,8 +338,8 @@ class Record(Scope):
             entry.keep_choice(outputs, args[0].shape[op.argument("dim", args, kwargs)])
             return outputs
         if before:
-            after = {device: generator_state(device) for device in before}
-            entry.generators = {d: state for d, state in after.items() if not torch.equal(state, before[d])}
+            after = [(device, generator_state(device)) for device in before]
+            entry.generators = [(device, state) for device, state in after if not torch.equal(state, before[device])]
             if entry.generators and not op.draws(args, kwargs):
                 self.denied.append(op)
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
@@ -459,7 +446,7 @@ class Replay(Scope):
             if op.kind == "exchange" and communication is not None:
                 communication.repeat(outputs)
             return outputs
-        for device, state in entry.generators.items():
+        for device, state in entry.generators:
             set_generator_state(state, device)  # what runs next must draw what it drew before
         for counter in engine.answered if op.is_attention else ():
             counter[op.qualified_name.partition(".")[0]] += 1

@@ -162,3 +162,39 @@ def test_compiled_blocks_stay_compiled() -> None:
         train_step(model, stack_inputs())
         assert runs["graph"] == 2 * len(model.blocks)  # forward and recompute
     assert compiled_so_far().graphs == 1
+
+
+@pytest.mark.parametrize("first", ["compile", "enable"])
+def test_a_block_that_is_compiled_around_its_checkpoint(first: str) -> None:
+    """`blocks=` checkpoints inside the forward: what block.compile() compiles around it runs eagerly, and is refused."""
+    model, inputs = small("none"), small_inputs()
+    for step in ("compile", "enable") if first == "compile" else ("enable", "compile"):
+        if step == "enable":
+            fastac.enable(model, blocks="blocks")
+        else:
+            for block in model.blocks:
+                block.compile(backend="aot_eager")
+    with pytest.raises(FastacError, match=r"fastac\.compile\(model, blocks"):
+        train_step(model, inputs)
+    with torch.no_grad():
+        model(**inputs)
+
+
+class BranchingBlock(support.AttentionBlock):
+    """torch.cond, which compiles its branches, before an attention and around one."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.cond(video.sum() > 0, torch.sin, torch.cos, (video,)), text)
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attend = super()._attention
+        if key.shape[1] != support.TEXT_TOKENS:
+            return attend(query, key, value)
+        return torch.cond(query.sum() > 0, attend, lambda q, k, v: attend(q, k, v) * 2, (query, key, value.clone()))
+
+
+def test_torch_cond_in_a_block() -> None:
+    expected = train_step(support.stack(block=BranchingBlock), support.stack_inputs())
+    model = support.stack(block=BranchingBlock, policy="attn_only")
+    for _ in range(2):
+        assert_same(train_step(model, support.stack_inputs()), expected)

@@ -33,8 +33,12 @@ def test_compiled_autograd() -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-def test_export_holds_no_checkpoint(strict: bool) -> None:
-    model, inputs = stack(policy="attn_only"), stack_inputs()
+@pytest.mark.parametrize("how", ["checkpoint", "blocks", "linear"])
+def test_export_holds_no_checkpoint(how: str, strict: bool) -> None:
+    model, inputs = stack(policy="attn_only" if how == "checkpoint" else "none"), stack_inputs()
+    if how != "checkpoint":
+        policy = fastac.Policy("attn_only", linear=("ffn.*",)) if how == "linear" else "attn_only"
+        fastac.enable(model, policy, blocks="blocks")
     program = torch.export.export(model, (), inputs, strict=strict)
     names = {str(node.target) for node in program.graph.nodes}
     assert not [name for name in names if "checkpoint" in name]

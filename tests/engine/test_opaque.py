@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import sys
 import types
 import uuid
 import weakref
@@ -17,7 +18,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastac
-from fastac import FastacError, Policy
+from fastac import FastacError, OpaqueFunction, Policy
+from fastac.engine import opaque
 from tests import support
 from tests.support import assert_same, train_step
 
@@ -486,3 +488,73 @@ def test_behind_a_graph_break_it_is_saved(counted: Counter[str]) -> None:
         found = train_step(functools.partial(fastac.checkpoint, layer), data)
         assert max(support.relative_error(found[key], reference[key]) for key in found) < 1e-6
     assert counted == {KERNEL: 1}
+
+
+# Other Functions, and the context
+
+
+class Parent(torch.autograd.Function):
+    """Keeps differentiable inputs as attributes of its context, in a tuple as well."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+        output, statistics = kernel(q, k, v)
+        ctx.q, ctx.others = q, (k, v)
+        ctx.save_for_backward(output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return support.attention_math_backward(grad, ctx.q, *ctx.others, *ctx.saved_tensors)
+
+
+def test_a_function_and_its_subclass(counted: Counter[str]) -> None:
+    """Both are visible, and the forward of one calls that of the other."""
+
+    class Child(Parent):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            return Parent.forward(ctx, q, k, v)
+
+    fastac.make_visible(Parent, layout="bhsd", dropout=None)
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(Parent.apply(Child.apply(query, key, value), key, value))
+
+    assert_visible(Child, region, counted, calls=2)
+
+
+def test_inputs_on_the_context_leak_no_graph() -> None:
+    """A forward without backward, over and over: what is kept of the context must not hold the graph that holds it."""
+    made = type("KeepsInputs", (Parent,), {})
+    fastac.make_visible(made, layout="bhsd", dropout=None)
+    held = []
+    for _ in range(3):
+        query, key, value = (one.detach().requires_grad_() * 1 for one in inputs().values())
+        output = fastac.checkpoint(lambda *heads: torch.tanh(made.apply(*heads)), query, key, value)
+        held.append(weakref.ref(query))
+        del query, key, value, output
+    gc.collect()
+    assert not any(reference() is not None for reference in held)
+
+
+def test_a_pattern_that_fits_modules_without_the_function(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """No warning for each of them, and no module is asked for what it would have to load; one where none has it."""
+
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(f"loading {name}")
+
+    holds = types.ModuleType("tests_holds_it")
+    holds.HeldThere = type("HeldThere", (Parent,), {})  # type: ignore[attr-defined]
+    for module in (Lazy("tests_lazy"), types.ModuleType("tests_lacks_it"), holds):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(opaque.state, "known", list(opaque.state.known))
+    opaque.know(OpaqueFunction(backend="tests", module="tests_.*", name="HeldThere"))
+    opaque.make_known_visible()
+    assert opaque.is_visible(holds.HeldThere)
+    assert not caplog.records
+    opaque.know(OpaqueFunction(backend="tests", module="tests_.*", name="HeldNowhere"))
+    opaque.make_known_visible()
+    (record,) = caplog.records
+    assert "HeldNowhere" in record.getMessage()

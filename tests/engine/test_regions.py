@@ -7,9 +7,11 @@ import copy
 import functools
 import gc
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac import FastacError
 from fastac.checkpoint import state as regions
+from fastac.cli.measuring import allocated_bytes
 from fastac.engine.blocks import record_of
+from fastac.engine.tape import Entry
 from tests import support
 from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact
 from tests.live_bytes import LiveBytes, allocated
@@ -425,3 +429,44 @@ def test_a_gradient_in_the_middle_of_a_forward(early_stop: bool, attention_execu
         support.loss_of(output).backward()
         found.append({"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()})
     assert_same(found[1], found[0])
+
+
+def test_two_threads_that_recompute_one_region_at_once() -> None:
+    """Each output of a block is backpropagated by a thread of its own: each recompute has a position of its own."""
+    meet = threading.Barrier(2, timeout=60)
+
+    class Two(AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                meet.wait()
+            own = self._attention(*self.qkv(video).chunk(3, dim=-1))
+            return own.sin(), self._attention(self.q(own), *self.kv(text).chunk(2, dim=-1)).sin()
+
+    block = stack(layers=1, block=Two).blocks[0]
+    losses = [output.sum() for output in fastac.checkpoint(block, *stack_inputs().values())]
+    weight = block.qkv.weight
+    expected = [torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda loss: torch.autograd.grad(loss, weight, retain_graph=True)[0], losses))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)  # threads add up in another order
+
+
+def test_entries_that_stay_cost_nothing_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry lives as long as its region's graph. In backward the recomputed graph holds the same memory, so that to
+    free each entry at its first replay would gain no byte."""
+    model, inputs = stack(layers=4, policy="attn_only"), stack_inputs()
+    hand_out = Entry.hand_out
+
+    def freeing(entry: Entry) -> Any:
+        outputs = hand_out(entry)
+        entry.kept, entry.versions = (), ()
+        return outputs
+
+    peaks = []
+    for way in (hand_out, hand_out, freeing):
+        monkeypatch.setattr(Entry, "hand_out", way)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        peaks.append(allocated_bytes(lambda: train_step(model, inputs)).peak)
+    assert peaks[1] == peaks[2]
