@@ -16,7 +16,8 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
 
-from fastac import PolicyNotAppliedError
+import fastac
+from fastac import FastacError, PolicyNotAppliedError
 from tests import support
 from tests.compile.steps import (
     SmallBlock,
@@ -166,7 +167,7 @@ def test_compiled_blocks_stay_compiled() -> None:
 
 @pytest.mark.parametrize("first", ["compile", "enable"])
 def test_a_block_that_is_compiled_around_its_checkpoint(first: str) -> None:
-    """`blocks=` checkpoints inside the forward: what block.compile() compiles around it runs eagerly, and is refused."""
+    """`blocks=` checkpoints inside the forward: torch runs what block.compile() has around that eagerly, unnoticed."""
     model, inputs = small("none"), small_inputs()
     for step in ("compile", "enable") if first == "compile" else ("enable", "compile"):
         if step == "enable":
@@ -190,7 +191,8 @@ class BranchingBlock(support.AttentionBlock):
         attend = super()._attention
         if key.shape[1] != support.TEXT_TOKENS:
             return attend(query, key, value)
-        return torch.cond(query.sum() > 0, attend, lambda q, k, v: attend(q, k, v) * 2, (query, key, value.clone()))
+        branches = (lambda q, k, v: attend(q, k, v)), (lambda q, k, v: attend(q, k, v) * 2)
+        return torch.cond(query.sum() > 0, *branches, (query, key.clone(), value.clone()))
 
 
 def test_torch_cond_in_a_block() -> None:
