@@ -245,7 +245,7 @@ def train(args: argparse.Namespace) -> None:
     if args.resume:
         try:
             accelerator.load_state(str(checkpoint))
-        except (RuntimeError, ValueError, KeyError, OSError) as error:
+        except Exception as error:  # each library has its own
             raise InputError(f"--resume: {checkpoint} does not fit: {error}") from error
 
     metrics = read_metrics(output / METRICS, step) if args.resume else []

@@ -76,14 +76,16 @@ def find_videos(given: Sequence[Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for path in given:
         if path.is_dir():
-            inside = [file for file in sorted(path.iterdir()) if file.suffix.lower() in VIDEO_SUFFIXES]
+            inside = [
+                file for file in sorted(path.iterdir()) if file.is_file() and file.suffix.lower() in VIDEO_SUFFIXES
+            ]
             if not inside:
                 raise InputError(f"{path}: no video in this folder (looked for {' '.join(sorted(VIDEO_SUFFIXES))})")
             found.update((file.resolve(), file) for file in inside)
-        elif path.exists():
+        elif path.is_file():
             found.setdefault(path.resolve(), path)
         else:
-            raise InputError(f"{path}: no such file or folder")
+            raise InputError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file or folder'}")
     videos = list(found.values())
     names = [video.name for video in videos]
     for name in names:

@@ -7,10 +7,13 @@ Two rules keep an earlier run whole. A file or folder gets its name only when it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import hmac
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -100,10 +103,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def seal_checkpoint(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
-    """Note a checkpoint's step, the settings it belongs to and its files' SHA-256, for `open_checkpoint`."""
-    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
-    digests = {file.relative_to(folder).as_posix(): _sha256(file) for file in files}
-    write_json(folder / CHECKPOINT, {"step": step, "settings": dict(settings), "files": digests})
+    """Note a checkpoint's step, the settings it belongs to, its files' SHA-256 and a seal, for `open_checkpoint`."""
+    content = {
+        "step": step,
+        "settings": dict(settings),
+        "files": {name: _sha256(folder / name) for name in _files(folder)},
+    }
+    write_json(folder / CHECKPOINT, content | {"seal": _seal(content)})
 
 
 def find_checkpoint(output: Path, name: str) -> Path:
@@ -122,15 +128,20 @@ def find_checkpoint(output: Path, name: str) -> Path:
 
 
 def open_checkpoint(folder: Path, settings: Mapping[str, Any]) -> int:
-    """The step a checkpoint was made at. Raises InputError when it is damaged or made with other settings."""
+    """The step a checkpoint was made at. Raises InputError when it is damaged, not sealed here, or of other settings."""
     try:
         content = json.loads((folder / CHECKPOINT).read_text())
         step, made_with, digests = int(content["step"]), dict(content["settings"]), dict(content["files"])
+        seal = str(content.pop("seal"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(f"--resume: {folder} is broken: no readable {CHECKPOINT}{_earlier(folder)}") from error
-    for name, digest in digests.items():
-        file = folder / name
-        if not file.is_file() or _sha256(file) != digest:
+    if not hmac.compare_digest(seal.encode(), _seal(content).encode()):
+        raise InputError(
+            f"--resume: {folder} is not sealed with {_key_file()}, so another machine, user or hand wrote it, and loading "
+            f"it may run code that is in it. If you trust it, bring the key of the machine that wrote it"
+        )
+    for name in sorted({*digests, *_files(folder)} - {CHECKPOINT}):
+        if name not in digests or not (folder / name).is_file() or _sha256(folder / name) != digests[name]:
             raise InputError(f"--resume: {folder} is broken: {name} is not what was saved{_earlier(folder)}")
     different = [name for name in settings if made_with.get(name) != settings[name]]
     if different:
@@ -142,6 +153,24 @@ def open_checkpoint(folder: Path, settings: Mapping[str, Any]) -> int:
 def _earlier(folder: Path) -> str:
     names = [f.name for f in folder.parent.iterdir() if f != folder and CHECKPOINT_NAME.fullmatch(f.name)]
     return f" (there is also {', '.join(sorted(names))}: --resume NAME)" if names else ""
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    """Proof that a checkpoint was written by who holds the key. torch and accelerate unpickle what is in one."""
+    file = _key_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError), file.open("xb", opener=lambda p, flags: os.open(p, flags, 0o600)) as new:
+        new.write(secrets.token_bytes(32))
+    written = json.dumps(content, sort_keys=True, default=str)
+    return hmac.new(file.read_bytes(), written.encode(), "sha256").hexdigest()
+
+
+def _key_file() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "train_wan" / "key"
 
 
 def _sha256(path: Path) -> str:

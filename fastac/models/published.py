@@ -30,6 +30,9 @@ BLOCK_COUNTS = (
 )
 """Keyword arguments that say how many blocks a list of a model has."""
 
+MOST_BLOCKS, LARGEST = 1000, 100_000
+"""Of a configuration in a file: blocks of a list, and any other number."""
+
 _SHIPPED = importlib.resources.files("fastac.models") / "configurations"
 
 
@@ -105,7 +108,7 @@ def load(name_or_path: str) -> Configuration:
         raise FastacError(f"configuration {name_or_path!r}: no such name, class or file. {_what_there_is()}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FastacError(f"configuration {name_or_path}: not JSON: {error}. {_what_there_is()}") from error
     if not isinstance(content, dict) or "_class_name" not in content:
         raise FastacError(
@@ -113,7 +116,11 @@ def load(name_or_path: str) -> Configuration:
             f"transformer. {_what_there_is()}"
         )
     row = _row(name_or_path, content["_class_name"])
-    return _of_class(name_or_path, row, content, name_or_path)
+    _check(name_or_path, row, content)
+    try:
+        return _of_class(name_or_path, row, content, name_or_path)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise FastacError(f"configuration {name_or_path}: no video fits it: {type(error).__name__}: {error}") from error
 
 
 def build(configuration: Configuration, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -200,6 +207,35 @@ def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str)
             f"configuration {name}: {row.class_name} has no {', '.join(missing)} of its own. Name a config.json."
         )
     return Configuration(name, row, config, source, row.default_of(config))
+
+
+def _check(name: str, row: ModelRow, content: Mapping[str, Any]) -> None:
+    """Raise FastacError for a value that is not of the kind that the class has it by default, or that no model has."""
+    for key, default in _defaults(row).items():
+        value = content.get(key, default)
+        if key in BLOCK_COUNTS and not (type(value) is int and 1 <= value <= MOST_BLOCKS):
+            expected = f"a number of blocks, 1 to {MOST_BLOCKS}"
+        elif not _is_flat(value):
+            expected = f"numbers up to {LARGEST}, texts, or a list of them"
+        elif value is not None and default is not None and _kind(value) is not _kind(default):
+            expected = f"what {default!r} is"
+        else:
+            continue
+        raise FastacError(f"configuration {name}: {key} is {str(value)[:60]}, and {row.class_name} takes {expected}")
+
+
+def _kind(value: Any) -> type:
+    if isinstance(value, (bool, str)):
+        return type(value)
+    return float if isinstance(value, (int, float)) else list
+
+
+def _is_flat(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, (list, tuple)):
+        return depth < 2 and len(value) <= MOST_BLOCKS and all(_is_flat(one, depth + 1) for one in value)
+    if isinstance(value, (int, float)):
+        return abs(value) <= LARGEST
+    return value is None or isinstance(value, str)
 
 
 def _known() -> dict[str, ModelRow]:

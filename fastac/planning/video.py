@@ -64,8 +64,25 @@ def plan_video(
     without a budget for the largest that fits. tell: is given what is being done.
     Raises FastacError for a video that does not fit the model.
     """
-    search = _Search(configuration, video, training, tell)
-    forecast = search.forecast(video.frames)
+    try:
+        search = _Search(configuration, video, training, tell)
+        forecast = search.forecast(video.frames)
+    except FastacError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        # whatever a class of diffusers makes of figures that do not go together
+        first = (str(error).splitlines() or [""])[0]
+        raise FastacError(
+            f"plan: {configuration.name} cannot be built and run as it is configured: {type(error).__name__}: {first}"
+        ) from error
     sizes = (
         f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -115,3 +116,50 @@ def test_training_is_what_the_options_say(small: list[str], monkeypatch: pytest.
     options = ["--lora", "8", "--optimizer", "adamw8bit", "--gpus", "8", "--context-parallel", "4"]
     assert cli.main(["plan", *small, *options]) == 1
     assert seen == [Training(8, "adamw8bit", 8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers is 0, and WanTransformer3DModel takes a number of blocks"),
+        ({"num_layers": -3}, "num_layers is -3"),
+        ({"num_layers": 10**7}, "num_layers is 10000000"),
+        ({"num_layers": "40"}, "num_layers is 40"),
+        ({"num_layers": True}, "num_layers is True"),
+        ({"added_kv_proj_dim": 10**9}, "added_kv_proj_dim is 1000000000, and .* numbers up to 100000"),
+        ({"added_kv_proj_dim": {"dim": 4}}, "added_kv_proj_dim is {'dim': 4}"),
+        ({"ffn_dim": [32]}, "ffn_dim is"),
+        ({"ffn_dim": 1e400}, "ffn_dim is inf"),
+        ({"patch_size": "1,2,2"}, "patch_size is 1,2,2"),
+        ({"patch_size": [1, [2, [2]]]}, "patch_size is"),
+        ({"patch_size": [1, 0, 2]}, "ZeroDivisionError"),
+        ({"patch_size": []}, "patch_size"),
+        ({"patch_size": [1, "2", 2]}, "TypeError"),
+        ({"num_attention_heads": 0}, "cannot be built"),
+        ({"attention_head_dim": -8}, "cannot be built"),
+        ({"qk_norm": 3}, "qk_norm is 3"),
+        ({"qk_norm": "of mine"}, "cannot be built"),
+        ({"_class_name": ["WanTransformer3DModel"]}, "is not known"),
+    ],
+    ids=str,
+)
+def test_a_config_json_of_strangers(
+    changes: dict[str, Any], message: str, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, at once, whatever stands in it."""
+    path = Path(small[0])
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    started = time.perf_counter()
+    assert cli.main(["plan", *small]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert re.search(message, captured.err), captured.err
+    assert time.perf_counter() - started < 30
+
+
+def test_a_config_json_that_is_nested_without_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[" * 10**6)
+    assert cli.main(["plan", str(path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -5,9 +5,11 @@ Every run here is a few steps of a tiny transformer on a tiny video.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -237,6 +239,7 @@ def test_resumed_run_equals_uninterrupted_run(run: Run, tmp_path: Path) -> None:
 
 def test_bad_videos(refused: Refused, tmp_path: Path, video: Path) -> None:
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe.mp4")  # reading it would wait for ever
     (tmp_path / "text.mp4").write_text("no video at all\n" * 100)
     (tmp_path / "cut.mp4").write_bytes(video.read_bytes()[:200])
     short = write_video(tmp_path / "short.mp4", frames=3)
@@ -246,6 +249,7 @@ def test_bad_videos(refused: Refused, tmp_path: Path, video: Path) -> None:
     for given, said in [
         (["missing.mp4"], "missing.mp4: no such file or folder"),
         ([tmp_path / "empty"], "no video in this folder"),
+        ([tmp_path / "pipe.mp4"], "neither a file nor a folder"),
         ([tmp_path / "text.mp4"], "not a"),
         ([tmp_path / "cut.mp4"], "not a"),
         ([short], "too short: it has 3 frames, and --frames 4"),
@@ -295,3 +299,31 @@ def test_from_the_command_line(tmp_path: Path, video: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     assert "written to" in trained.stdout
     assert len(metrics(tmp_path / "runs" / "wan")) == 2
+
+
+class RunsCode:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("file", ["random_states_0.pkl", "optimizer.bin", "scheduler.bin", "sampler.bin"])
+def test_a_checkpoint_that_somebody_else_wrote(file: str, run: Run, refused: Refused, tmp_path: Path) -> None:
+    """torch and accelerate unpickle what is in one: nothing is read unless this machine sealed it."""
+    checkpoint, trace = run("--checkpoint-every", 1) / "checkpoint-2", tmp_path / "it-ran"
+    more = ("--resume", "--steps", 4)
+    before = (checkpoint / file).read_bytes() if (checkpoint / file).is_file() else None
+    (checkpoint / file).write_bytes(pickle.dumps(RunsCode(trace)))
+    assert f"{file} is not what was saved" in refused(*more)
+    sealed = json.loads((checkpoint / "checkpoint.json").read_text())
+    sealed["files"][file] = hashlib.sha256((checkpoint / file).read_bytes()).hexdigest()
+    (checkpoint / "checkpoint.json").write_text(json.dumps(sealed))
+    assert "is not sealed with" in refused(*more)
+    assert not trace.exists()
+    if before is not None:
+        (checkpoint / file).unlink()
+        assert "is not sealed with" in refused(*more)
