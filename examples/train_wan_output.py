@@ -128,7 +128,7 @@ def find_checkpoint(output: Path, name: str) -> Path:
 
 
 def open_checkpoint(folder: Path, settings: Mapping[str, Any]) -> int:
-    """The step a checkpoint was made at. Raises InputError when it is damaged, not sealed here, or of other settings."""
+    """The step a checkpoint was made at. Raises InputError for one that is damaged, not sealed here or made otherwise."""
     try:
         content = json.loads((folder / CHECKPOINT).read_text())
         step, made_with, digests = int(content["step"]), dict(content["settings"]), dict(content["files"])
@@ -137,8 +137,8 @@ def open_checkpoint(folder: Path, settings: Mapping[str, Any]) -> int:
         raise InputError(f"--resume: {folder} is broken: no readable {CHECKPOINT}{_earlier(folder)}") from error
     if not hmac.compare_digest(seal.encode(), _seal(content).encode()):
         raise InputError(
-            f"--resume: {folder} is not sealed with {_key_file()}, so another machine, user or hand wrote it, and loading "
-            f"it may run code that is in it. If you trust it, bring the key of the machine that wrote it"
+            f"--resume: {folder} is not sealed with {_key_file()}, so another machine, user or hand wrote it, and "
+            f"loading it may run code that is in it. If you trust it, bring the key of the machine that wrote it"
         )
     for name in sorted({*digests, *_files(folder)} - {CHECKPOINT}):
         if name not in digests or not (folder / name).is_file() or _sha256(folder / name) != digests[name]:
@@ -163,10 +163,14 @@ def _seal(content: Mapping[str, Any]) -> str:
     """Proof that a checkpoint was written by who holds the key. torch and accelerate unpickle what is in one."""
     file = _key_file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError), file.open("xb", opener=lambda p, flags: os.open(p, flags, 0o600)) as new:
+    with contextlib.suppress(FileExistsError), open(file, "xb", opener=_for_owner_alone) as new:
         new.write(secrets.token_bytes(32))
     written = json.dumps(content, sort_keys=True, default=str)
     return hmac.new(file.read_bytes(), written.encode(), "sha256").hexdigest()
+
+
+def _for_owner_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _key_file() -> Path:
