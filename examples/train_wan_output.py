@@ -128,7 +128,7 @@ def find_checkpoint(output: Path, name: str) -> Path:
 
 
 def open_checkpoint(folder: Path, settings: Mapping[str, Any]) -> int:
-    """The step a checkpoint was made at. Raises InputError for one that is damaged, of other settings, or not sealed here."""
+    """The step of a checkpoint. Raises InputError for one that is damaged, of other settings, or not sealed here."""
     try:
         content = json.loads((folder / CHECKPOINT).read_text())
         step, made_with, digests = int(content["step"]), dict(content["settings"]), dict(content["files"])
