@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def seal_checkpoint(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
     """Note a checkpoint's step, the settings it belongs to, its files' SHA-256 and a seal, for `open_checkpoint`."""
+    _make_key()
     content = {
         "step": step,
         "settings": dict(settings),
@@ -135,7 +137,7 @@ def open_checkpoint(folder: Path, settings: Mapping[str, Any]) -> int:
         seal = str(content.pop("seal"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(f"--resume: {folder} is broken: no readable {CHECKPOINT}{_earlier(folder)}") from error
-    if not hmac.compare_digest(seal.encode(), _seal(content).encode()):
+    if not _key_file().is_file() or not hmac.compare_digest(seal.encode(), _seal(content).encode()):
         raise InputError(
             f"--resume: {folder} is not sealed with {_key_file()}, so another machine, user or hand wrote it, and "
             f"loading it may run code that is in it. If you trust it, bring the key of the machine that wrote it"
@@ -161,16 +163,17 @@ def _files(folder: Path) -> list[str]:
 
 def _seal(content: Mapping[str, Any]) -> str:
     """Proof that a checkpoint was written by who holds the key. torch and accelerate unpickle what is in one."""
+    written = json.dumps(content, sort_keys=True, default=str)
+    return hmac.new(_key_file().read_bytes(), written.encode(), "sha256").hexdigest()
+
+
+def _make_key() -> None:
     file = _key_file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError), open(file, "xb", opener=_for_owner_alone) as new:
+    with tempfile.NamedTemporaryFile(dir=file.parent) as new, contextlib.suppress(FileExistsError):
         new.write(secrets.token_bytes(32))
-    written = json.dumps(content, sort_keys=True, default=str)
-    return hmac.new(file.read_bytes(), written.encode(), "sha256").hexdigest()
-
-
-def _for_owner_alone(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+        new.flush()
+        os.link(new.name, file)  # whole, for its owner alone, and never in the place of another
 
 
 def _key_file() -> Path:

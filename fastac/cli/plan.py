@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
     configuration = configurations.load(options.model)
     with telling() as tell, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own, about a device that is not there
+        logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # a traceback of what the error says
         found = plan_video(
             configuration,
             video_of(options, configuration.default),

@@ -30,7 +30,7 @@ BLOCK_COUNTS = (
 )
 """Keyword arguments that say how many blocks a list of a model has."""
 
-MOST_BLOCKS, LARGEST = 1000, 100_000
+MOST_BLOCKS, LARGEST = 200, 100_000
 """Of a configuration in a file: blocks of a list, and any other number."""
 
 _SHIPPED = importlib.resources.files("fastac.models") / "configurations"

@@ -69,7 +69,7 @@ def plan_video(
         forecast = search.forecast(video.frames)
     except FastacError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except BREAKS as error:
         # whatever a class of diffusers makes of figures that do not go together
         first = (str(error).splitlines() or [""])[0]
         raise FastacError(

@@ -312,7 +312,9 @@ class RunsCode:
 
 
 @pytest.mark.parametrize("file", ["random_states_0.pkl", "optimizer.bin", "scheduler.bin", "sampler.bin"])
-def test_a_checkpoint_that_somebody_else_wrote(file: str, run: Run, refused: Refused, tmp_path: Path) -> None:
+def test_a_checkpoint_that_somebody_else_wrote(
+    file: str, run: Run, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch and accelerate unpickle what is in one: nothing is read unless this machine sealed it."""
     checkpoint, trace = run("--checkpoint-every", 1) / "checkpoint-2", tmp_path / "it-ran"
     more = ("--resume", "--steps", 4)
@@ -327,3 +329,5 @@ def test_a_checkpoint_that_somebody_else_wrote(file: str, run: Run, refused: Ref
     if before is not None:
         (checkpoint / file).unlink()
         assert "is not sealed with" in refused(*more)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))  # a machine that never wrote a checkpoint
+    assert "is not sealed with" in refused(*more)
