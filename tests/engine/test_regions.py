@@ -417,15 +417,36 @@ class TakesItsOwnGradient(AttentionBlock):
         return super().forward(video + gradient, text)
 
 
+class GradientInForward(torch.autograd.Function):
+    """An inner graph over SDPA, differentiated in the forward already."""
+
+    @staticmethod
+    def forward(ctx: Any, *heads: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            leaves = [one.detach().requires_grad_() for one in heads]
+            output = F.scaled_dot_product_attention(*leaves)
+            ctx.save_for_backward(*torch.autograd.grad(output.sum(), leaves))
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return tuple(one * grad.mean() for one in ctx.saved_tensors)
+
+
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_a_gradient_in_the_middle_of_a_forward(early_stop: bool, attention_executions: Counter[str]) -> None:
+@pytest.mark.parametrize(
+    "block", [TakesItsOwnGradient, functools.partial(AttentionBlock, attend=GradientInForward.apply)]
+)
+def test_a_gradient_in_the_middle_of_a_forward(
+    block: Any, early_stop: bool, attention_executions: Counter[str]
+) -> None:
     """It recomputes the region while its forward is not complete: what has no entry yet runs."""
     inputs, found = stack_inputs(), []
     for function in (torch_checkpoint, fastac.checkpoint):
-        block = stack(layers=1, block=TakesItsOwnGradient).blocks[0]
+        model = stack(layers=1, block=block).blocks[0]
         leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
         attention_executions.clear()
-        output = function(block, *leaves.values(), use_reentrant=False, early_stop=early_stop)
+        output = function(model, *leaves.values(), use_reentrant=False, early_stop=early_stop)
         support.loss_of(output).backward()
         found.append({"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()})
     assert_same(found[1], found[0])
