@@ -461,7 +461,8 @@ def verify(
 
     Differences are allowed only where two runs of the reference differ, up to four times as much. A model that is
     compiled as a whole is another graph with checkpointing than without: there they are allowed up to four times what
-    compiling the reference makes, and rounding. Executions are counted in the whole process: let nothing else train.
+    compiling the reference makes, and rounding. Executions are counted in the whole process, by torch's profiler: let
+    nothing else train, and call it outside of a profile of your own, which it would end.
     Parameters' gradients, buffers, generator states and checkpointing are as before afterwards. Among several
     processes every rank must call it, and it raises on all when it raises on one.
 
