@@ -1,7 +1,7 @@
 """checkpoint(function, *args, policy=...): one region, from its forward to its recompute.
 
 The way of one call: `checkpoint` opens a `Region`; torch asks it for two contexts; the forward runs under the first, a
-`Record`, the recompute under the second, a `Replay`; back from the forward, `Region.end` compares what was recorded
+`Record`, the recompute under the second, a `Recompute`; back from the forward, `Region.end` compares what was recorded
 with what the first region of its kind did. That first one is watched, and judged by `fastac.diagnosis`.
 """
 
@@ -34,7 +34,7 @@ from fastac.engine.blocks import (
     record_of,
     signature,
 )
-from fastac.engine.tape import Record, RegionResult, Replay, Tape, engine
+from fastac.engine.tape import Recompute, Record, RegionResult, Tape, engine
 from fastac.errors import FastacError
 from fastac.policy import Policy, resolve
 
@@ -128,11 +128,11 @@ def checkpoint(
     in_dynamo = torch.compiler.is_dynamo_compiling()
     if not in_dynamo and torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
+    if in_dynamo and torch.compiler.is_exporting():
+        return function(*args, **kwargs)
     if policy.saves_nothing:
         return under_torch(debug=debug) if debug else under_torch()
     if in_dynamo:
-        if torch.compiler.is_exporting():
-            return function(*args, **kwargs)
         _prepare_trace()
         return under_torch(context_fn=functools.partial(_contexts_in_graph, policy))
     region = Region(function, args, kwargs, policy, preserve_rng_state)
@@ -179,12 +179,12 @@ class Region:
         tape = Tape()  # after that: it counts what is intercepted when it begins
         if self.known is not None:
             self.record = Record(tape, self.policy, self.preserves)
-            return self.record, Replay(tape, self.policy)
+            return self.record, Recompute(tape, self.policy)
         self.record = record = Record(tape, self.policy, self.preserves, owners=[])
         if is_compiled(self.function):
-            return record, Replay(tape, self.policy)
+            return record, Recompute(tape, self.policy)
         self.observer = Observer(module_of(self.function), (self.args, self.kwargs), self.policy, record)
-        return _Watched(self.observer, record), Replay(tape, self.policy)
+        return _Watched(self.observer, record), Recompute(tape, self.policy)
 
     def _attach_linear(self) -> None:
         block = block_of(self.function)
@@ -310,7 +310,7 @@ def _contexts_in_graph(policy: Policy) -> Contexts:
     if torch_private.in_proxy_trace():
         return tracing.traced_contexts(policy)
     record = Record(Tape(), policy, owners=[])
-    return _WatchedInGraph(Observer(None, (), policy, record), record), Replay(record.tape, policy)
+    return _WatchedInGraph(Observer(None, (), policy, record), record), Recompute(record.tape, policy)
 
 
 class _WatchedInGraph(_Watched):

@@ -26,7 +26,7 @@ from fastac.engine import linear
 from fastac.engine.blocks import CHECKPOINT_WRAPPED, FSDP1_WRAPPED, describe, inside, kind_of, known_record, record_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
-from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
+from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_attention, saves_nothing
 
 logger = logging.getLogger("fastac")
 
@@ -209,11 +209,13 @@ class Enabled:
             if not any(record_of(block).latest for block in container.blocks.values()):
                 _warn_once(class_name(self.model), f"none of the blocks in {container.name!r} was called")
         self.saved = communicated or any(one.products or any(call.saved for call in one.calls) for one in results)
+        ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
+        self.saved = self.saved and bool(ran or not saves_attention(self.policy))
         if results and not self.saved and not any(one.compiled for one in results):
-            ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
             raise PolicyNotAppliedError(
-                f"{self.policy}: nothing is saved in any block of {class_name(self.model)}: everything is recomputed.\n"
-                f"Attention in its blocks: {ran or 'none seen (it is linear, or runs in a kernel without a row)'}.\n"
+                f"{self.policy}: {'nothing' if ran else 'no attention'} is saved in any block of "
+                f"{class_name(self.model)}.\nAttention in its blocks: "
+                f"{ran or 'none seen (it is linear, written out in small ops, or a kernel without a row)'}.\n"
                 f'Use policy="attn_only" or a smaller min_kv, or policy="full" if that is meant.'
             )
 

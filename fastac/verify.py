@@ -399,7 +399,8 @@ def _devices(model: torch.nn.Module) -> set[torch.device]:
 class Verification:
     """What `verify` measured. Executions are of attention kernels, in one step; largest differences are absolute.
 
-    noise: the largest difference between two runs of the reference, above 0 where kernels are not deterministic.
+    noise: the largest difference between two runs of the reference, above 0 where kernels are not deterministic; of a
+    model compiled as a whole, also between the reference compiled and not, where that is `compiled`.
     broken: what differs by more than four times its own noise. allowed_again: attention kernels that may run in
     backward: those that the policy recomputes, and those of the model's own doing.
     """
@@ -419,10 +420,11 @@ class Verification:
     saved_bytes: int
     allowed_again: int
     linear_saved: int = 0
+    compiled: bool = False
 
     @property
     def is_noise(self) -> bool:
-        """Whether results differ, and no more than two runs of the reference do, which then prove nothing finer."""
+        """Whether results differ, and no more than the reference does by itself, which then proves nothing finer."""
         return bool(self.different) and not self.broken
 
     def __str__(self) -> str:
@@ -432,6 +434,8 @@ class Verification:
         equal = f"{self.compared - len(self.different)} of {self.compared} bitwise equal"
         forward, backward = zip(self.reference_executions, self.policy_executions, strict=True)
         alike = f"not bitwise: two runs of {self.reference} differ too, by {self.noise:.1g}"
+        if self.compiled:
+            alike = f"not bitwise: compiling {self.reference} alone changes as much (rounding, or {self.noise:.1g})"
         table.add_row("outputs and gradients", "", equal, alike if self.is_noise else _yes(not self.broken))
         same, once = forward[0] == forward[1], self.policy_executions[1] <= self.allowed_again
         unseen = "none seen" if not forward[0] else ""
@@ -461,8 +465,8 @@ def verify(
 
     Differences are allowed only where two runs of the reference differ, up to four times as much. A model that is
     compiled as a whole is another graph with checkpointing than without: there they are allowed up to four times what
-    compiling the reference makes, and rounding. Executions are counted in the whole process, by torch's profiler: let
-    nothing else train, and call it outside of a profile of your own, which it would end.
+    compiling the reference makes, and rounding. Executions are counted in this thread and its backward, by torch's
+    profiler: let nothing else train, and call it outside of a profile of your own, which it would end.
     Parameters' gradients, buffers, generator states and checkpointing are as before afterwards. Among several
     processes every rank must call it, and it raises on all when it raises on one.
 
@@ -612,8 +616,10 @@ class _Subject:
         # Every rank takes the same steps: they may communicate.
         noise = differences(expected, reference_step()) if self.group.any(bool(different)) else {}
         allowed = {name: 4 * size for name, size in noise.items()}
-        if eager_reference_step is not None and self.group.any(bool(different) and later.in_graph):
+        compiled = eager_reference_step is not None and self.group.any(bool(different) and later.in_graph)
+        if eager_reference_step is not None and compiled:
             compiling = differences(expected, eager_reference_step())
+            noise |= {name: max(noise.get(name, 0.0), size) for name, size in compiling.items()}
             allowed = {
                 name: max(allowed.get(name, 0.0), 4 * compiling.get(name, 0.0) + expected.rounding(name))
                 for name in different
@@ -638,6 +644,7 @@ class _Subject:
             saved_bytes=sum(one.saved_bytes for one in saved) + sum(one.saved_bytes for one in later.products),
             allowed_again=own + (later.executions[0] if unseen else len(later.calls)) - len(saved),
             linear_saved=len(later.products),
+            compiled=compiled,
         )
 
 
@@ -667,6 +674,7 @@ def _together(parts: list[Verification]) -> Verification:
         saved_bytes=summed("saved_bytes"),
         allowed_again=summed("allowed_again"),
         linear_saved=summed("linear_saved"),
+        compiled=any(part.compiled for part in parts),
     )
 
 
@@ -681,7 +689,7 @@ def _raise_if_broken(result: Verification) -> None:
         )
     if "attn_only" in result.policy and result.reference_executions[0] == 0:
         raise PolicyNotAppliedError(
-            f"verify: {result.subject} runs no attention kernel that is known, so {result.policy} saves nothing.\n"
+            f"verify: {result.subject} runs no attention kernel that is known, so {result.policy} saves none.\n"
             f"Its attention is linear, written out in small ops, or a kernel without a row: see "
             f'docs/adding_a_backend.md, or use policy="full".\n{result}'
         )

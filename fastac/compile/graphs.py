@@ -26,9 +26,6 @@ from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp, classify
 
-_POLICY = "fastac_policy"
-"""Key in the metadata of an autograd node: the policy of the region that it belongs to."""
-
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -145,13 +142,6 @@ def watch(nodes: Iterable[Any], policy: Policy) -> None:
         _watch_backward()
 
 
-def watch_functions(nodes: Iterable[Any], policy: Policy) -> None:
-    """See to it that the backward of a Function in whose forward attention was saved does not run it again."""
-    for node in nodes:
-        node.metadata[_POLICY] = policy
-        _watch_backward()
-
-
 def ids_among(nodes: Iterable[Any]) -> set[str]:
     """The ids that the graphs which some of these autograd nodes stand for were compiled under."""
     functions = filter(None, map(torch_private.compiled_function, nodes))
@@ -167,20 +157,12 @@ def _ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     """An attention kernel is about to run where no region is open."""
     if not engine_private.in_backward() or not op.is_attention or engine_private.is_abstract(args):
         return
-    running = torch_private.running_node()
-    if running is None or engine_private.in_recompute():
-        return
-    keys = op.keys(args, kwargs)
-    own: Policy | None = running.metadata.get(_POLICY)
-    if own is not None and own.saves(keys):
-        raise PolicyNotAppliedError(
-            f"{own}: {op.name} over {keys} keys ran again in backward, called by {running.name()}: a checkpoint of the "
-            f"block's own (reentrant, or a library's) is around it. Leave that one out, or use fastac.checkpoint there."
-        )
+    running = engine_private.running_node()
     function = torch_private.compiled_function(running)
-    if function is None:
+    if function is None or engine_private.in_recompute():
         return
     policies, allowed = _known_of(function)
+    keys = op.keys(args, kwargs)
     policy = next((policy for policy in policies if policy.saves(keys)), None)
     if policy is None:
         return

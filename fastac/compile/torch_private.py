@@ -20,7 +20,6 @@ from torch.fx import traceback
 from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require, tree_map
 
 AT_IMPORT = (
-    "_C._current_autograd_node",
     "_C._dynamo.eval_frame.set_guard_complete_hook",
     "_TorchCompileInductorWrapper",
     "_guards.CompileContext.current_compile_id",
@@ -45,11 +44,6 @@ def compile_id() -> str | None:
     """The id, such as "0/1", of what dynamo is compiling in this thread; None where nothing is."""
     current = CompileContext.current_compile_id()
     return None if current is None else str(current)
-
-
-def running_node() -> Any:
-    """The autograd node whose backward is running in this thread; None where none is."""
-    return torch._C._current_autograd_node()
 
 
 def compiled_function(node: Any) -> type | None:

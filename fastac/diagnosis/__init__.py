@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import (
-    functions_around,
     hidden_functions,
+    may_run_again,
     nodes_between,
     parameters_cut_off,
     ran_compiled_code,
@@ -23,10 +23,10 @@ from fastac.diagnosis.eager_look import EagerLook, look
 from fastac.diagnosis.observer import Observer
 from fastac.engine import opaque, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled
-from fastac.engine.tape import Record, RegionResult
+from fastac.engine.tape import Record, RegionResult, engine, thread
 from fastac.errors import PolicyNotAppliedError
 from fastac.policy import Policy
-from fastac.registry import AttentionOp
+from fastac.registry import AttentionOp, BoundOp
 
 logger = logging.getLogger("fastac")
 
@@ -50,7 +50,8 @@ def judge(
     policy = record.policy
     nodes = nodes_between(outputs, (args, kwargs))
     graphs.watch(nodes, policy)
-    graphs.watch_functions(functions_around(nodes, record.owners or ()), policy)
+    if ran_again not in engine.listeners:
+        engine.listeners.append(ran_again)
     hidden = hidden_functions(nodes, record.owners or (), policy)
     where = describe(function)
     problems = [] if observer is None else _problems_seen(observer, where)
@@ -71,6 +72,23 @@ def judge(
         raise not_applied(function, policy, list(dict.fromkeys(problems)), len(record.made))
     _warn_of_cut_off(function, nodes)
     return record.result(compiled, observer.writing if observer is not None else 0)
+
+
+def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """An attention kernel is about to run where no region is open: not in the backward of one that was to save it."""
+    if not op.is_attention or thread.backward != torch_private.running_backward() or torch_private.is_abstract(args):
+        return
+    node = torch_private.running_node()
+    if node is None or torch_private.in_recompute() or may_run_again(node):
+        return
+    number, keys = torch_private.sequence_number(node), op.keys(args, kwargs)
+    for first, last, policy in thread.replayed:
+        if first < number <= last and policy.saves(keys):
+            raise PolicyNotAppliedError(
+                f"{policy}: {op.name} over {keys} keys ran again in backward, called by {node.name()}: a checkpoint of "
+                f"the block's own (reentrant, or a library's) is around it.\nLeave that one out, or use "
+                f"fastac.checkpoint there. If it is no checkpoint: fastac.make_visible(TheFunction, layout=...)."
+            )
 
 
 def not_applied(function: Any, policy: Policy, problems: Sequence[str], made: int) -> PolicyNotAppliedError:

@@ -51,7 +51,8 @@ def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy
     owners: for each recorded attention call, the node that was the newest when it was made. In the forward of a
     Function that is its own node, or one of a graph inside it, of which none is among these nodes.
     """
-    recorded = _recorded(nodes, owners)
+    numbers = sorted(torch_private.sequence_number(node) for node in nodes)
+    recorded = {numbers[bisect.bisect_right(numbers, owner) - 1] for owner in owners if numbers}
     found = []
     for node in nodes:
         function = torch_private.function_of(node)
@@ -65,25 +66,17 @@ def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy
     return list(dict.fromkeys(found))
 
 
-def functions_around(nodes: Sequence[Any], owners: Iterable[int]) -> list[Any]:
-    """The nodes of autograd.Functions that recorded a call and are no attention by their names: checkpoints, perhaps.
+def may_run_again(node: Any) -> bool:
+    """Whether attention in the backward of a node is no sign of a checkpoint.
 
-    An attention's own backward may run its forward again (diffusers' context parallelism), as without checkpointing.
+    An attention's own backward may run its forward again (diffusers' context parallelism), as without checkpointing;
+    so may Functions of torch's own: of compiled code, custom ops, torch.cond.
     """
-    recorded = _recorded(nodes, owners)
-    found = [node for node in nodes if torch_private.sequence_number(node) in recorded]
-    return [
-        node
-        for node in found
-        if (function := torch_private.function_of(node)) is not None
-        and not function.__module__.startswith("torch._")  # of compiled code, custom ops, torch.cond: no checkpoint
-        and not names_attention_kernel(_words(node))
-    ]
-
-
-def _recorded(nodes: Sequence[Any], owners: Iterable[int]) -> set[int]:
-    numbers = sorted(torch_private.sequence_number(node) for node in nodes)
-    return {numbers[bisect.bisect_right(numbers, owner) - 1] for owner in owners if numbers}
+    function = torch_private.function_of(node)
+    if function is None or function.__module__.startswith("torch._") or opaque.is_visible(function):
+        return True
+    words = _words(node)
+    return names_attention_kernel(words) and "checkpoint" not in words.lower()
 
 
 def _words(node: Any) -> str:

@@ -134,9 +134,12 @@ class _Call:
         finally:
             del context.set_materialize_grads
         tensors = self._pack(outputs)
+        # An integer input may be a choice, of which recompute makes another: that of the forward stays.
         places = {id(tensor): _Input(place) for place, tensor in enumerate(self.tensors) if tensor.is_floating_point()}
-        attributes = torch_private.tree_map(lambda one: places.get(id(one), one), dict(vars(context)))
-        self.companion.attributes, self.companion.materializes = attributes, materializes
+        self.companion.attributes = torch_private.tree_map(
+            lambda one: places.get(id(one)) or torch_private.without_base(one), dict(vars(context))
+        )
+        self.companion.materializes = materializes
         self.ran = True
         return tensors
 
@@ -399,7 +402,8 @@ def _settle(known: OpaqueFunction, module_name: str, module: Any) -> bool:
     """Make one Function visible, or say why not. Returns False where its module is still being imported."""
     if module is None:
         return True  # Python's way to forbid an import
-    function = vars(module).get(known.name)  # getattr would have a lazy module load what it likes
+    # Not of the module itself: a lazy one would load what it likes.
+    function = getattr(module, "__dict__", {}).get(known.name)
     if function is None and getattr(getattr(module, "__spec__", None), "_initializing", False):
         return False
     state.settled.add((known, module_name))

@@ -12,7 +12,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -32,9 +32,15 @@ Listener = Callable[[BoundOp, Sequence[Any], Mapping[str, Any]], None]
 
 
 class _State(threading.local):
-    """What is open in this thread: backward runs in other threads."""
+    """What is open in this thread: backward runs in other threads.
+
+    backward: the last one in which regions were recomputed; replayed: which, by the first and last of their autograd
+    nodes, with their policies.
+    """
 
     scope: Scope | None = None
+    backward: int | None = None
+    replayed: list[tuple[int, int, Policy]]
 
 
 class Engine:
@@ -60,6 +66,7 @@ class Engine:
         self.answered: list[collections.Counter[str]] = []
         self.listeners: list[Listener] = []
         self.thread.scope = None
+        self.thread.backward = None
 
 
 engine = Engine()
@@ -211,15 +218,17 @@ class Tape(list[Entry]):
     """The entries of one region. They live as long as its autograd graph, which holds the recompute that holds this.
 
     ops_at_start: how many ops were intercepted when the region began. One that came later, from a row that was
-    registered between forward and backward, is none of its business: the forward made no entry for it.
+    registered between forward and backward, is none of its business: the forward made no entry for it. nodes: the
+    newest autograd node when the forward began, and when it ended.
     """
 
-    __slots__ = ("communication", "complete", "ops_at_start")
+    __slots__ = ("communication", "complete", "nodes", "ops_at_start")
 
     def __init__(self) -> None:
         super().__init__()
         self.ops_at_start = len(engine.installed)
         self.complete = False  # a gradient taken in the middle of the forward recomputes what has no entry yet
+        self.nodes = (0, 0)
         self.communication: Communication | None = None  # of a region that has any
 
 
@@ -300,11 +309,13 @@ class Record(Scope):
         self.entered = True
         self.in_outer_recompute = self.outer is None and torch_private.in_backward()
         self.checkpoint = torch_private.innermost_checkpoint()  # the one that this is the forward of
+        self.tape.nodes = (torch_private.newest_node(), 0)
         return self
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self.tape.complete = True
+        self.tape.nodes = (self.tape.nodes[0], torch_private.newest_node())
         if self.tape.communication is not None:
             self.tape.communication.pending.clear()  # what is waited for outside is guarded by its version alone
 
@@ -415,20 +426,35 @@ class Record(Scope):
         )
 
 
+class Recompute:
+    """The context of a region's recomputes: each opens a `Replay` of its own, as two threads may recompute at once."""
+
+    def __init__(self, tape: Tape, policy: Policy) -> None:
+        self.tape = tape
+        self.policy = policy
+
+    def __enter__(self) -> None:
+        running = torch_private.running_backward()
+        if running != thread.backward:
+            thread.backward, thread.replayed = running, []
+        thread.replayed.append((*self.tape.nodes, self.policy))
+        Replay(self.tape, self.policy).__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        assert thread.scope is not None
+        thread.scope.__exit__(*exception)
+
+
 class Replay(Scope):
-    """The recompute of a region: returns what was kept, in the order of the calls, and runs what was not."""
+    """One recompute of a region: returns what was kept, in the order of the calls, and runs what was not."""
 
     position = 0
 
-    def __enter__(self) -> Scope:
-        return Scope.__enter__(Replay(self.tape, self.policy))  # of its own: two threads may recompute at once
-
     def __exit__(self, *exception: object) -> None:
-        replay = cast(Replay, thread.scope)
-        Scope.__exit__(replay, *exception)
+        super().__exit__(*exception)
         # torch ends a recompute early by an exception; one that came to its end must have made the same calls.
-        if exception[0] is None and replay.position != len(self.tape):
-            missing = self.tape[replay.position]
+        if exception[0] is None and self.position != len(self.tape):
+            missing = self.tape[self.position]
             raise _another_path(f"ended before {_readable(missing.op, missing.inputs, missing.product)}", "made it")
 
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:

@@ -80,6 +80,7 @@ _REQUIRED = (
     "_C._TorchDispatchModeKey.PROXY",
     "_C._autograd._get_sequence_nr",
     "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._current_autograd_node",
     "_C._current_graph_task_id",
     "_C._dispatch_get_all_op_names",
     "_C._dispatch_has_kernel_for_dispatch_key",
@@ -357,6 +358,11 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def running_node() -> Any:
+    """The autograd node whose backward is running in this thread; None where none is."""
+    return torch._C._current_autograd_node()
+
+
 def innermost_checkpoint() -> object:
     """What tells the torch.utils.checkpoint that packs here what is saved from others; None where none does."""
     return _packs("_checkpoint_hook")
@@ -381,6 +387,12 @@ def checkpoint_debug_enabled() -> bool:
 def given_to(context: Any) -> tuple[tuple[Any, ...], ...]:
     """What an autograd.Function's forward has given to save_for_backward, mark_non_differentiable and mark_dirty."""
     return tuple(tuple(given or ()) for given in (context.to_save, context.non_differentiable, context.dirty_tensors))
+
+
+def without_base(value: Any) -> Any:
+    """A view that the forward of a Function made, without what it is a view of and its graph; else the value itself."""
+    is_view = isinstance(value, torch.Tensor) and value._base is not None and value.grad_fn is None
+    return value.data if is_view else value
 
 
 def function_of(node: Any) -> type | None:

@@ -30,7 +30,7 @@ BLOCK_COUNTS = (
 )
 """Keyword arguments that say how many blocks a list of a model has."""
 
-MOST_BLOCKS, LARGEST = 200, 100_000
+MOST_BLOCKS, LARGEST = 100, 100_000
 """Of a configuration in a file: blocks of a list, and any other number."""
 
 _SHIPPED = importlib.resources.files("fastac.models") / "configurations"
@@ -204,7 +204,7 @@ def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str)
     missing = [key for key in ("in_channels", "patch_size", "caption_channels") if key in config and not config[key]]
     if missing:
         raise FastacError(
-            f"configuration {name}: {row.class_name} has no {', '.join(missing)} of its own. Name a config.json."
+            f"configuration {name}: {row.class_name} needs {', '.join(missing)}, which a config.json has."
         )
     return Configuration(name, row, config, source, row.default_of(config))
 

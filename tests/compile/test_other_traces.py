@@ -33,12 +33,12 @@ def test_compiled_autograd() -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-@pytest.mark.parametrize("how", ["checkpoint", "blocks", "linear"])
+@pytest.mark.parametrize("how", ["checkpoint", "blocks", "full", "linear"])
 def test_export_holds_no_checkpoint(how: str, strict: bool) -> None:
     model, inputs = stack(policy="attn_only" if how == "checkpoint" else "none"), stack_inputs()
     if how != "checkpoint":
-        policy = fastac.Policy("attn_only", linear=("ffn.*",)) if how == "linear" else "attn_only"
-        fastac.enable(model, policy, blocks="blocks")
+        policies = {"blocks": "attn_only", "full": "full", "linear": fastac.Policy("attn_only", linear=("ffn.*",))}
+        fastac.enable(model, policies[how], blocks="blocks")
     program = torch.export.export(model, (), inputs, strict=strict)
     names = {str(node.target) for node in program.graph.nodes}
     assert not [name for name in names if "checkpoint" in name]

@@ -36,9 +36,9 @@ def _compiled(what: str, backend: str, policies: list[Any]) -> list[steps.Measur
         torch._dynamo.reset()
         model, inputs = ulysses_stack(LAYERS), part_of_inputs()
         called: Any = model
-        if what == "blocks":
-            if policy != "none":
-                fastac.enable(model, policy, blocks="blocks")
+        if what == "blocks" and policy != "none":
+            fastac.compile(model, policy, blocks="blocks", backend=backend)
+        elif what == "blocks":
             for block in model.blocks:
                 block.compile(backend=backend)
         else:

@@ -467,3 +467,22 @@ def test_products_are_intercepted_only_where_a_policy_needs_it() -> None:
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False, timeout=240
     )
     assert run.stdout.strip() == "[False, False, True]", run.stderr
+
+
+def test_verify_counts_attention_alone() -> None:
+    found = fastac.verify(stack(), **stack_inputs(), blocks="blocks", policy=Policy("attn_only", linear=("ffn.*",)))
+    assert found.linear_saved == 4
+    assert found.policy_executions == (found.reference_executions[0], 0)
+
+
+@pytest.mark.parametrize("name", ["attn_only", "linear_only"])
+def test_attention_that_nobody_knows_beside_linear_outputs(name: str) -> None:
+    """A policy of attention saves none: what it saves of Linear modules is no excuse."""
+    attend = support.attention_function(support.define_attention_op(f"mixes_beside_{len(name)}"))
+    model = stack(block=lambda: AttentionBlock(attend=attend))
+    fastac.enable(model, Policy(name, linear=("ffn.*",)), blocks="blocks")
+    if name == "linear_only":
+        train_step(model, stack_inputs())
+        return
+    with pytest.raises(PolicyNotAppliedError, match=r"no attention is saved.*AttentionStack[^$]*none seen"):
+        train_step(model, stack_inputs())

@@ -499,7 +499,7 @@ class Parent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
         output, statistics = kernel(q, k, v)
-        ctx.q, ctx.others = q, (k, v)
+        ctx.q, ctx.others, ctx.view = q, (k, v), q.transpose(1, 2)
         ctx.save_for_backward(output, statistics)
         return output
 
@@ -531,7 +531,7 @@ def test_inputs_on_the_context_leak_no_graph() -> None:
     held = []
     for _ in range(3):
         query, key, value = (one.detach().requires_grad_() * 1 for one in inputs().values())
-        output = fastac.checkpoint(lambda *heads: torch.tanh(made.apply(*heads)), query, key, value)
+        output = fastac.checkpoint(lambda *heads: made.apply(*map(torch.sin, heads)).tanh(), query, key, value)
         held.append(weakref.ref(query))
         del query, key, value, output
     gc.collect()
@@ -549,6 +549,7 @@ def test_a_pattern_that_fits_modules_without_the_function(caplog: pytest.LogCapt
     holds.HeldThere = type("HeldThere", (Parent,), {})  # type: ignore[attr-defined]
     for module in (Lazy("tests_lazy"), types.ModuleType("tests_lacks_it"), holds):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "tests_no_module", object())  # type: ignore[arg-type]
     monkeypatch.setattr(opaque.state, "known", list(opaque.state.known))
     opaque.know(OpaqueFunction(backend="tests", module="tests_.*", name="HeldThere"))
     opaque.make_known_visible()
@@ -558,3 +559,17 @@ def test_a_pattern_that_fits_modules_without_the_function(caplog: pytest.LogCapt
     opaque.make_known_visible()
     (record,) = caplog.records
     assert "HeldNowhere" in record.getMessage()
+
+
+def test_a_function_of_a_module_that_is_being_imported(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    half: Any = types.ModuleType("tests_half")
+    half.__spec__ = types.SimpleNamespace(_initializing=True)
+    monkeypatch.setitem(sys.modules, "tests_half", half)
+    monkeypatch.setattr(opaque.state, "known", list(opaque.state.known))
+    opaque.know(OpaqueFunction(backend="tests", module="tests_half", name="Later"))
+    opaque.make_known_visible()
+    assert not caplog.records
+    half.Later = type("Later", (Parent,), {})
+    half.__spec__._initializing = False
+    opaque.make_known_visible()
+    assert opaque.is_visible(half.Later)

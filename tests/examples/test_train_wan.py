@@ -34,6 +34,7 @@ sys.path.insert(0, str(EXAMPLES))
 import train_wan  # noqa: E402
 import train_wan_data  # noqa: E402
 from train_wan_model import AttentionCount  # noqa: E402
+from train_wan_output import seal_checkpoint  # noqa: E402
 
 TINY = (
     *("--layers", "2", "--width", "32", "--resolution", "16", "--frames", "4", "--batch-size", "2"),
@@ -239,7 +240,9 @@ def test_resumed_run_equals_uninterrupted_run(run: Run, tmp_path: Path) -> None:
 
 def test_bad_videos(refused: Refused, tmp_path: Path, video: Path) -> None:
     (tmp_path / "empty").mkdir()
-    os.mkfifo(tmp_path / "pipe.mp4")  # reading it would wait for ever
+    (tmp_path / "piped").mkdir()
+    for folder in (tmp_path, tmp_path / "piped"):
+        os.mkfifo(folder / "pipe.mp4")  # reading it would wait for ever
     (tmp_path / "text.mp4").write_text("no video at all\n" * 100)
     (tmp_path / "cut.mp4").write_bytes(video.read_bytes()[:200])
     short = write_video(tmp_path / "short.mp4", frames=3)
@@ -250,6 +253,7 @@ def test_bad_videos(refused: Refused, tmp_path: Path, video: Path) -> None:
         (["missing.mp4"], "missing.mp4: no such file or folder"),
         ([tmp_path / "empty"], "no video in this folder"),
         ([tmp_path / "pipe.mp4"], "neither a file nor a folder"),
+        ([tmp_path / "piped"], "no video in this folder"),
         ([tmp_path / "text.mp4"], "not a"),
         ([tmp_path / "cut.mp4"], "not a"),
         ([short], "too short: it has 3 frames, and --frames 4"),
@@ -299,6 +303,16 @@ def test_from_the_command_line(tmp_path: Path, video: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     assert "written to" in trained.stdout
     assert len(metrics(tmp_path / "runs" / "wan")) == 2
+
+
+def test_a_checkpoint_that_does_not_load(run: Run, refused: Refused) -> None:
+    """Sealed here, and of another library's version, say."""
+    checkpoint = run("--checkpoint-every", 1) / "checkpoint-2"
+    (checkpoint / "optimizer.bin").write_bytes(b"no optimizer")
+    sealed = json.loads((checkpoint / "checkpoint.json").read_text())
+    (checkpoint / "checkpoint.json").unlink()
+    seal_checkpoint(checkpoint, sealed["step"], sealed["settings"])
+    assert "does not fit" in refused("--resume", "--steps", 4)
 
 
 class RunsCode:

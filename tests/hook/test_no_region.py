@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
@@ -110,31 +111,126 @@ def reentrant(run: Any, *args: torch.Tensor) -> torch.Tensor:
     return torch_checkpoint(run, *args, use_reentrant=True)
 
 
-@pytest.mark.parametrize("own", [reentrant, LibrariesCheckpoint.apply], ids=["reentrant", "a library's"])
+class OwnAttentionBlock(support.AttentionBlock):
+    """Its attention runs inside a checkpoint of its own, where it has one."""
+
+    own: Any = None
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        run = super()._attention
+        return run(query, key, value) if self.own is None else self.own(run, query, key, value)
+
+
+class RingAttention(LibrariesCheckpoint):
+    """No checkpoint by its name: an attention whose own backward runs its forward again."""
+
+
+class AttentionCheckpoint(LibrariesCheckpoint):
+    """One by its name."""
+
+
+@pytest.mark.parametrize("own", [reentrant, LibrariesCheckpoint.apply, AttentionCheckpoint.apply])
 @pytest.mark.parametrize("host", ["diffusers", "blocks"])
-def test_attention_in_a_checkpoint_without_hooks(host: str, own: Any) -> None:
+@pytest.mark.parametrize("when", ["in all blocks", "in the last block", "after a forward alone", "later"])
+def test_attention_in_a_checkpoint_without_hooks(when: str, host: str, own: Any) -> None:
     """Nothing of it shows in the forward: attention that runs in a backward, with no replay open, does."""
-
-    class CheckpointInAttentionBlock(support.AttentionBlock):
-        def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return own(super()._attention, query, key, value)
-
     model = HOSTS[host].make()
     for i in range(2):
-        model.blocks[i] = CheckpointInAttentionBlock()
+        model.blocks[i] = OwnAttentionBlock()
     HOSTS[host].enable(model)
-    with pytest.raises(PolicyNotAppliedError, match="ran again in backward"):
+    if when == "later":
         train_step(model, stack_inputs())
+    for i in range(when == "in the last block", 2):
+        model.blocks[i].own = own
+    if when == "after a forward alone":
+        model(**stack_inputs())
+    for _ in range(2):
+        with pytest.raises(PolicyNotAppliedError, match="ran again in backward"):
+            train_step(model, stack_inputs())
 
 
-def test_attention_in_a_checkpoint_that_the_policy_recomputes_anyway() -> None:
+class VisibleCheckpoint(LibrariesCheckpoint):
+    """Made visible, by which its user says that it is no checkpoint."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.run = F.scaled_dot_product_attention
+        ctx.save_for_backward(*args)
+        return ctx.run(*args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return LibrariesCheckpoint.backward(ctx, grad)[1:]
+
+
+class Outside(torch.nn.Module):
+    """Attention in a checkpoint before the blocks, with nothing of fastac around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = stack().blocks
+        self.first = OwnAttentionBlock()
+        self.first.own = reentrant
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in (self.first, *self.blocks):
+            video = block(video, text)
+        return video
+
+
+def own_blocks(own: Any) -> Any:
+    def block() -> OwnAttentionBlock:
+        made = OwnAttentionBlock()
+        made.own = own
+        return made
+
+    return lambda: stack(block=block)
+
+
+def visible(run: Any, *qkv: torch.Tensor) -> torch.Tensor:
+    heads = [one.unflatten(-1, (2, -1)).transpose(1, 2) for one in qkv]
+    return VisibleCheckpoint.apply(*heads).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        own_blocks(RingAttention.apply),
+        own_blocks(visible),
+        Outside,
+    ],
+    ids=["an attention by its name", "made visible", "outside the blocks"],
+)
+def test_attention_that_may_run_in_a_backward(make: Any) -> None:
+    """It is the model's own doing, or nothing that fastac was asked to save."""
+    fastac.make_visible(VisibleCheckpoint, layout="bhsd", dropout=None)
+    expected = train_step(make(), stack_inputs())
+    model = make()
+    fastac.enable(model, blocks="blocks")
+    for _ in range(2):
+        model.zero_grad()
+        assert_same(train_step(model, stack_inputs()), expected)
+
+
+def test_attention_in_a_full_region_of_the_block_s_own() -> None:
+    class Inner(support.AttentionBlock):
+        def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            attended: torch.Tensor = fastac.checkpoint(super()._attention, query, key, value, policy="full")
+            return attended
+
+    with pytest.raises(PolicyNotAppliedError, match=r'fastac\'s with policy="full"\)\. Leave it out, or give it this'):
+        train_step(stack(block=Inner, policy="attn_only"), stack_inputs())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_attention_in_a_checkpoint_that_the_policy_recomputes_anyway(use_reentrant: bool) -> None:
     class OwnAlone(support.AttentionBlock):
         """Saves its self-attention, and checkpoints its cross-attention."""
 
         def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             run = super()._attention
             if key.shape[1] == support.TEXT_TOKENS and torch.is_grad_enabled():
-                return torch_checkpoint(run, query, key, value, use_reentrant=False)
+                return torch_checkpoint(run, query, key, value, use_reentrant=use_reentrant)
             return run(query, key, value)
 
     expected = train_step(stack(block=OwnAlone), stack_inputs())

@@ -169,3 +169,21 @@ def test_names_that_are_none(name: str) -> None:
         load(name)
     assert "hunyuanvideo" in str(raised.value)
     assert "LTXVideoTransformer3DModel" in str(raised.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_text(path: Path, encoding: str) -> str:
+        raise PermissionError(path)
+
+    path = tmp_path / "config.json"
+    path.touch()
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(FastacError, match=r"config\.json"):
+        load(str(path))
+
+
+def test_a_configuration_that_no_video_fits(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"_class_name": "CogVideoXTransformer3DModel", "sample_height": None}))
+    with pytest.raises(FastacError, match="no video fits it"):
+        load(str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections import Counter
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
+from fastac.checkpoint import prepare
+from fastac.checkpoint import state as regions
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.verify import executed_attention
 from tests import support
@@ -202,6 +207,31 @@ def test_every_block_is_watched() -> None:
         train_step(model, stack_inputs())
 
 
+def test_what_verify_sees_is_forgotten() -> None:
+    """It watches anew each time, and what regions outside of it know stays as it was."""
+    block, before = AttentionBlock(), regions.kinds
+    fastac.verify(block, **stack_inputs())
+    assert regions.kinds is before
+    block.attend = support.attention_function(support.define_attention_op("verify_hidden_attention_later"))
+    with pytest.raises(PolicyNotAppliedError, match="verify_hidden"):
+        fastac.verify(block, **stack_inputs())
+
+
+def test_a_call_that_a_mode_makes_again_is_counted_once() -> None:
+    fastac.checkpoint(AttentionBlock(), **stack_inputs())
+    with executed_attention() as (ran, _), FlopCounterMode(display=False):
+        AttentionBlock()(**stack_inputs())
+    assert ran.total() == 2
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_an_eager_higher_order_op_is_counted() -> None:
+    prepare()
+    with torch.no_grad(), executed_attention() as (ran, _):
+        flex_attention(*[torch.randn(1, 2, 128, 16)] * 3)
+    assert ran == {"higher_order::flex_attention": 1}
+
+
 @pytest.mark.usefixtures("rows_as_before")
 def test_kernels_are_counted_whoever_stands_in_the_dispatcher() -> None:
     """Another package that takes BackendSelect after `enable`: an error, and the count of kernels is right."""
@@ -225,15 +255,22 @@ def _passed_on(attend: Any) -> Any:
     return lambda keyset, *args, **kwargs: op.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
 
 
-@pytest.mark.parametrize("blocks", [None, "blocks"])
-def test_no_attention_seen_is_no_yes(blocks: Any) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "policy", "message"),
+    [
+        (None, "attn_only", "runs no attention kernel that is known"),
+        (None, Policy("attn_only", min_kv=7), "runs no attention kernel that is known"),
+        ("blocks", "attn_only", r"no attention|nothing is saved in any block"),
+    ],
+)
+def test_no_attention_seen_is_no_yes(blocks: Any, policy: Any, message: str) -> None:
     """A kernel that no name gives away."""
-    mixed = support.attention_function(support.define_attention_op(f"verify_mixes_{blocks}"))
+    mixed = support.attention_function(support.define_attention_op(f"verify_mixes_{uuid.uuid4().hex[:8]}"))
     model = (
         AttentionBlock(attend=mixed) if blocks is None else support.stack(block=lambda: AttentionBlock(attend=mixed))
     )
-    with pytest.raises(PolicyNotAppliedError, match=r"no attention kernel that is known|none seen"):
-        fastac.verify(model, **stack_inputs(), blocks=blocks)
+    with pytest.raises(PolicyNotAppliedError, match=message):
+        fastac.verify(model, **stack_inputs(), policy=policy, blocks=blocks)
     assert "none seen" in str(fastac.verify(model, **stack_inputs(), policy="full", blocks=blocks))
 
 
