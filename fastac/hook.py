@@ -26,7 +26,7 @@ from fastac.engine import linear
 from fastac.engine.blocks import CHECKPOINT_WRAPPED, FSDP1_WRAPPED, describe, inside, kind_of, known_record, record_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
-from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_attention, saves_nothing
+from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
 
 logger = logging.getLogger("fastac")
 
@@ -208,9 +208,10 @@ class Enabled:
         for container in grouped(self.blocks) if self.by_forward and results else ():
             if not any(record_of(block).latest for block in container.blocks.values()):
                 _warn_once(class_name(self.model), f"none of the blocks in {container.name!r} was called")
-        self.saved = communicated or any(one.products or any(call.saved for call in one.calls) for one in results)
         ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
-        self.saved = self.saved and bool(ran or not saves_attention(self.policy))
+        self.saved = communicated or any(one.products or any(call.saved for call in one.calls) for one in results)
+        if not ran and any(self.policy_of(block).saves(sys.maxsize) for block in self.blocks.values()):
+            self.saved = False  # attention was to be saved, and none was seen
         if results and not self.saved and not any(one.compiled for one in results):
             raise PolicyNotAppliedError(
                 f"{self.policy}: {'nothing' if ran else 'no attention'} is saved in any block of "

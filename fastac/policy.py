@@ -101,16 +101,8 @@ class BlockPolicies(dict[Any, Policy]):
 
 def saves_nothing(policy: Policy | BlockPolicies) -> bool:
     """Whether a policy is full checkpointing throughout."""
-    return all(one.saves_nothing for one in _each(policy))
-
-
-def saves_attention(policy: Policy | BlockPolicies) -> bool:
-    """Whether a policy saves attention of some block."""
-    return any(one.name == "attn_only" for one in _each(policy))
-
-
-def _each(policy: Policy | BlockPolicies) -> Iterable[Policy]:
-    return policy.values() if isinstance(policy, BlockPolicies) else [policy]
+    policies = policy.values() if isinstance(policy, BlockPolicies) else [policy]
+    return all(one.saves_nothing for one in policies)
 
 
 NAMED = {

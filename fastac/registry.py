@@ -121,7 +121,7 @@ class OpaqueFunction:
     """An autograd.Function whose forward is an attention that no dispatcher op shows; made visible once it is loaded.
 
     Args:
-        module: regular expression for the whole name of the module that holds it.
+        module: regular expression for the whole name of the module that holds it, in its __dict__.
         name: of the class in that module.
         backend, key, layout, max_kv, dropout, flops: as in AttentionOp, of the arguments of its forward.
     """

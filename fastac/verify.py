@@ -24,9 +24,9 @@ from fastac.backends.availability import ignored_backends
 from fastac.checkpoint import checkpoint, prepare, state
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
+from fastac.diagnosis.eager_look import buffers_preserved, generators_preserved
 from fastac.engine.blocks import forget, known_record
 from fastac.engine.collectives import Communication
-from fastac.engine.generators import buffers_preserved, generators_preserved
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.engine.tape import Call, Product, RegionResult, engine
 from fastac.engine.torch_private import tree_leaves, tree_map

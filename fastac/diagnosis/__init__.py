@@ -79,7 +79,7 @@ def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     if not op.is_attention or thread.backward != torch_private.running_backward() or torch_private.is_abstract(args):
         return
     node = torch_private.running_node()
-    if node is None or torch_private.in_recompute() or may_run_again(node):
+    if node is None or may_run_again(node):
         return
     number, keys = torch_private.sequence_number(node), op.keys(args, kwargs)
     for first, last, policy in thread.replayed:

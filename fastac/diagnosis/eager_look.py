@@ -1,10 +1,12 @@
-"""One eager, watched run of what is compiled, and so cannot be watched: which attention calls it makes."""
+"""One eager, watched run of what is compiled, and so cannot be watched: which attention calls it makes.
+
+And what a run that is discarded leaves as it was: generators and buffers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from fastac.diagnosis.autograd_graph import hidden_functions, nodes_between, ten
 from fastac.diagnosis.observer import Observer
 from fastac.engine import torch_private
 from fastac.engine.blocks import module_of
-from fastac.engine.generators import buffers_preserved, devices_of, generators_preserved
+from fastac.engine.generators import devices_of, generator_state, set_generator_state
 from fastac.engine.tape import Record, Tape, thread
 from fastac.policy import Policy
 from fastac.registry import BoundOp
@@ -104,3 +106,32 @@ def _compiled_parts_eager(module: torch.nn.Module | None) -> Iterator[None]:
             inner._compiled_call_impl = call
         for wrapper, forward in wrappers:
             wrapper.forward = forward
+
+
+@contextlib.contextmanager
+def generators_preserved(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Leave the generators of the CPU and of these devices as they are now."""
+    before = [(device, generator_state(device)) for device in {torch.device("cpu"), *devices}]
+    try:
+        yield
+    finally:
+        for device, state in before:
+            set_generator_state(state, device)
+
+
+@contextlib.contextmanager
+def buffers_preserved(module: torch.nn.Module | None) -> Iterator[None]:
+    """Leave a module's buffers as they are now: the tensors themselves, and what is in them."""
+    before = [
+        (owner, name, buffer, buffer.detach().clone())
+        for owner in (module.modules() if module is not None else ())
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for owner, name, buffer, value in before:
+            if getattr(owner, name) is not buffer:
+                setattr(owner, name, buffer)
+            if not torch.equal(buffer, value):  # writing would count as an in-place change
+                buffer.detach().copy_(value)

@@ -368,16 +368,13 @@ class Record(Scope):
         """Before a call runs that is to be saved. Returns the generators' states, where it may draw."""
         op = entry.op
         what = f"the Linear module {entry.product!r}" if entry.product else op.name
-        if self.in_outer_recompute:
-            raise PolicyNotAppliedError(
-                f"{self.policy}: {what} runs again in a backward, in a checkpoint around the block that saves nothing "
-                f"(torch's, or fastac's with policy=\"full\"). Leave that checkpoint out, or give it this policy."
-            )
         # A call of a nested region, whose checkpoint is fastac's, comes while that one's scope is open.
-        if thread.scope is self and torch_private.innermost_checkpoint() not in (None, self.checkpoint):
+        own = thread.scope is self and torch_private.innermost_checkpoint() not in (None, self.checkpoint)
+        if own or self.in_outer_recompute:
+            which = "a checkpoint of the block's own" if own else "a checkpoint around the block"
             raise PolicyNotAppliedError(
-                f"{self.policy}: {what} is called inside a checkpoint of the block's own that saves nothing, and runs "
-                f"again in backward (torch's, or fastac's with policy=\"full\"). Leave it out, or give it this policy."
+                f"{self.policy}: {what} is called in {which} that saves nothing, and runs again in backward (torch's, "
+                f'or fastac\'s with policy="full"). Leave that checkpoint out, or give it this policy.'
             )
         if op.written:
             op.check_call(args, kwargs)

@@ -436,7 +436,9 @@ def test_a_module_in_a_checkpoint_of_the_block_s_own_is_refused() -> None:
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
             return video + self.out(torch_checkpoint(self.first, video, use_reentrant=False))
 
-    with pytest.raises(PolicyNotAppliedError, match="Linear module 'first' is called inside a checkpoint"):
+    with pytest.raises(
+        PolicyNotAppliedError, match="Linear module 'first' is called in a checkpoint of the block's own"
+    ):
         train_step(stack(block=Inner, policy=FIRST), stack_inputs())
 
 

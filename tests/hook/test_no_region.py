@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -212,13 +213,25 @@ def test_attention_that_may_run_in_a_backward(make: Any) -> None:
         assert_same(train_step(model, stack_inputs()), expected)
 
 
+def test_a_checkpoint_of_somebody_else_in_another_thread() -> None:
+    """Autograd nodes are numbered by thread: those of one that trains without fastac are none of a region's."""
+    model = stack(policy="attn_only")
+    train_step(model, stack_inputs())
+    other = own_blocks(reentrant)()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(train_step, other, stack_inputs()).result()
+    assert_same(found, train_step(own_blocks(None)(), stack_inputs()))
+
+
 def test_attention_in_a_full_region_of_the_block_s_own() -> None:
     class Inner(support.AttentionBlock):
         def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             attended: torch.Tensor = fastac.checkpoint(super()._attention, query, key, value, policy="full")
             return attended
 
-    with pytest.raises(PolicyNotAppliedError, match=r'fastac\'s with policy="full"\)\. Leave it out, or give it this'):
+    with pytest.raises(
+        PolicyNotAppliedError, match=r'fastac\'s with policy="full"\)\. Leave that checkpoint out, or give'
+    ):
         train_step(stack(block=Inner, policy="attn_only"), stack_inputs())
 
 
