@@ -217,7 +217,8 @@ class Enabled:
                 f"{self.policy}: {'nothing' if ran else 'no attention'} is saved in any block of "
                 f"{class_name(self.model)}.\nAttention in its blocks: "
                 f"{ran or 'none seen (it is linear, written out in small ops, or a kernel without a row)'}.\n"
-                f'Use policy="attn_only" or a smaller min_kv, or policy="full" if that is meant.'
+                f"{'Use a smaller min_kv' if ran else 'Give its kernel a row: docs/adding_a_backend.md'}, or use "
+                f'policy="full" if that is meant.'
             )
 
     def was_switched_off(self) -> bool:
