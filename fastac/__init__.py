@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fastac.compile.blocks import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
     from fastac.engine.opaque import make_visible
     from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
-    from fastac.hook import disable, enable
+    from fastac.hook import disable, enable, first_blocks
     from fastac.planning import Plan, plan
     from fastac.policy import Policy
     from fastac.registry import AttentionOp, OpaqueFunction, register
@@ -41,6 +41,7 @@ __all__ = [
     "compile_attention",
     "disable",
     "enable",
+    "first_blocks",
     "make_visible",
     "plan",
     "register",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 from fastac import diagnosis
 from fastac.backends import plugins
@@ -34,7 +35,7 @@ from fastac.engine.blocks import (
     record_of,
     signature,
 )
-from fastac.engine.tape import Recompute, Record, RegionResult, Tape, engine
+from fastac.engine.tape import Hooks, Recompute, Record, RegionResult, Tape, engine
 from fastac.errors import FastacError
 from fastac.policy import Policy, resolve
 
@@ -74,23 +75,27 @@ def prepare() -> None:
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     policy: str | Policy = "attn_only",
     use_reentrant: bool | None = False,
-    context_fn: object = None,
-    debug: bool = False,
     preserve_rng_state: bool = True,
+    context_fn: Callable[[], Contexts] = noop_context_fn,
     determinism_check: str = "default",
+    debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """Checkpoint a function, except for what the policy saves; in the place of torch.utils.checkpoint.checkpoint.
 
     Args:
-        function: a block or any callable; called as function(*args, **kwargs), and again in backward.
-        policy: "attn_only", "long_attn_only", "full" or a fastac.Policy.
+        function: a block or any callable; called as function(*args, **kwargs), and again in backward. Without it, a
+            decorator is returned.
+        policy: "attn_only", "long_attn_only", "full", "none" or a fastac.Policy.
         preserve_rng_state, determinism_check, early_stop: as in torch's function, which gets them.
+        respect_saved_tensors_hooks: True hands what is saved to the saved_tensors_hooks around the call, such as
+            torch.autograd.graph.save_on_cpu, as torch 2.14 does under selective checkpointing.
         use_reentrant, context_fn: refused, unless as by default. debug: refused where the policy saves anything.
 
     Returns:
@@ -103,13 +108,29 @@ def checkpoint(
     Example:
         >>> hidden = fastac.checkpoint(block, hidden, text, policy="attn_only")
     """
-    if use_reentrant or context_fn is not None:
+    if function is None and not args and not kwargs:
+        return functools.partial(
+            _decorated,
+            policy=policy,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+        )
+    if function is None:
+        raise FastacError("checkpoint: inputs, or keywords that it does not know, were given without a function")
+    if use_reentrant or context_fn is not noop_context_fn:
         raise FastacError(
             f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): fastac passes a context_fn of "
-            f"its own, which does the saving, and reentrant checkpointing has no place for one. Leave it out; what is "
-            f"saved is said by policy=..."
+            f"its own, which does the saving, and reentrant checkpointing has no place for one. Pass "
+            f"use_reentrant=False and no context_fn; what is saved is said by policy=..."
         )
     policy = resolve(policy)
+    if not policy.checkpoints:
+        return function(*args, **kwargs)
     if not policy.saves_nothing and (debug or torch_private.checkpoint_debug_enabled()):
         raise FastacError(
             f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the "
@@ -136,15 +157,37 @@ def checkpoint(
         _prepare_trace()
         return under_torch(context_fn=functools.partial(_contexts_in_graph, policy))
     region = Region(function, args, kwargs, policy, preserve_rng_state)
+    if respect_saved_tensors_hooks:
+        region.hooks = torch_private.saved_tensors_hooks()
     outputs = under_torch(context_fn=region.contexts)
     region.end(outputs)
     return outputs
 
 
+def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **options, **kwargs)
+
+    return checkpointed
+
+
 class Region:
     """One call of a block under checkpointing. It ends with the forward; the tape lives on in torch's recompute."""
 
-    __slots__ = ("args", "block", "function", "key", "known", "kwargs", "observer", "policy", "preserves", "record")
+    __slots__ = (
+        "args",
+        "block",
+        "function",
+        "hooks",
+        "key",
+        "known",
+        "kwargs",
+        "observer",
+        "policy",
+        "preserves",
+        "record",
+    )
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, policy: Policy, preserves: bool
@@ -154,6 +197,7 @@ class Region:
         self.kwargs = kwargs
         self.policy = policy
         self.preserves = preserves  # generators, around the recompute
+        self.hooks: Hooks | None = None
         block = block_of(function)
         self.block: BlockRecord | None = None if block is None else record_of(block)
         self.key = (policy, signature(args), signature(kwargs) if kwargs else None)
@@ -178,9 +222,9 @@ class Region:
                 self._attach_linear()
         tape = Tape()  # after that: it counts what is intercepted when it begins
         if self.known is not None:
-            self.record = Record(tape, self.policy, self.preserves)
+            self.record = Record(tape, self.policy, self.preserves, hooks=self.hooks)
             return self.record, Recompute(tape, self.policy)
-        self.record = record = Record(tape, self.policy, self.preserves, owners=[])
+        self.record = record = Record(tape, self.policy, self.preserves, [], self.hooks)
         if is_compiled(self.function):
             return record, Recompute(tape, self.policy)
         self.observer = Observer(module_of(self.function), (self.args, self.kwargs), self.policy, record)

@@ -109,22 +109,36 @@ class Enabled:
 
     def attach(self) -> None:
         """Let the model call fastac for its blocks."""
+        if not self.by_forward:
+            self._attach_function()
+        vars(self.model)[_ENABLED] = self
         for block in self.blocks.values():
             linear.attach(block, self.policy_of(block))
-        vars(self.model)[_ENABLED] = self
         if self.by_forward:
             for name, block in self.blocks.items():
                 own = self.forwards.setdefault(name, Forward(self, block, vars(block).get("forward")))
                 # by vars: a class may have a __setattr__ of its own
                 vars(block)["forward"] = functools.partial(_run_forward, own)
-        else:
-            self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(self.model)]
-            self.model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)  # type: ignore[operator]
         blocks = set(self.blocks.values())
         for wrapper in [one for one in self.model.modules() if _is_wrapper(one) and inside(one) in blocks]:
             self.take_over(wrapper)
         self.model.register_forward_pre_hook(self.before_forward)
         self.model.register_forward_hook(self.after_forward)
+
+    def _attach_function(self) -> None:
+        """Give the model the function to call. Raises FastacError for a class of its own that drops it."""
+        model: Any = self.model
+        self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(model)]
+        with contextlib.suppress(TypeError):  # a class whose method takes no function
+            model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)
+        if any(is_ours(_function_of(one)) for one, _, _ in self.switches):
+            return
+        for module, flag, function in self.switches:
+            set_switch(module, flag, function)
+        raise FastacError(
+            f"enable: {class_name(model)} does not keep the gradient checkpointing function that it is given: its "
+            f"forward checkpoints by itself. {name_blocks(model, grouped(self.blocks))}"
+        )
 
     def take_over(self, wrapper: Any) -> None:
         """Let a CheckpointWrapper around a block call fastac in the place of torch's checkpoint."""
@@ -176,13 +190,13 @@ class Enabled:
         if self.opened and not replaced:
             self._check_saved()
         elif replaced or not (self.was_switched_off() or state.traced):
+            cause = "its forward checkpoints by itself, or it calls other modules"
+            cause = "its gradient checkpointing function was replaced" if replaced else cause
+            way_out = "Call fastac.enable after that. " * replaced
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
-                f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...).\n"
-                f"Its gradient checkpointing function was replaced, or its forward checkpoints by itself, or it calls "
-                f"other modules.\n"
-                f'Call fastac.enable after all that, name the modules that it calls (enable(model, blocks="...")), or '
-                f"use fastac.checkpoint in the place of torch's."
+                f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n"
+                f"{way_out}{name_blocks(model, () if self.by_forward else grouped(self.blocks))}"
             )
 
     def _check_attached(self) -> None:
@@ -284,9 +298,10 @@ def enable(
         model: a diffusers model, or any module with `blocks`. May be inside DistributedDataParallel, FSDP,
             torch.compile's OptimizedModule or a PeftModel.
         policy: "attn_only", "long_attn_only", "full", a fastac.Policy, or a mapping of block-name patterns to these
-            (the first match counts).
+            (the first match counts), with "none" for blocks that are not to be checkpointed.
         blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
-            module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay.
+            module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. Left
+            out, it is the module list whose members hold attention, where there is one.
 
     Raises:
         UnsupportedBackendError: the attention backend of a module cannot be honoured. The model is left as it was.
@@ -298,7 +313,8 @@ def enable(
     """
     check_module(model, "enable")
     outer, model = model, models.unwrapped(model)
-    containers = _containers(model, blocks, outer)
+    by_forward = blocks is not None or not _takes_function(model)
+    containers = _containers(model, blocks, outer, by_forward)
     named = {name: block for container in containers for name, block in container.blocks.items()}
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
     prepare()
@@ -306,10 +322,16 @@ def enable(
     for module in model.modules():
         if _is_wrapper(module) and inside(module) in named.values():
             _refuse_other(module, class_name(inside(module)))
-    enabled = Enabled(model, selected, named, by_forward=blocks is not None)
+    enabled = Enabled(model, selected, named, by_forward)
     linear.check_names({block: enabled.policy_of(block) for block in named.values()})
+    before = enabled_on(model)
     disable(model)
-    enabled.attach()
+    try:
+        enabled.attach()
+    except FastacError:
+        if before is not None:
+            before.attach()
+        raise
     for name, block in named.items():
         record = record_of(block)
         record.name, record.key, record.latest = f"{class_name(model)}.{name}", None, None
@@ -317,6 +339,37 @@ def enable(
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
         _warn_once(class_name(model), remark)
+
+
+def first_blocks(
+    model: torch.nn.Module, count: int, policy: str | Policy = "attn_only", *, blocks: Any = None
+) -> dict[str, str | Policy]:
+    """The policies that checkpoint the first blocks of a model and leave its last ones alone.
+
+    Backward comes to the last blocks first: what autograd keeps of them is free again before a recompute needs room.
+
+    Args:
+        model, blocks: as in `enable`.
+        count: how many blocks are checkpointed, of those in all of its containers.
+        policy: of these.
+
+    Returns:
+        Block name -> policy, and "none" for the rest, for `enable`, `compile` and `verify`.
+
+    Raises:
+        FastacError: blocks that are not known, or fewer than `count`.
+
+    Example:
+        >>> fastac.enable(transformer, fastac.first_blocks(transformer, 20))
+    """
+    check_module(model, "first_blocks")
+    outer, model = model, models.unwrapped(model)
+    containers = containers_of(model) if blocks is None else select(model, blocks, outer)
+    names = [name for container in containers for name in container.blocks]
+    if not 0 <= count <= len(names):
+        raise FastacError(f"first_blocks({count}): {class_name(model)} has {len(names)} blocks that are known")
+    resolve(policy)
+    return {**dict.fromkeys(names[:count], policy), "*": "none"}
 
 
 def disable(model: torch.nn.Module) -> None:
@@ -398,15 +451,10 @@ def check_module(model: object, call: str) -> None:
         )
 
 
-def check_switch(model: torch.nn.Module, call: str) -> None:
-    """Raise FastacError for a model that cannot switch gradient checkpointing on itself."""
-    if not hasattr(model, "enable_gradient_checkpointing") or not getattr(
-        model, "_supports_gradient_checkpointing", False
-    ):
-        raise FastacError(
-            f"{call}: {class_name(model)} has no gradient checkpointing of diffusers' kind. Name its blocks: "
-            f'{call}(model, blocks="transformer.layers"), or call fastac.checkpoint(block, *args) where it calls them.'
-        )
+def _takes_function(model: torch.nn.Module) -> bool:
+    """Whether a model has gradient checkpointing of diffusers' kind."""
+    supported = getattr(model, "_supports_gradient_checkpointing", False)
+    return bool(supported) and hasattr(model, "enable_gradient_checkpointing")
 
 
 # CheckpointWrapper
@@ -473,19 +521,35 @@ def _refuse_other(wrapper: Any, where: str) -> None:
         )
 
 
-def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
-    if blocks is not None:
-        if any(module.gradient_checkpointing and not is_ours(_function_of(module)) for module in switches(model)):
+def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module, by_forward: bool) -> list[BlockContainer]:
+    if blocks is None:
+        found = without_wrappers(models.containers(model, models.row_of(model)))
+        if not found or (by_forward and len(found) > 1):
             raise FastacError(
-                f"enable(blocks=...): gradient checkpointing of {class_name(model)} is on already, so its blocks would "
-                f"be checkpointed twice. Switch it off first, or enable(model) without blocks."
+                f"enable: {class_name(model)} has {f'{len(found)} module lists' if found else 'no module list'} whose "
+                f"members hold attention. {name_blocks(model, found)}"
             )
-        return select(model, blocks, outer)
-    check_switch(model, "enable")
-    containers = without_wrappers(models.containers(model, models.row_of(model)))
-    if not containers:
+        if not by_forward:
+            return found
+        blocks = found[0].name
+        logger.info("%s: took the blocks in %r, its only module list of attention", class_name(model), blocks)
+    enabled = enabled_on(model)
+    before = [flag for _, flag, _ in enabled.switches] if enabled is not None else []
+    if any([*before, *(one.gradient_checkpointing and not is_ours(_function_of(one)) for one in switches(model))]):
         raise FastacError(
-            f"enable: found no transformer blocks in {class_name(model)}: no module list whose members hold attention. "
-            f'Name them: enable(model, blocks="...").'
+            f"enable: gradient checkpointing of {class_name(model)} is on already, so its blocks would be "
+            f"checkpointed twice. Switch it off first: {_off(model)}."
         )
-    return containers
+    return select(model, blocks, outer)
+
+
+def name_blocks(model: torch.nn.Module, found: Iterable[BlockContainer]) -> str:
+    """The sentence that says how to name a model's blocks: those in what was found, else its module lists."""
+    names = [f'"{container.name}"' for container in found]
+    written = (f"[{', '.join(names)}]" if len(names) > 1 else names[0]) if names else '"..."'
+    return f"Name them: fastac.enable(model, blocks={written}).{'' if names else f' {models.module_lists(model)}'}"
+
+
+def _off(model: torch.nn.Module) -> str:
+    names = ("disable_gradient_checkpointing", "gradient_checkpointing_disable")
+    return next((f"model.{name}()" for name in names if hasattr(model, name)), "gradient_checkpointing = False")

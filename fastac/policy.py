@@ -22,7 +22,8 @@ class Policy:
     """What checkpointing saves of a block; everything else is recomputed.
 
     Args:
-        name: "attn_only" saves attention forward outputs, "linear_only" none of them, "full" nothing at all.
+        name: "attn_only" saves attention forward outputs, "linear_only" none of them, "full" nothing at all; "none"
+            does not checkpoint the block, and autograd keeps what it needs.
         min_kv: of attention, only calls over at least this many keys. FLOPs saved per byte kept grow with the number
             of keys alone.
         collectives: "save" keeps what functional collectives return, but for gathers; "recompute" issues them again,
@@ -46,7 +47,7 @@ class Policy:
     def __post_init__(self) -> None:
         if isinstance(self.linear, list):  # as JSON has it
             object.__setattr__(self, "linear", tuple(self.linear))
-        if self.name not in ("full", "attn_only", "linear_only"):
+        if self.name not in ("none", "full", "attn_only", "linear_only"):
             raise FastacError(
                 f"Policy({self.name!r}): unknown policy. There are {_quoted(NAMED)} and "
                 f'Policy("attn_only", min_kv=..., linear=(...)).'
@@ -57,15 +58,20 @@ class Policy:
             raise FastacError(f'Policy(collectives={self.collectives!r}): there are "save" and "recompute"')
         if not isinstance(self.linear, tuple) or not all(isinstance(name, str) and name for name in self.linear):
             raise FastacError(f'Policy(linear={self.linear!r}): expected a tuple of names, as ("ffn.net.2",)')
-        if self.name == "full" and (self.min_kv or self.collectives != "save" or self.linear):
-            raise FastacError('Policy("full", ...): it saves nothing, so no other option has a meaning')
+        if self.saves_nothing and (self.min_kv or self.collectives != "save" or self.linear):
+            raise FastacError(f'Policy("{self.name}", ...): it saves nothing, so no other option has a meaning')
         if self.name == "linear_only" and (self.min_kv or not self.linear):
             raise FastacError('Policy("linear_only", linear=(...)): names are needed, and min_kv has no meaning')
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether this is plain full checkpointing."""
-        return self.name == "full"
+        """Whether this is plain full checkpointing, or none."""
+        return self.name in ("full", "none")
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether the block is checkpointed."""
+        return self.name != "none"
 
     @property
     def saves_collectives(self) -> bool:
@@ -100,12 +106,13 @@ class BlockPolicies(dict[Any, Policy]):
 
 
 def saves_nothing(policy: Policy | BlockPolicies) -> bool:
-    """Whether a policy is full checkpointing throughout."""
+    """Whether a policy is full checkpointing, or none, throughout."""
     policies = policy.values() if isinstance(policy, BlockPolicies) else [policy]
     return all(one.saves_nothing for one in policies)
 
 
 NAMED = {
+    "none": Policy("none"),
     "full": Policy("full"),
     "attn_only": Policy("attn_only"),
     "long_attn_only": Policy("attn_only", LONG_MIN_KV),
@@ -113,7 +120,7 @@ NAMED = {
 
 DISABLED = os.environ.get("FASTAC_DISABLE", "").lower() in ("1", "true", "yes")
 if DISABLED:
-    logger.warning('FASTAC_DISABLE is set: every policy is "full", nothing is saved')
+    logger.warning('FASTAC_DISABLE is set: every policy but "none" is "full", nothing is saved')
 
 
 def _quoted(names: Iterable[str]) -> str:
@@ -121,7 +128,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def resolve(policy: str | Policy) -> Policy:
-    """The Policy that a name or a value means; "full" under FASTAC_DISABLE=1. Raises FastacError."""
+    """The Policy that a name or a value means; under FASTAC_DISABLE=1 "full", but for "none". Raises FastacError."""
     if isinstance(policy, str):
         if policy not in NAMED:
             raise FastacError(
@@ -134,7 +141,7 @@ def resolve(policy: str | Policy) -> Policy:
             f"policy: expected a name, a fastac.Policy or a mapping of block names to these, "
             f"got {type(policy).__name__}"
         )
-    return NAMED["full"] if DISABLED else policy
+    return NAMED["full"] if DISABLED and policy.checkpoints else policy
 
 
 def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any]) -> BlockPolicies:

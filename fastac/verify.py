@@ -62,7 +62,8 @@ class ContainerReport:
     """One block container. Calls and bytes are sums over the latest region of each block.
 
     extra_bytes: of saved_bytes, what only the backward of opaque kernels needs. choice_bytes: beside saved_bytes, the
-    choices of sparse attention. blocks_full: how many the policy checkpoints fully, which are not watched.
+    choices of sparse attention. blocks_full, blocks_none: how many the policy checkpoints fully, or not at all: these
+    are not watched.
     blocks_compiled: of blocks_seen, how many stand in a compiled graph. Of these it says what was decided while the
     graph was traced, for the input sizes of that trace; nothing of them is seen while the graph runs.
     communication: of functional collectives, sums over the latest region of each block. `again` grows in backward.
@@ -82,6 +83,7 @@ class ContainerReport:
     extra_bytes: int = 0
     choice_bytes: int = 0
     blocks_full: int = 0
+    blocks_none: int = 0
     blocks_compiled: int = 0
     communication: Communication | None = None
     writing: int = 0
@@ -125,7 +127,9 @@ class Report:
             table.add_column(heading, justify="left" if words else "right", no_wrap=True)
         for row in self.rows:
             notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
-            notes += [f"{row.blocks_seen} seen"] * (row.blocks_seen + row.blocks_full != row.blocks)
+            notes += [f"{row.blocks_none} not checkpointed"] * bool(row.blocks_none)
+            unwatched = row.blocks_full + row.blocks_none
+            notes += [f"{row.blocks_seen} seen"] * (row.blocks_seen + unwatched != row.blocks)
             notes += [f"{row.blocks_compiled} as decided when compiled"] * bool(row.blocks_compiled)
             seen = f" ({', '.join(notes)})" if notes else ""
             table.add_row(
@@ -205,6 +209,7 @@ def _container_report(
     parts = [record.communication for record in seen if record.communication is not None]
     saved = sum(call.saved for call in calls)
     mixed = enabled is not None and isinstance(enabled.policy, BlockPolicies)
+    names = [enabled.policy_of(block).name for block in container.blocks.values() if mixed and enabled]
     return ContainerReport(
         container=container.name,
         block_class=container.block_class,
@@ -217,9 +222,8 @@ def _container_report(
         saved_bytes=sum(call.saved_bytes for call in calls),
         extra_bytes=sum(call.extra_bytes for call in calls),
         choice_bytes=sum(one.choice_bytes for one in latest),
-        blocks_full=sum(
-            enabled.policy_of(block).saves_nothing for block in container.blocks.values() if mixed and enabled
-        ),
+        blocks_full=names.count("full"),
+        blocks_none=names.count("none"),
         blocks_compiled=len(compiled),
         communication=sum(parts, Communication()) if parts else None,
         writing=sum(one.writing for one in latest),

@@ -49,14 +49,14 @@ def test_a_policy_is_a_frozen_value(policy: Policy, printed: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "none"}, r'(?=.*"attn_only")(?=.*min_kv)'),
+        ({"name": "some"}, r'(?=.*"attn_only")(?=.*min_kv)'),
         ({"name": "long_attn_only"}, "min_kv"),  # a named value, not a kind
         ({"name": ""}, "attn_only"),
         *(({"min_kv": wrong}, "min_kv") for wrong in (-1, "1024", True)),
         ({"collectives": "none"}, "collectives"),
         *(({"linear": wrong}, "linear") for wrong in ("ffn.0", ("",), None)),
         ({"name": "full", "collectives": "recompute"}, "saves nothing"),
-        ({"name": "full", "min_kv": 8}, "saves nothing"),
+        ({"name": "none", "min_kv": 8}, "saves nothing"),
         ({"name": "full", "linear": ("ffn.0",)}, "saves nothing"),
         ({"name": "linear_only"}, "linear"),
         ({"name": "linear_only", "linear": ("*",), "min_kv": 3}, "min_kv"),
@@ -108,11 +108,31 @@ def test_patterns_are_of_whole_names_and_a_last_one_may_have_nothing_left(attent
     assert attention_executions == {support.CPU_ATTENTION: 22 + 2 * 2}
 
 
+@pytest.mark.parametrize("count", [0, 3, 11])
+def test_the_first_blocks_alone(count: int, attention_executions: Any) -> None:
+    """By their order in the model, not by that of their names; all of them, or none."""
+    model = support.stack(layers=11)
+    policies = fastac.first_blocks(model, count, "full", blocks="blocks")
+    assert policies == {**{f"blocks.{i}": "full" for i in range(count)}, "*": "none"}
+    fastac.enable(model, policies, blocks="blocks")
+    assert fastac.first_blocks(model, count, "full") == policies
+    support.train_step(model, support.stack_inputs())
+    assert attention_executions == {support.CPU_ATTENTION: 22 + 2 * count}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [((12,), "has 11 blocks"), ((-1,), "11 blocks"), ((3, "all"), "'all'")], ids=str
+)
+def test_first_blocks_that_there_are_not(arguments: Any, message: str) -> None:
+    with pytest.raises(FastacError, match=message):
+        fastac.first_blocks(support.stack(layers=11), *arguments, blocks="blocks")
+
+
 # FASTAC_DISABLE
 
 
 def test_fastac_disable() -> None:
-    """Turns every policy into full, with one log line: names, values and mappings, enable and checkpoint."""
+    """Turns every policy but "none" into full, with one log line: names, values and mappings, enable and checkpoint."""
     program = """
         import logging, sys
         logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
@@ -133,6 +153,10 @@ def test_fastac_disable() -> None:
                 support.train_step(model, inputs)
                 found.append(support.executions[support.CPU_ATTENTION])
         print(*found, fastac.report(model).policy)
+        fastac.enable(model, {"blocks.0": "none", "*": "attn_only"}, blocks="blocks")
+        support.executions.clear()
+        support.train_step(model, inputs)
+        print(support.executions[support.CPU_ATTENTION])
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -142,5 +166,5 @@ def test_fastac_disable() -> None:
         text=True,
         check=False,
     )
-    assert done.stdout.split() == [*["8"] * 6, "full"], done.stderr
+    assert done.stdout.split() == [*["8"] * 6, "full", "6"], done.stderr
     assert done.stderr.count("FASTAC_DISABLE") == 1, done.stderr

@@ -28,6 +28,9 @@ WHOLE_PRODUCT = "aten.addmm.default"
 """The op whose output is that of the Linear module. To that of others it adds its bias in place, and hands it out under
 another version counter (aten::_unsafe_view), by which no change of it is noticed."""
 
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What packs a tensor that is saved, and unpacks it: torch.autograd.graph.saved_tensors_hooks."""
+
 Listener = Callable[[BoundOp, Sequence[Any], Mapping[str, Any]], None]
 
 
@@ -137,6 +140,19 @@ class RegionResult:
     writing: int = 0
 
 
+class Packed:
+    """A copy of an output as the saved-tensor hooks around the region packed it, and may have moved it elsewhere."""
+
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks) -> None:
+        pack, self.unpack = hooks
+        self.value = pack(torch_private.clone(tensor, tensor.stride()))
+        self.stride, self.nbytes = tensor.stride(), tensor.nbytes
+
+    def unpacked(self) -> torch.Tensor:
+        """The output, in memory of its own."""
+        return torch_private.clone(self.unpack(self.value), self.stride)
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Entry:
     """One call of a region, and what its replay is checked by.
@@ -160,12 +176,15 @@ class Entry:
     selection: sparse.Selection | None = None
     companion: Any = None
 
-    def keep(self, outputs: Any, guarded: bool, copied: bool) -> None:
-        """Keep what the call has returned, or a copy of it."""
+    def keep(self, outputs: Any, guarded: bool, copied: bool, hooks: Hooks | None = None) -> None:
+        """Keep what the call has returned, or a copy of it, or what the hooks made of a copy."""
         self.single = isinstance(outputs, torch.Tensor)
         self.guarded = guarded
         sequence = (outputs,) if self.single else outputs
-        self._hold(torch_private.clones(sequence) if copied else torch_private.aliases(sequence))
+        if hooks is not None:
+            self._hold(tuple(Packed(one, hooks) if isinstance(one, torch.Tensor) else one for one in sequence))
+        else:
+            self._hold(torch_private.clones(sequence) if copied else torch_private.aliases(sequence))
 
     def copy(self, position: int) -> None:
         """Keep a copy of one output in the place of itself."""
@@ -190,7 +209,9 @@ class Entry:
             )
         if self.op.kind == "choice":
             return sparse.unpacked(self.kept)
-        if not self.guarded:
+        if any(isinstance(one, Packed) for one in self.kept):
+            outputs = tuple(one.unpacked() if isinstance(one, Packed) else one for one in self.kept)
+        elif not self.guarded:
             outputs = torch_private.clones(self.kept)
         else:  # sharing its memory is safe: a forward that writes into it, as recompute would, was refused above
             outputs = tuple([one.detach() if isinstance(one, torch.Tensor) else one for one in self.kept])
@@ -209,9 +230,10 @@ class Entry:
 
 
 def held_bytes(values: Sequence[Any]) -> int:
-    """Bytes of memory that the tensors among some values hold; what shares memory counts once."""
+    """Bytes that the tensors among some values hold, packed ones elsewhere; what shares memory counts once."""
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    packed = sum(value.nbytes for value in values if isinstance(value, Packed))
+    return packed + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class Tape(list[Entry]):
@@ -288,13 +310,20 @@ class Record(Scope):
         preserves_generators: whether torch puts generators back after the recompute. Where not, nor does the tape:
             what follows the backward would draw the same numbers again.
         owners: collects, for each attention call, the autograd node that it belongs to.
+        hooks: pack what is saved, and unpack it.
     """
 
     def __init__(
-        self, tape: Tape, policy: Policy, preserves_generators: bool = True, owners: list[int] | None = None
+        self,
+        tape: Tape,
+        policy: Policy,
+        preserves_generators: bool = True,
+        owners: list[int] | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         super().__init__(tape, policy)
         self.preserves_generators = preserves_generators
+        self.hooks = hooks
         self.owners = owners
         self.entered = False
         self.in_outer_recompute = False
@@ -357,7 +386,7 @@ class Record(Scope):
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
         # grad the user may write into the output. Keep a copy there.
         guarded = is_differentiable(args) and (not product or op.name == WHOLE_PRODUCT)
-        entry.keep(outputs, guarded, copied=not guarded)
+        entry.keep(outputs, guarded, not guarded, self.hooks)
         if product:
             self.products.append(product)
         if op.is_opaque:

@@ -316,13 +316,14 @@ def aliases(values: Sequence[Any]) -> tuple[Any, ...]:
 
 def clones(values: Sequence[Any]) -> tuple[Any, ...]:
     """Copies with the same strides, also of a part of a larger buffer, where a plain `clone()` would be contiguous."""
-    return tuple([_clone(value) if isinstance(value, torch.Tensor) else value for value in values])
+    return tuple([clone(value, value.stride()) if isinstance(value, torch.Tensor) else value for value in values])
 
 
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
+def clone(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A copy with these strides; with strides of its own where some are 0."""
     copy = tensor.clone()
-    if copy.stride() != tensor.stride() and 0 not in tensor.stride():
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    if copy.stride() != stride and 0 not in stride:
+        copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
         copy.copy_(tensor)
     return copy
 
@@ -371,6 +372,12 @@ def innermost_checkpoint() -> object:
 def in_recompute() -> bool:
     """Whether what runs in this thread is what torch.utils.checkpoint runs again, in the middle of a backward."""
     return _packs("_recomputation_hook") is not None
+
+
+def saved_tensors_hooks() -> Any:
+    """The pair of functions that packs and unpacks here what is saved; None without one, or for a checkpoint's own."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is not None and "_hook.__init__.<locals>" in getattr(hooks[0], "__qualname__", "") else hooks
 
 
 def _packs(name: str) -> object:

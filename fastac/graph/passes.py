@@ -136,6 +136,8 @@ def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphMod
     for node in graph_module.graph.nodes:
         _untag(node)
     for number, nodes in regions(graph_module).items():
+        if not policies[number].checkpoints:
+            continue
         saved = decide(graph_module, nodes, policies[number])
         for node in nodes:
             _tag(node, number, saved)

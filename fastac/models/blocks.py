@@ -57,7 +57,8 @@ def _is_dict_of_lists(module: torch.nn.Module) -> bool:
 
 
 def _has_attention(block: torch.nn.Module) -> bool:
-    return any(hasattr(inner, "processor") or "attention" in class_name(inner).lower() for inner in block.modules())
+    names = (f"{name} {class_name(inner)}".lower() for name, inner in block.named_modules())
+    return any("attention" in name or "attn" in name for name in names)
 
 
 def has_switch(module: torch.nn.Module) -> bool:
@@ -161,6 +162,10 @@ def _by_name(name: str, model: torch.nn.Module, outer: torch.nn.Module) -> torch
             return holder.get_submodule(name)
         except AttributeError:
             pass
+    raise FastacError(f"enable(blocks={name!r}): {class_name(model)} has no such module. {module_lists(model)}")
+
+
+def module_lists(model: torch.nn.Module) -> str:
+    """A sentence that names them."""
     lists = [n for n, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
-    known = f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list."
-    raise FastacError(f"enable(blocks={name!r}): {class_name(model)} has no such module. {known}")
+    return f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list."

@@ -115,6 +115,45 @@ def test_a_forward_that_cannot_be_replaced_is_refused() -> None:
     assert state_of(model) == before
 
 
+# What is found
+
+
+def test_the_only_list_of_attention_is_taken(
+    attention_executions: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said which; gradient checkpointing of the model's own, of any kind, has to be off."""
+    caplog.set_level("INFO", "fastac")
+    model, inputs = OriginalWan(), OriginalWan.inputs()
+    expected = train_step(model, inputs)
+    fastac.enable(model)
+    assert "OriginalWan: took the blocks in 'blocks'" in caplog.text
+    for _ in range(2):
+        attention_executions.clear()
+        assert_same(train_step(model, inputs), expected)
+        assert attention_executions == {CPU_ATTENTION: 4}
+    fastac.disable(model)
+    model.blocks[0].gradient_checkpointing = True
+    with pytest.raises(FastacError, match="on already"):
+        fastac.enable(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Nest, r'Nest has 2 .*fastac\.enable\(model, blocks=\["named", "listed"\]\)'),
+        (lambda: torch.nn.ModuleDict({"rest": torch.nn.ModuleList([torch.nn.Linear(2, 2)])}), r"has no .*'rest'"),
+        (lambda: torch.nn.Linear(2, 2), "Linear.*no module list"),
+    ],
+    ids=["several", "others", "none"],
+)
+def test_no_list_that_can_be_taken(make: Any, message: str) -> None:
+    model = make()
+    before = state_of(model)
+    with pytest.raises(FastacError, match=message):
+        fastac.enable(model)
+    assert state_of(model) == before
+
+
 # Hooks of others around the same forward
 
 

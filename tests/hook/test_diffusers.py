@@ -83,10 +83,6 @@ def test_checkpointing_enabled_again_without_fastac(attention_executions: Counte
 # What is refused
 
 
-class WithoutSupport(Diffuser):
-    _supports_gradient_checkpointing = False
-
-
 class WithoutBlocks(ModelMixin, ConfigMixin):
     _supports_gradient_checkpointing = True
 
@@ -104,9 +100,7 @@ class Pipeline:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (support.stack, r"AttentionStack.*blocks="),
-        (WithoutSupport, r"WithoutSupport.*blocks="),
-        (WithoutBlocks, r"WithoutBlocks.*blocks="),
+        (WithoutBlocks, r"WithoutBlocks.*blocks=.*'layers'"),
         (Pipeline, r"pipe\.transformer"),
         (lambda: None, "NoneType"),
     ],
@@ -116,6 +110,52 @@ def test_what_cannot_be_enabled(make: Any, message: str) -> None:
     with pytest.raises(fastac.FastacError, match=message):
         fastac.enable(model)
     assert not hasattr(model, "_fastac")
+
+
+class DropsFunction(Diffuser):
+    """As VideoX-Fun's: it keeps the flag alone, and its forward calls torch's checkpoint."""
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        self.gradient_checkpointing = kwargs["enable"]
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.gradient_checkpointing:
+                video = torch_checkpoint(block, video, text, use_reentrant=False)
+            else:
+                video = block(video, text)
+        return video
+
+
+class TakesNoFunction(DropsFunction):
+    def enable_gradient_checkpointing(self) -> None:  # type: ignore[override]
+        self.gradient_checkpointing = True
+
+
+@pytest.mark.parametrize("kind", [DropsFunction, TakesNoFunction])
+def test_a_class_that_does_not_keep_the_function(kind: type[Diffuser], attention_executions: Counter[str]) -> None:
+    """The error says what to write, and leaves the model as it was: untouched, checkpointing, or enabled."""
+    model = diffuser(kind)
+    refused = pytest.raises(fastac.FastacError, match=r'fastac\.enable\(model, blocks="blocks"\)')
+    before = state_of(model)
+    with refused:
+        fastac.enable(model)
+    assert state_of(model) == before
+    fastac.enable(model, blocks="blocks")
+    assert step_of(model, attention_executions) == 4
+    with refused:
+        fastac.enable(model)
+    assert step_of(model, attention_executions) == 4
+    fastac.disable(model)
+    model.enable_gradient_checkpointing()
+    with refused:
+        fastac.enable(model)
+    assert step_of(model, attention_executions) == 8
+    with pytest.raises(fastac.FastacError, match=r"on already.*model\.disable_gradient_checkpointing\(\)"):
+        fastac.enable(model, blocks="blocks")
+    model.disable_gradient_checkpointing()
+    fastac.enable(model, blocks="blocks")
+    assert step_of(model, attention_executions) == 4
 
 
 # What is said, and what else is taken
@@ -181,3 +221,8 @@ def test_a_diffusers_model_may_be_enabled_by_its_blocks(attention_executions: Co
         assert step_of(model, attention_executions) == executions
     fastac.disable(model)
     assert state_of(model) == before
+    model.enable_gradient_checkpointing()
+    fastac.enable(model)
+    with pytest.raises(fastac.FastacError, match="on already"):  # as soon as fastac's function is gone
+        fastac.enable(model, blocks="blocks")
+    assert step_of(model, attention_executions) == 4

@@ -14,10 +14,12 @@ import fastac
 from fastac import Policy
 from tests import support
 from tests.hook.hosts import HOSTS, Host, alone, diffuser, reference, step_of, wrap_blocks
+from tests.live_bytes import allocated
 from tests.model_state import state_of
 from tests.support import stack_inputs, train_step
 
 MIXED = {"blocks.0": "full", "*": "attn_only"}
+SOME = {"blocks.0": "full", "*": "none"}
 
 
 @pytest.fixture(params=HOSTS)
@@ -35,12 +37,13 @@ def test_policies_and_the_way_back(host: Host, attention_executions: Counter[str
     model = host.make()
     before, keys, functions = state_of(model), list(model.state_dict()), functions_of(model)
     long = Policy("attn_only", min_kv=support.TEXT_TOKENS + 1)
-    for policy, executions in (("attn_only", 4), ("full", 8), (long, 6), (MIXED, 6), ("attn_only", 4)):
+    policies = (("attn_only", 4), ("full", 8), (long, 6), (MIXED, 6), (SOME, 6), ("none", 4), ("attn_only", 4))
+    for policy, executions in policies:
         host.enable(model, policy)
         for _ in range(2):
             assert step_of(model, attention_executions) == executions, policy
         (row,) = fastac.report(model).rows
-        assert (row.blocks, row.blocks_full) == (2, int(policy is MIXED))
+        assert (row.blocks, row.blocks_full, row.blocks_none) == (2, policy in (MIXED, SOME), policy is SOME)
     assert list(model.state_dict()) == keys
     once = state_of(model)
     host.enable(model)
@@ -52,6 +55,24 @@ def test_policies_and_the_way_back(host: Host, attention_executions: Counter[str
     assert step_of(model, attention_executions) == host.executions
     fastac.disable(model)
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize("name", ["diffusers", "blocks", "wrapped blocks", "diffusers, wrapped blocks"])
+def test_blocks_that_are_not_checkpointed(name: str) -> None:
+    """Each holds what it holds without checkpointing, and the others what they hold with it."""
+    host = HOSTS[name]
+    model, held = host.make(), {}
+    bare = support.stack()
+    for policy in ("attn_only", fastac.first_blocks(bare, 1, blocks="blocks"), {"blocks.1": "attn_only", "*": "none"}):
+        host.enable(model, policy)
+        train_step(model, stack_inputs())
+        held[str(policy)] = allocated(lambda: model(**stack_inputs()))
+    host.enable(model, "none")
+    plain = allocated(lambda: model(**stack_inputs()))
+    assert plain == allocated(lambda: bare(**stack_inputs()))
+    (saved, *some) = held.values()
+    assert some == [pytest.approx((saved + plain) / 2, rel=0.02)] * 2
+    assert plain > 2 * saved
 
 
 def test_without_gradients_it_is_left_alone(host: Host) -> None:

@@ -19,11 +19,14 @@ from tests.support import assert_same, stack, stack_inputs, train_step
 
 
 class CheckpointsItself(Diffuser):
-    """Calls torch's checkpoint, whatever function it was given."""
+    """Calls torch's checkpoint, whatever function it was given, as SimpleTuner's."""
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            video = torch_checkpoint(block, video, text, use_reentrant=False)
+            if self.gradient_checkpointing:
+                video = torch_checkpoint(block, video, text, use_reentrant=False)
+            else:
+                video = block(video, text)
         return video
 
 
@@ -46,16 +49,21 @@ class PastTheCall(support.AttentionStack):
 
 
 @pytest.mark.parametrize(
-    ("make", "blocks"),
+    ("make", "blocks", "advice"),
     [
-        (lambda: diffuser(CheckpointsItself), None),
-        (lambda: diffuser(OverridesForward), None),
-        (PastTheCall, "blocks"),
+        (lambda: diffuser(CheckpointsItself), None, r'fastac\.enable\(model, blocks="blocks"\)'),
+        (lambda: diffuser(OverridesForward), None, r'fastac\.enable\(model, blocks="blocks"\)'),
+        (PastTheCall, "blocks", r"module lists are 'blocks', 'blocks\.0\.norms'"),
     ],
     ids=["diffusers, checkpoints itself", "diffusers, another forward", "blocks, called past"],
 )
-def test_a_forward_that_opened_no_region(make: Any, blocks: Any) -> None:
-    """An error in every step with gradients; not without them, not under a disabled model, not under "full"."""
+def test_a_forward_that_opened_no_region(
+    make: Any, blocks: Any, advice: str, attention_executions: Counter[str]
+) -> None:
+    """An error in every step with gradients; not without them, not under a disabled model, not under "full".
+
+    Where blocks can be named it says so, and that trains.
+    """
     model = make()
     expected = train_step(model, stack_inputs())
     fastac.enable(model, blocks=blocks)
@@ -63,11 +71,13 @@ def test_a_forward_that_opened_no_region(make: Any, blocks: Any) -> None:
         with mode():
             model(**stack_inputs())
     for _ in range(2):
-        with pytest.raises(PolicyNotAppliedError, match=type(model).__name__):
+        with pytest.raises(PolicyNotAppliedError, match=f"(?s){type(model).__name__}.*{advice}"):
             train_step(model, stack_inputs())
     if blocks is None:
         model.disable_gradient_checkpointing()
         assert_same(train_step(model, stack_inputs()), expected)
+        fastac.enable(model, blocks="blocks")
+        assert step_of(model, attention_executions) == 4
     fastac.disable(model)
     assert_same(train_step(model, stack_inputs()), expected)
 
