@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastac.engine.opaque import make_visible
     from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
     from fastac.hook import disable, enable, first_blocks
+    from fastac.patch import patch_checkpoint
     from fastac.planning import Plan, plan
     from fastac.policy import Policy
     from fastac.registry import AttentionOp, OpaqueFunction, register
@@ -43,6 +44,7 @@ __all__ = [
     "enable",
     "first_blocks",
     "make_visible",
+    "patch_checkpoint",
     "plan",
     "register",
     "report",
@@ -55,6 +57,7 @@ _ROOMS = (
     "engine.opaque",
     "errors",
     "hook",
+    "patch",
     "planning",
     "policy",
     "registry",

@@ -72,7 +72,8 @@ class Enabled:
 
     blocks: by qualified name, without wrappers. forwards: of the blocks, by name, where that is the host. switches:
     modules with the flag of gradient checkpointing, their flag and function before. wrappers: CheckpointWrappers, and
-    their functions before. opened: regions of the forward that runs. saved: something of a region was saved.
+    their functions before. opened: regions of the forward that runs. without_gradients: a block of it ran with
+    gradients off. saved: something of a region was saved.
     """
 
     model: torch.nn.Module
@@ -83,6 +84,7 @@ class Enabled:
     switches: list[tuple[torch.nn.Module, Any, Any]] = dataclasses.field(default_factory=list)
     wrappers: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     opened: int = 0
+    without_gradients: bool = False
     saved: bool = False
 
     def __post_init__(self) -> None:
@@ -177,7 +179,7 @@ class Enabled:
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
         """The model's forward begins."""
         if not torch.compiler.is_compiling():
-            self.opened = 0
+            self.opened, self.without_gradients = 0, False
 
     def after_forward(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when the model ran, with gradients on, and opened no region or saved nothing."""
@@ -193,10 +195,13 @@ class Enabled:
             cause = "its forward checkpoints by itself, or it calls other modules"
             cause = "its gradient checkpointing function was replaced" if replaced else cause
             way_out = "Call fastac.enable after that. " * replaced
+            way_out += name_blocks(model, () if self.by_forward else grouped(self.blocks))
+            if self.without_gradients:
+                cause = "they ran with gradients off, as reentrant checkpointing runs them"
+                way_out = f"Leave the model's own checkpointing off ({_off(model)}), or pass use_reentrant=False."
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
-                f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n"
-                f"{way_out}{name_blocks(model, () if self.by_forward else grouped(self.blocks))}"
+                f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
             )
 
     def _check_attached(self) -> None:
@@ -261,6 +266,8 @@ def _run(enabled: Enabled, function: Any, /, *args: Any, **kwargs: Any) -> Any:
 def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """What stands in the place of a block's forward."""
     if not torch.is_grad_enabled():
+        if not torch.compiler.is_compiling():
+            own.enabled.without_gradients = True
         return own.forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
         own.enabled.opened += 1

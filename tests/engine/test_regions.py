@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 import fastac
 from fastac import FastacError
@@ -67,6 +68,32 @@ def test_callables(kind: str, attention_executions: Counter[str]) -> None:
         attention_executions.clear()
         assert_same(step(functools.partial(fastac.checkpoint, function, **options)), reference)
         assert attention_executions == {CPU_ATTENTION: 2}
+
+
+def test_decorator(attention_executions: Counter[str]) -> None:
+    """Of a method and of a function, with options and without any; the name and the docstring stay."""
+
+    class Decorated(AttentionBlock):
+        @fastac.checkpoint(policy="attn_only", use_reentrant=False, context_fn=noop_context_fn)
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            """Of the block."""
+            return super().forward(video, text)
+
+    torch.manual_seed(0)
+    reference = train_step(AttentionBlock(), stack_inputs())
+    torch.manual_seed(0)
+    block = Decorated()
+    attention_executions.clear()
+    assert_same(train_step(block, stack_inputs()), reference)
+    assert attention_executions == {CPU_ATTENTION: 2}
+    assert block.forward.__doc__ == "Of the block."
+    attention_executions.clear()
+    plain = functools.partial(AttentionBlock.forward, block)
+    found = train_step(fastac.checkpoint()(functools.wraps(AttentionBlock.forward)(plain)), stack_inputs())
+    assert_same(found, {name: one for name, one in reference.items() if name in found})
+    assert attention_executions == {CPU_ATTENTION: 2}
+    with pytest.raises(FastacError, match="without a function"):
+        fastac.checkpoint(scale=1)
 
 
 def test_arguments_and_outputs_of_any_structure(attention_executions: Counter[str]) -> None:
@@ -125,6 +152,91 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], message: str, 
 def test_contexts_of_torch(around: Callable[[], Any], attention_executions: Counter[str]) -> None:
     with around():
         assert_exact(AttentionBlock, attention_executions, {CPU_ATTENTION: 4})
+
+
+class Packing:
+    """Hooks that hand out numbers for tensors, and keep these."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.change = change
+        self.held: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        self.held.append(self.change(tensor))
+        return len(self.held) - 1
+
+    def unpack(self, number: int) -> torch.Tensor:
+        return self.held[number]
+
+
+def backward_twice(inputs: dict[str, torch.Tensor], block: torch.nn.Module) -> Callable[[torch.Tensor], None]:
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward(retain_graph=True)
+        for leaf in (*inputs.values(), *block.parameters()):
+            leaf.grad = None
+        loss.backward()
+
+    return backward
+
+
+@pytest.mark.parametrize(
+    "change", [lambda tensor: tensor, torch.Tensor.contiguous, torch.clone], ids=["itself", "contiguous", "copy"]
+)
+@pytest.mark.parametrize("respect", [True, False])
+def test_saved_tensors_hooks_around_it(respect: bool, change: Any, attention_executions: Counter[str]) -> None:
+    """They get what is saved where the call asks for that: at any step, for a second backward, with a region inside."""
+    torch.manual_seed(0)
+    block, inputs = AttentionBlock(), stack_inputs()
+
+    def inner(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return fastac.checkpoint(block, video, text, respect_saved_tensors_hooks=respect)
+
+    def outer(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return fastac.checkpoint(inner, video, text, respect_saved_tensors_hooks=respect)
+
+    def around(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return fastac.checkpoint(inner, video, text, policy=fastac.Policy("attn_only", min_kv=10))
+
+    reference = train_step(block, inputs)
+    for call in (inner, outer, around):
+        for _ in range(2):
+            attention_executions.clear()
+            packing = Packing(change)
+            with torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack):
+                found = train_step(call, inputs, backward=backward_twice(inputs, block))
+                found |= support.gradients(support.leaves_of(block, {}))
+            assert_same(found, reference)
+            assert attention_executions == {CPU_ATTENTION: 2}
+            outputs = [one for one in packing.held if one.shape == (1, 2, support.VIDEO_TOKENS, support.WIDTH // 2)]
+            assert len(outputs) == (2 if respect and call is not around else 0)
+
+
+def test_hooks_that_keep_the_tensor_get_a_copy() -> None:
+    """A forward that autograd does not follow may write into what was saved, and so does each recompute."""
+    torch.manual_seed(0)
+    block, inputs = OneAttention(change=lambda output: output.mul_(2)), stack_inputs()
+    block.qkv.requires_grad_(False)
+    inputs["video"].requires_grad_(False)
+    packing = Packing(lambda tensor: tensor)
+
+    def call(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return fastac.checkpoint(block, video, text, respect_saved_tensors_hooks=True)
+
+    reference = train_step(block, inputs)
+    with torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack):
+        found = train_step(call, inputs, backward=backward_twice(inputs, block))
+    assert_same(found | support.gradients(support.leaves_of(block, {})), reference)
+
+
+def test_what_hooks_have_packed_is_reported_as_saved() -> None:
+    """In bytes, wherever the hooks have put it."""
+    block = AttentionBlock()
+    with torch.autograd.graph.save_on_cpu():
+        output = fastac.checkpoint(block, **stack_inputs(), respect_saved_tensors_hooks=True)
+    latest = record_of(block).latest
+    assert latest is not None
+    assert [call.saved_bytes for call in latest.calls] == [CALL_BYTES] * 2
+    output.sum().backward()
 
 
 def test_tensor_hook_on_the_attention_output(attention_executions: Counter[str]) -> None:

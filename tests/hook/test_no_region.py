@@ -40,9 +40,11 @@ class OverridesForward(Diffuser):
 
 
 class PastTheCall(support.AttentionStack):
-    """Calls what its blocks are made of, never a block itself."""
+    """Calls what its blocks are made of, never a block itself, but without gradients."""
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(video, text)
         for block in self.blocks:
             video = type(block).forward(block, video, text)
         return video
@@ -80,6 +82,26 @@ def test_a_forward_that_opened_no_region(
         assert step_of(model, attention_executions) == 4
     fastac.disable(model)
     assert_same(train_step(model, stack_inputs()), expected)
+
+
+@pytest.mark.parametrize("which", ["all", "the last"])
+@pytest.mark.parametrize("own", ["torch", "library"])
+def test_reentrant_checkpoints_around_blocks(own: str, which: str) -> None:
+    """As trainers have them, torch's or their own, around the blocks that `enable` named."""
+
+    class Reentrant(support.AttentionStack):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            run = reentrant if own == "torch" else LibrariesCheckpoint.apply
+            for i, block in enumerate(self.blocks):
+                video = run(block, video, text) if which == "all" or i else block(video, text)
+            return video
+
+    model = Reentrant()
+    fastac.enable(model, blocks="blocks")
+    advice = "own checkpointing off .*use_reentrant=False" if which == "all" else "Leave that checkpoint out"
+    for _ in range(2):
+        with pytest.raises(PolicyNotAppliedError, match=advice):
+            train_step(model, stack_inputs())
 
 
 # Attention in a backward, outside a replay

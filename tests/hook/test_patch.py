@@ -1,0 +1,171 @@
+"""patch_checkpoint: code that calls torch's checkpoint by its name gets fastac's, and what took it before is told."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fastac
+from fastac import FastacError
+from tests.hook.test_no_region import LibrariesCheckpoint
+from tests.support import (
+    CPU_ATTENTION,
+    AttentionBlock,
+    AttentionStack,
+    assert_same,
+    custom_attention,
+    stack_inputs,
+    train_step,
+)
+
+CAPTURED = functools.partial(torch_checkpoint, use_reentrant=False)
+
+
+class Caller(AttentionStack):
+    """Checkpoints its blocks itself, as the models of most trainers do."""
+
+    call: Callable[..., torch.Tensor]
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            video = self.call(block, video, text)
+        return video
+
+
+def by_name(*args: Any) -> torch.Tensor:
+    return checkpoint(*args, use_reentrant=False)
+
+
+def by_attribute(*args: Any) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(*args, use_reentrant=False)
+
+
+def without_options(*args: Any) -> torch.Tensor:
+    """torch itself runs this one reentrant, with a warning."""
+    return torch.utils.checkpoint.checkpoint(*args)
+
+
+def reentrant(*args: Any) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(*args, use_reentrant=True)
+
+
+def torch_s_function(*args: Any) -> torch.Tensor:
+    return torch.utils.checkpoint.CheckpointFunction.apply(*args[:1], True, *args[1:])
+
+
+def caller(call: Callable[..., torch.Tensor]) -> Caller:
+    torch.manual_seed(0)
+    model = Caller()
+    model.call = call
+    return model
+
+
+@pytest.mark.parametrize("call", [by_name, by_attribute, without_options])
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter")
+def test_names(call: Callable[..., torch.Tensor], attention_executions: Counter[str]) -> None:
+    """Attention once, inside; as before, bit for bit, outside. A backward may come after the end."""
+    model, inputs = caller(call), stack_inputs()
+    expected = train_step(model, inputs)
+    assert attention_executions == {CPU_ATTENTION: 8}
+    with fastac.patch_checkpoint():
+        for _ in range(2):
+            attention_executions.clear()
+            assert_same(train_step(model, inputs), expected)
+            assert attention_executions == {CPU_ATTENTION: 4}
+        attention_executions.clear()
+        output = model(**inputs)
+    output.sum().backward()
+    assert attention_executions == {CPU_ATTENTION: 4}
+    attention_executions.clear()
+    assert_same(train_step(model, inputs), expected)
+    assert attention_executions == {CPU_ATTENTION: 8}
+
+
+def test_names_that_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is imported while patched gets the patched name, and torch's when the patch ends."""
+    late = types.ModuleType("late")
+    monkeypatch.setitem(sys.modules, "late", late)
+    with fastac.patch_checkpoint():
+        exec("from torch.utils.checkpoint import checkpoint as own", vars(late))
+        assert late.own is checkpoint is torch.utils.checkpoint.checkpoint is not CAPTURED.func
+    assert late.own is checkpoint is torch.utils.checkpoint.checkpoint is CAPTURED.func
+
+
+def test_it_says_what_it_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="fastac"), fastac.patch_checkpoint("full"):
+        assert f"{__name__}.checkpoint" in caplog.text
+    assert "fastac.checkpoint" not in caplog.text
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("call", [CAPTURED, LibrariesCheckpoint.apply, torch_s_function, reentrant], ids=str)
+def test_checkpoints_that_stay_torch_s(call: Any, compiled: bool) -> None:
+    """Names captured before, reentrant ones and those of libraries: an error that says what to switch, no silence."""
+    model, inputs = caller(call), stack_inputs()
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="aot_eager") if compiled and call is not reentrant else model
+    with fastac.patch_checkpoint():
+        for _ in range(2):
+            with pytest.raises(FastacError, match=r"use_reentrant=False"):
+                train_step(run, inputs)
+    train_step(model, inputs)
+
+
+def test_a_kernel_that_came_in_since() -> None:
+    """The patch intercepts it, where no region of fastac ever opens."""
+    attend = custom_attention("came_in")
+    model = caller(CAPTURED)
+    model.blocks = torch.nn.ModuleList([AttentionBlock(attend=attend)])
+    with fastac.patch_checkpoint(), pytest.raises(FastacError, match="came_in"):
+        train_step(model, stack_inputs())
+
+
+def test_attention_without_any_checkpoint_is_let_alone(attention_executions: Counter[str]) -> None:
+    """Of an encoder beside the model, and of an attention whose own backward runs it again."""
+    model = caller(lambda block, *args: block(*args))
+    with fastac.patch_checkpoint():
+        train_step(model, stack_inputs())
+    assert attention_executions == {CPU_ATTENTION: 4}
+
+
+def test_what_the_policy_recomputes_may_be_captured(attention_executions: Counter[str]) -> None:
+    with fastac.patch_checkpoint(fastac.Policy("attn_only", min_kv=1000)):
+        train_step(caller(CAPTURED), stack_inputs())
+    assert attention_executions == {CPU_ATTENTION: 8}
+
+
+def test_a_compiled_model_that_calls_it_is_refused() -> None:
+    """dynamo makes an operator of torch's checkpoint, which has torch's own saving in it."""
+    torch._dynamo.reset()
+    with fastac.patch_checkpoint(), pytest.raises(Exception, match=r"fastac\.compile"):
+        train_step(torch.compile(caller(by_attribute), backend="aot_eager"), stack_inputs())
+
+
+def test_beside_enable(attention_executions: Counter[str]) -> None:
+    """Also under a torch.compile of the whole model."""
+    model = caller(lambda block, *args: block(*args))
+    fastac.enable(model, blocks="blocks")
+    torch._dynamo.reset()
+    with fastac.patch_checkpoint():
+        for run in (model, torch.compile(model, backend="aot_eager")):
+            attention_executions.clear()
+            train_step(run, stack_inputs())
+            assert attention_executions == {CPU_ATTENTION: 4}
+        fastac.verify(model, **stack_inputs())
+
+
+def test_once_is_enough() -> None:
+    with fastac.patch_checkpoint(), pytest.raises(FastacError, match="called before"):
+        fastac.patch_checkpoint()
+    with pytest.raises(FastacError, match="'unknown'"):
+        fastac.patch_checkpoint("unknown")
+    assert torch.utils.checkpoint.checkpoint is CAPTURED.func
