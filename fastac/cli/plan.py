@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context-parallel", type=int, default=1, metavar="RANKS", help="of these, that split a video (%(default)s)"
     )
     parser.add_argument("--budget", metavar="BYTES", help='of saved outputs: what every block then saves: "40GiB"')
+    parser.add_argument("--checkpointed", type=int, metavar="BLOCKS", help="rows for checkpointing that many alone")
     parser.add_argument("--memory", metavar="BYTES", help="of a device: the longest video and largest budget for it")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the frontier as a picture: .png, .svg or .pdf")
@@ -73,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
             Training(options.lora, options.optimizer, options.gpus, options.context_parallel),
             budget=budget,
             memory=memory,
+            checkpointed=options.checkpointed,
             tell=tell,
         )
     if options.json:
@@ -81,6 +83,8 @@ def run(options: argparse.Namespace) -> int:
         print(found)
         if found.budget is not None and options.context_parallel == 1:
             print(f"fastac.enable(transformer, fastac.plan(transformer, inputs).within({_written(found.budget)}))")
+        if options.checkpointed is not None:
+            print(f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}))")
     if options.plot is not None:
         plot(found, options.plot)
     return 0

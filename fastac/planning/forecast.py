@@ -108,19 +108,40 @@ class Forecast:
         split: Split = Split(),  # noqa: B008 it is frozen
     ) -> None:
         self.subject, self.gpus, self.split = subject, gpus, split
-        blocks = [block for container in subject.containers for block in container.blocks.values()]
-        self.states = states_of(subject.model, optimizer, gpus, blocks)
+        self._partly: dict[frozenset[str], Timeline] = {}
+        self.states = states_of(subject.model, optimizer, gpus, subject.blocks.values())
         self.gradients = sum(one.nbytes for one in subject.model.parameters() if one.requires_grad) // gpus
 
     @functools.cached_property
     def plain(self) -> Timeline:
         """A step without checkpointing."""
-        return simulated(self.subject, False, self.split)
+        return simulated(self.subject, (), self.split)
 
     @functools.cached_property
     def full(self) -> Timeline:
         """A step under full checkpointing."""
-        return simulated(self.subject, True, self.split)
+        return simulated(self.subject, self.subject.blocks, self.split)
+
+    def step(self, policies: Mapping[str, Policy]) -> Timeline:
+        """A step under full checkpointing of those blocks that these policies checkpoint."""
+        names = frozenset(name for name, policy in policies.items() if policy.checkpoints)
+        if not names or len(names) == len(policies):
+            return self.full if names else self.plain
+        if names not in self._partly:
+            self._partly[names] = simulated(self.subject, names, self.split)
+        return self._partly[names]
+
+    def policies(self, policy: str | Policy | Mapping[str, Policy]) -> Mapping[str, Policy]:
+        """The policies of all blocks: of one for all, by its value or name, or one of each block."""
+        policy = NAMED[policy] if isinstance(policy, str) else policy
+        return dict.fromkeys(self.subject.blocks, policy) if isinstance(policy, Policy) else policy
+
+    def first(self, count: int, policy: str) -> dict[str, Policy]:
+        """The policies under which the first blocks are checkpointed, and no other. Raises FastacError."""
+        names = list(self.subject.blocks)
+        if not 0 <= count <= len(names):
+            raise FastacError(f"plan(checkpointed={count}): there are {len(names)} blocks")
+        return {name: NAMED[policy if number < count else "none"] for number, name in enumerate(names)}
 
     @property
     def candidates(self) -> Mapping[str, Sequence[Candidate]]:
@@ -139,10 +160,10 @@ class Forecast:
         return found
 
     def saved(self, policy: str | Policy | Mapping[str, Policy]) -> list[Place]:
-        """What is saved under a policy of all blocks, by its value or name, or under one of each block."""
-        if isinstance(policy, str):
-            policy = NAMED[policy]
-        policies = dict.fromkeys(self.outputs(), policy) if isinstance(policy, Policy) else policy
+        """What is saved under a policy."""
+        policies = self.policies(policy)
+        if all(mine.saves_nothing for mine in policies.values()):
+            return []
 
         def is_saved(mine: Policy, one: Candidate) -> bool:
             if one.keys:
@@ -160,28 +181,21 @@ class Forecast:
 
     def peak(self, policy: str | Policy | Mapping[str, Policy]) -> int:
         """The most bytes that are allocated at one time under a policy, as in `plan`."""
-        if policy == "none":
-            return self.states.total + self.plain.peak(gradient_shards=self.gpus)
-        return self.states.total + self.full.peak(self.saved(policy), self.gpus)
+        return self.states.total + self.step(self.policies(policy)).peak(self.saved(policy), self.gpus)
 
     def plan(self, policy: str | Policy | Mapping[str, Policy], name: str = "") -> PolicyPlan:
-        """The plan of a policy. policy: as in `saved`, or "none". name: what it is called; default: the policy."""
-        if policy == "none":
-            total = sum(self.plain.flops.values())
-            relative = total / sum(self.full.flops.values())
-            return PolicyPlan("none", 0, self.plain.held(), self.peak(policy), 0, total, relative)
-        saved = self.saved(policy)
-        full = sum(self.full.flops.values())
-        recomputed = self.full.recomputed(saved)
-        total = full - self.full.recomputed() + recomputed
+        """The plan of a policy. policy: as in `policies`. name: what it is called; default: the policy."""
+        step, saved = self.step(self.policies(policy)), self.saved(policy)
+        recomputed = step.recomputed(saved)
+        total = sum(step.flops.values()) - step.recomputed() + recomputed
         return PolicyPlan(
             policy=name or str(policy),
             saved_bytes=self._bytes(saved),
-            held_bytes=self.full.held(saved),
+            held_bytes=step.held(saved),
             peak_bytes=self.peak(policy),
             recomputed_flops=recomputed,
             flops=total,
-            relative=total / full,
+            relative=total / sum(self.full.flops.values()),
         )
 
     def within(self, limit: int, linear: bool = True) -> dict[str, Policy]:

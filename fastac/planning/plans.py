@@ -188,6 +188,7 @@ def plan(
     blocks: Any = None,
     optimizer: str = "adamw",
     gpus: int = 1,
+    checkpointed: int | None = None,
 ) -> Plan:
     """Plan a step of a model: what each policy holds, its peak, and the FLOPs that it recomputes.
 
@@ -197,6 +198,9 @@ def plan(
         blocks: as in `enable`.
         optimizer: "adamw", "adamw8bit" or "sgd".
         gpus: among how many FSDP2 shards weights, gradients and the optimizer's states.
+
+        checkpointed: adds what "full" and "attn_only" do where the first so many blocks are checkpointed and the rest
+            is not, as `fastac.first_blocks` has it.
 
     Returns:
         A Plan, which prints as a table; `within` gives what to save for a number of bytes.
@@ -215,13 +219,27 @@ def plan(
             f'{{"hidden_states": ..., "timestep": ...}}, got {type(inputs).__name__}'
         )
     shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, torch.Tensor)]
-    return make_plan(Forecast(subject(model, inputs, blocks), optimizer, gpus), class_name(model), ", ".join(shapes))
+    forecast = Forecast(subject(model, inputs, blocks), optimizer, gpus)
+    return make_plan(forecast, class_name(model), ", ".join(shapes), checkpointed=checkpointed)
 
 
-def make_plan(forecast: Forecast, name: str, inputs: str, budget: int | None = None, memory: int | None = None) -> Plan:
-    """The plan of a forecast, with that of a budget, or of the largest budget for a memory, both in bytes."""
+def make_plan(
+    forecast: Forecast,
+    name: str,
+    inputs: str,
+    budget: int | None = None,
+    memory: int | None = None,
+    checkpointed: int | None = None,
+) -> Plan:
+    """The plan of a forecast, with that of a budget, or of the largest budget for a memory, both in bytes.
+
+    checkpointed: how many blocks are, in two more rows.
+    """
     try:
         policies = [forecast.plan(one) for one in FIXED]
+        if checkpointed is not None:
+            for one in ("full", "attn_only"):
+                policies.append(forecast.plan(forecast.first(checkpointed, one), f"{one}, first {checkpointed} blocks"))
     except FastacError:
         raise
     except BREAKS as error:  # the model's own, or of what is not known of tensors without data

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -239,14 +239,14 @@ def simulate(
     inputs: Mapping[str, Any],
     blocks: Mapping[str, torch.nn.Module],
     attach: Callable[[Callable[..., Any]], None],
-    checkpoints: bool,
+    checkpointed: Collection[str],
     known: KnownValues,
     split: Split,
 ) -> Timeline:
     """One forward and backward of the mean square of a model's outputs; all tensors are fake.
 
     blocks: by name. attach: makes the model call a function in the place of each block, with the block and its inputs.
-    checkpoints: under full checkpointing, without any otherwise. known: values of inputs. split: whose rank this is.
+    checkpointed: names of those that are, fully. known: values of inputs. split: whose rank this is.
     """
     names = {block: name for name, block in blocks.items()}
     outside = [*model.parameters(), *model.buffers(), *(x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))]
@@ -259,9 +259,11 @@ def simulate(
         calls[name] += 1
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"
         run = functools.partial(_run, meter, region, block)
-        if checkpoints:
+        if name in checkpointed:
             meter.hold(GENERATOR_STATE, run, region)  # which lives as long as what recompute needs
-        outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs) if checkpoints else run(*args, **kwargs)
+            outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs)
+        else:
+            outputs = run(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
             meter.leave_out(region)  # frozen, and so is all before it: what it would keep is freed at once
         return outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ class Subject:
     inputs: Mapping[str, Any]
     containers: Sequence[BlockContainer]
     known: KnownValues
+
+    @property
+    def blocks(self) -> dict[str, torch.nn.Module]:
+        """All blocks, by name."""
+        return {name: block for container in self.containers for name, block in container.blocks.items()}
 
     def given(self, inputs: Mapping[str, Any]) -> Subject:
         """The same model with other inputs."""
@@ -89,13 +94,17 @@ def _fake_input(known: KnownValues, value: Any) -> Any:
     return fake
 
 
-def simulated(subject: Subject, checkpoints: bool, split: Split = Split()) -> Timeline:  # noqa: B008 it is frozen
-    """A step without any checkpointing, or one under full checkpointing."""
+def simulated(
+    subject: Subject,
+    checkpointed: Collection[str],
+    split: Split = Split(),  # noqa: B008 it is frozen
+) -> Timeline:
+    """A step in which the blocks of these names are under full checkpointing."""
     flops.register_formulas()
-    blocks = {name: block for container in subject.containers for name, block in container.blocks.items()}
+    blocks = subject.blocks
     attach = functools.partial(_attach, subject.model, blocks)
     with subject.known.mode:
-        return simulate(subject.model, subject.inputs, blocks, attach, checkpoints, subject.known, split)
+        return simulate(subject.model, subject.inputs, blocks, attach, checkpointed, subject.known, split)
 
 
 def _attach(model: Any, blocks: Mapping[str, torch.nn.Module], function: Callable[..., Any]) -> None:

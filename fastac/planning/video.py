@@ -14,7 +14,7 @@ from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
-from fastac.planning.plans import WITHIN, Plan, make_plan
+from fastac.planning.plans import FIXED, WITHIN, Plan, make_plan
 from fastac.planning.simulation import Split
 from fastac.planning.subject import BREAKS, Subject, subject
 from fastac.planning.timeline import Timeline
@@ -56,12 +56,13 @@ def plan_video(
     *,
     budget: int | None = None,
     memory: int | None = None,
+    checkpointed: int | None = None,
     tell: Tell = lambda text: None,
 ) -> Plan:
     """Plan a step of a published model on a video.
 
     budget: bytes of saved outputs. memory: bytes of the device, for the longest video with which a step fits, and
-    without a budget for the largest that fits. tell: is given what is being done.
+    without a budget for the largest that fits. checkpointed: as in `plan`. tell: is given what is being done.
     Raises FastacError for a video that does not fit the model.
     """
     try:
@@ -82,13 +83,13 @@ def plan_video(
     on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
-    found = make_plan(forecast, configuration.name, described, budget, memory)
+    found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed)
     if memory is None:
         return found
     largest = {
         one.policy: search.longest(one.policy, memory, budget)
         for one in found.policies
-        if not one.policy.startswith(WITHIN) or budget is not None
+        if one.policy in FIXED or (one.policy.startswith(WITHIN) and budget is not None)
     }
     return dataclasses.replace(found, largest=largest)
 

@@ -71,6 +71,23 @@ def test_a_plan_as_a_table(small: list[str], capsys: pytest.CaptureFixture[str])
     assert table.splitlines()[-1].startswith("fastac.enable(transformer, fastac.plan(transformer, inputs).within(")
 
 
+def test_a_plan_for_some_blocks(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Two rows between no checkpointing and all, and the line of code."""
+    assert cli.main(["plan", *small, "--checkpointed", "2", "--memory", "1GiB", "--json"]) == 0
+    found = {one["policy"]: one for one in json.loads(capsys.readouterr().out)["policies"]}
+    for name in ("full", "attn_only"):
+        row = found[f"{name}, first 2 blocks"]
+        assert found["none"]["flops"] < row["flops"] < found[name]["flops"]
+        assert found["full"]["held_bytes"] < row["held_bytes"] < found["none"]["held_bytes"]
+        assert row["saved_bytes"] * 3 == found[name]["saved_bytes"] * 2
+    assert cli.main(["plan", *small, "--checkpointed", "2"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    model: Any = configurations.build(configurations.load(small[0]))
+    exec(line, {"fastac": fastac, "transformer": model})
+    assert cli.main(["plan", *small, "--checkpointed", "4"]) == 1
+    assert "there are 3 blocks" in capsys.readouterr().err
+
+
 def test_a_plot_that_cannot_be_written_is_an_error(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastac
 from fastac.cli.measuring import allocated_bytes
+from fastac.engine import flops
 from fastac.models.published import add_lora
 from fastac.planning.forecast import Forecast
 from fastac.planning.subject import subject
@@ -92,10 +93,11 @@ def allocated(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[int, i
 
 def counted_flops(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, int]:
     """FLOPs of a step as torch counts calls, by op."""
+    flops.register_formulas()
     with FlopCounterMode(display=False) as counter:
         step(model, inputs)
     clear(model, inputs)
-    return {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
 
 
 def stack_inputs() -> dict[str, Any]:

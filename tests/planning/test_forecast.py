@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastac.planning.forecast import Forecast
+from fastac.planning.forecast import Forecast, block_of
 from fastac.planning.knapsack import Choice
 from fastac.planning.simulation import GENERATOR_STATE
 from fastac.planning.subject import subject
@@ -66,10 +66,11 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
     found = Forecast(subject(model, inputs))
     unseen = 0
     wrong = []
-    for policy in POLICIES:
+    half = found.first(len(found.subject.blocks) // 2, "attn_only")
+    for policy in (*POLICIES, half):
         plan, mine = found.plan(policy), planned.under(model, policy)
         (held, _), (held_seen, peak_seen) = planned.allocated(mine, inputs), planned.live(mine, inputs)
-        states = 0 if policy == "none" else GENERATOR_STATE * len(found.candidates)
+        states = GENERATOR_STATE * sum(found.policies(policy)[block_of(one)].checkpoints for one in found.candidates)
         unseen = held - held_seen if policy == "none" else unseen
         peak = plan.peak_bytes - found.states.total
         is_peak = peak >= peak_seen if policy is ALL_LINEAR else peak == peak_seen
@@ -90,6 +91,8 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert found.plan("full").flops == sum(full.values())
     assert found.plan("attn_only").flops == sum(full.values()) - again
     attention = found.plan("attn_only")
+    half = found.first(1, "full")
+    assert found.plan(half).flops == sum(planned.counted_flops(planned.under(model, half), inputs).values())
     assert found.plan("none").relative < attention.relative < found.plan("full").relative == 1
     assert attention.held_bytes - attention.saved_bytes == found.plan("full").held_bytes
 
