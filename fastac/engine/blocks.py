@@ -71,9 +71,13 @@ def is_inside(name: str, block: str) -> bool:
 
 
 def module_of(function: Any) -> torch.nn.Module | None:
-    """The module that a function is, or is a method of."""
-    owner = getattr(function, "__self__", function)
-    return owner if isinstance(owner, torch.nn.Module) else None
+    """The module that a function is, or is a method of, by itself or inside what hooks of others put around it."""
+    while function is not None:
+        owner = getattr(function, "__self__", function)
+        if isinstance(owner, torch.nn.Module):
+            return owner
+        function = getattr(function, "__wrapped__", None)
+    return None
 
 
 def block_of(function: Any) -> torch.nn.Module | None:

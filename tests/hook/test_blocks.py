@@ -190,6 +190,9 @@ def test_hooks_before_enable(library: str, attention_executions: Counter[str]) -
         attention_executions.clear()
         assert_same(train_step(model, inputs), expected)
         assert attention_executions == {CPU_ATTENTION: executions}
+        assert sum(row.saved for row in fastac.report(model).rows) == (2 if policy == "attn_only" else 0)
+    fastac.enable(model, fastac.Policy("attn_only", linear=("ffn.0",)), blocks="first")
+    assert_same(train_step(model, inputs), expected)
     fastac.disable(model)
     assert state_of(model) == before
 
