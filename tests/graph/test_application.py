@@ -71,6 +71,7 @@ def test_policies_by_name_of_the_block() -> None:
         one.blocks.append(one.blocks[0])
     traced = fastac.graph.trace(step_of(model), model, **inputs)
     assert_exact(plain, fastac.graph.apply(traced, {"blocks.0": "attn_only", "blocks.*": "full"}), inputs, 6 + 2)
+    assert_exact(plain, fastac.graph.apply(traced, {"blocks.0": "full", "*": "none"}), inputs, 6 + 4)
     with pytest.raises(FastacError, match=r"blocks\.1"):
         fastac.graph.apply(traced, {"blocks.0": "attn_only"})
     with pytest.raises(FastacError, match=r"layers\.\*"):

@@ -67,6 +67,10 @@ def test_blocks_that_are_not_checkpointed(name: str) -> None:
         host.enable(model, policy)
         train_step(model, stack_inputs())
         held[str(policy)] = allocated(lambda: model(**stack_inputs()))
+        report = fastac.report(model)
+        assert report.rows[0].blocks_none == len(held) // 2, report
+        assert ("1 not checkpointed" in str(report)) == (len(held) > 1)
+        fastac.verify(model, **stack_inputs())
     host.enable(model, "none")
     plain = allocated(lambda: model(**stack_inputs()))
     assert plain == allocated(lambda: bare(**stack_inputs()))
