@@ -6,6 +6,7 @@ What belongs to a block stands on the block, as `BlockRecord`, and is copied and
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -122,6 +123,8 @@ def kind_of(function: Any) -> Any:
 
 def describe(function: Any) -> str:
     """A block's qualified name where `enable` saw it, else its class, or the name of a function, for messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
     block = block_of(function)
     record = known_record(block) if block is not None else None
     if record is not None and record.name:

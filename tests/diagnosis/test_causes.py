@@ -528,6 +528,12 @@ def test_an_additional_call_that_is_decomposed() -> None:
     assert "small ops" in error_of(model, **stack_inputs())
 
 
+def test_a_partial_is_named_by_what_it_calls() -> None:
+    """transformers checkpoints a functools.partial of each layer's forward."""
+    function = functools.partial(AttentionBlock.forward, AttentionBlock(attend=dropping_out))
+    assert "AttentionBlock.forward" in error_of(fastac.checkpoint, function, **stack_inputs())
+
+
 def test_a_flag_or_a_shape_that_changes_the_number_of_calls(
     attention_executions: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
