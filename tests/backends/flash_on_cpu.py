@@ -37,6 +37,14 @@ def substitute(name: str) -> ModuleType:
     return module
 
 
+def package(name: str, **content: Any) -> ModuleType:
+    """A package on sys.path, without what its `__init__` imports: its modules are the real ones."""
+    module = substitute(name)
+    module.__path__ = [str(Path(path, *name.split("."))) for path in sys.path]
+    vars(module).update(content)
+    return module
+
+
 @functools.cache
 def flash_attn_2() -> ModuleType:
     """Import flash_attn.flash_attn_interface, with CPU kernels for its ops."""

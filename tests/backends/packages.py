@@ -1,4 +1,4 @@
-"""The real attention packages that the files in tests/backends/libraries test, and how each is had.
+"""The real packages that the files in tests/backends/libraries and tests/trainers/trainers test, and how each is had.
 
 They are downloaded and unpacked, not installed: an installed flash_attn without CUDA breaks `import diffusers`, and two
 of them share a name. Only their Python files are used, so wheels for another Python or another machine will do.
@@ -34,11 +34,13 @@ class Package:
     """One release on the package index.
 
     wheel_for: Python version and platforms of the wheel that is taken, whatever runs here; empty for one that fits.
+    any_python: take it although it asks for another Python than the one that runs here.
     source: take the source release. keep: regular expression for the files that are unpacked.
     """
 
     version: str
     wheel_for: tuple[str, ...] = ()
+    any_python: bool = False
     source: bool = False
     keep: str = r".*\.(py|json)"
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -48,7 +50,7 @@ class Package:
         if self.source:
             # pip asks a source release for its name, by running its setup.py: that needs what is installed here.
             return ["--no-binary", name, "--no-build-isolation"]
-        found = ["--only-binary", ":all:"]
+        found = ["--only-binary", ":all:", *["--ignore-requires-python"] * self.any_python]
         if self.wheel_for:
             version, *platforms = self.wheel_for
             found += ["--python-version", version, "--implementation", "cp"]
@@ -75,6 +77,21 @@ PACKAGES = {
     # For its interpreter, which needs neither the tools of CUDA and ROCm nor the compiler's headers. Triton 3.9 has no
     # block pointers any more, which VSA and LongCat use; the interpreter of 3.6 fails with numpy 2.4.
     "triton": Package(version="3.8.0", keep=r".*\.(py|json)|triton/_C/.*"),
+    # Trainers: their models and what checkpoints them, without an __init__ that imports pipelines and tokenizers.
+    "simpletuner": Package(
+        version="4.10.1",
+        any_python=True,
+        keep=r"simpletuner/helpers/(models/(wan|hunyuanvideo|kandinsky5_video)/transformer\w*|models/flowmap"
+        r"|training/(grounding/)?[a-z]\w*|musubi_block_swap|logging)\.py",
+    ),
+    "diffsynth": Package(version="2.1.12", keep=r"diffsynth/.*\.py"),
+    "ltx-core": Package(version="1.0.0", keep=r"ltx_core/.*\.py"),
+    "finetrainers": Package(version="0.2.0", keep=r"finetrainers/utils/(activation_checkpoint|_common)\.py"),
+    "nemo-automodel": Package(
+        version="0.7.0", keep=r"nemo_automodel/(_diffusers/parallel\w+|(components/distributed|shared)/.*)\.py"
+    ),
+    "torchtitan": Package(version="0.3.0", keep=r"torchtitan/.*\.py"),
+    "spmd-types": Package(version="0.3.1", keep=r"spmd_types/.*\.py"),
 }
 
 LIBRARIES = {
@@ -95,6 +112,20 @@ LIBRARIES = {
 }
 """File in tests/backends/libraries -> what it finds on sys.path: a package, or a folder in one."""
 
+TRAINERS = {
+    "simpletuner": ("simpletuner",),
+    "diffsynth": ("diffsynth",),
+    "ltx_core": ("ltx-core",),
+    "finetrainers": ("finetrainers",),
+    "nemo_automodel": ("nemo-automodel",),
+    "torchtitan": ("torchtitan", "spmd-types"),
+    "fastvideo_training": ("fastvideo",),
+    "transformers_models": (),
+}
+"""File in tests/trainers/trainers -> the same."""
+
+NEEDS = LIBRARIES | TRAINERS
+
 
 def place(name: str, folder: Path | None = None) -> Path:
     """The folder of a package."""
@@ -102,7 +133,7 @@ def place(name: str, folder: Path | None = None) -> Path:
 
 
 def _names(library: str) -> list[str]:
-    return [PurePosixPath(path).parts[0] for path in LIBRARIES[library]]
+    return [PurePosixPath(path).parts[0] for path in NEEDS[library]]
 
 
 def missing(library: str) -> list[str]:
@@ -117,7 +148,7 @@ def use(library: str) -> None:
     """
     if absent := missing(library):
         raise ModuleNotFoundError(f"{library} needs {', '.join(absent)} in {FOLDER}: `make test` downloads them")
-    paths = [PurePosixPath(path).parts for path in LIBRARIES[library]]
+    paths = [PurePosixPath(path).parts for path in NEEDS[library]]
     sys.path[:0] = [str(place(name).joinpath(*inside)) for name, *inside in paths]
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,17 +26,9 @@ flash_4_on_cpu.flash_attn_4()
 os.environ["FASTVIDEO_CONFIGURE_LOGGING"] = "0"
 
 
-def _package(name: str, **content: Any) -> ModuleType:
-    """A package of FastVideo without what its `__init__` imports."""
-    module = flash_on_cpu.substitute(name)
-    module.__path__ = [str(Path(path, *name.split("."))) for path in sys.path]
-    vars(module).update(content)
-    return module
-
-
-_package("fastvideo")
-_package("fastvideo.attention")
-_package("fastvideo.platforms", current_platform=None)
+flash_on_cpu.package("fastvideo")
+flash_on_cpu.package("fastvideo.attention")
+flash_on_cpu.package("fastvideo.platforms", current_platform=None)
 with pytest.MonkeyPatch.context() as _patch:
     _patch.setattr(torch.cuda, "is_available", lambda: True)
     from fastvideo.attention.utils import flash_attn_cute as cute

@@ -1,0 +1,81 @@
+"""SimpleTuner 4.10.1: its own classes, whose forward calls torch's checkpoint whatever function they are given."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import fastac
+from tests.backends import packages
+from tests.models.tiny import TINY
+from tests.trainers.training import OfDiffusers
+
+packages.use("simpletuner")
+
+from simpletuner.helpers.models.hunyuanvideo.transformer import HunyuanVideo15Transformer3DModel
+from simpletuner.helpers.models.kandinsky5_video.transformer_kandinsky5 import Kandinsky5Transformer3DModel
+from simpletuner.helpers.models.wan.transformer import WanTransformer3DModel
+
+
+class SimpleTuner(OfDiffusers):
+    kind: type
+    changes: ClassVar[dict[str, Any]] = {}
+    is_refused = True
+
+    def make(self) -> torch.nn.Module:
+        return self.kind(**{**TINY[self.name].config, **self.changes})
+
+    @property
+    def name(self) -> str:
+        return self.kind.__name__
+
+    def switch_on(self, model: Any) -> None:
+        model.enable_gradient_checkpointing()
+
+    def test_enable_alone_is_refused(self) -> None:
+        """It gives the model a function to call, which the forward ignores; the error says what to write."""
+        model = self.model()
+        fastac.enable(model)
+        with pytest.raises(fastac.PolicyNotAppliedError) as error:
+            self.step(model)
+        assert f"fastac.enable(model, blocks={self.blocks!r})".replace("'", '"') in str(error.value)
+
+
+class TestWan(SimpleTuner):
+    kind, attention, blocks = WanTransformer3DModel, 6, "blocks"
+    changes: ClassVar = {"num_layers": 3}
+
+    @pytest.mark.parametrize(
+        ("options", "again"),
+        [
+            ({"interval": 2}, 6),
+            ({"interval": 2, "segment_stride": 3}, 4),
+            ({"offload_attention": True}, 6),
+            ({"backend": "unsloth"}, 6),  # not reentrant here: torch's checkpoint under saved_tensors_hooks
+            ({"backend": "torch-ffn"}, 0),
+        ],
+        ids=str,
+    )
+    def test_options(self, options: dict[str, Any], again: int) -> None:
+        """Segments of two blocks, with a block between them that is not checkpointed; hooks around it; a part of it."""
+
+        def switched_on() -> Any:
+            model = self.switched_on()
+            for name, value in options.items():
+                getattr(model, f"set_gradient_checkpointing_{name}")(value)
+            return model
+
+        self.expect(switched_on(), again)
+        with fastac.patch_checkpoint():
+            self.expect(switched_on())
+
+
+class TestHunyuanVideo15(SimpleTuner):
+    kind, attention, blocks = HunyuanVideo15Transformer3DModel, 2, "transformer_blocks"
+    beside = 1  # refines the text
+
+
+class TestKandinsky5(SimpleTuner):
+    kind, attention, blocks = Kandinsky5Transformer3DModel, 5, ["text_transformer_blocks", "visual_transformer_blocks"]

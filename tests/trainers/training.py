@@ -1,0 +1,159 @@
+"""What a trainer's model is put through: the trainer's own checkpointing, and fastac in its place.
+
+A file in tests/trainers/trainers brings the real model and the real switch of its checkpointing; the tests come by
+inheritance:
+
+    packages.use("ltx_core")
+    from ltx_core.model.transformer.model import LTXModel  # noqa: E402
+
+    class TestLTX2(Training):
+        attention = 12                  # calls in the checkpointed blocks of one forward
+
+        def make(self): ...             # tiny, with random weights
+        def inputs(self): ...           # keyword arguments of one call
+        def switch_on(self, model): ... # the trainer's own checkpointing
+
+Attention is counted by torch's kernel, so that what is found does not rest on fastac's bookkeeping.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import fastac
+from tests import support
+from tests.backends.flash_on_cpu import substitute
+from tests.models.tiny import TINY
+from tests.support import CPU_ATTENTION, Tensors, assert_same, train_step
+
+
+class _Absent(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock()
+
+
+def absent(*names: str) -> None:
+    """Stand-ins for packages that are not installed and run in no training step: every attribute can be called."""
+    import diffusers  # noqa: F401 they look for some of these, and must not find them
+    import transformers  # noqa: F401
+
+    for name in names:
+        substitute(name).__class__ = _Absent
+
+
+class Training:
+    """Tests of one model as its trainer trains it.
+
+    attention: calls in the checkpointed blocks of one forward. beside: attention of a forward outside them.
+    blocks: as `fastac.enable` takes them; None where it finds them. is_refused: that, with the trainer's own on.
+    """
+
+    attention: int
+    beside = 0
+    blocks: Any = None
+    is_refused = False
+
+    def make(self) -> torch.nn.Module:
+        raise NotImplementedError
+
+    def inputs(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def switch_on(self, model: Any) -> None:
+        raise NotImplementedError
+
+    def host(self, model: Any) -> Any:
+        """The model that fastac is given."""
+        return model
+
+    def model(self) -> Any:
+        """The same at every call. Some parameters begin as zeros, and every gradient behind them, or as nothing."""
+        torch.manual_seed(0)
+        model = self.make().train()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        return model
+
+    def switched_on(self) -> Any:
+        """With the trainer's own checkpointing."""
+        model = self.model()
+        self.switch_on(model)
+        return model
+
+    def step(self, model: Any) -> tuple[Tensors, int]:
+        """Outputs and gradients of one training step, and how many attention kernels ran in it."""
+        support.count_cpu_attention()
+        support.executions.clear()
+        torch.manual_seed(1)
+        found = {
+            name.replace("_checkpoint_wrapped_module.", ""): tensor.full_tensor()
+            if isinstance(tensor, DTensor)
+            else tensor
+            for name, tensor in train_step(model, self.inputs()).items()
+        }
+        return found, support.executions[CPU_ATTENTION]
+
+    def expect(self, model: Any, again: int = 0) -> None:
+        """So many attention calls run again in each step, and everything is what it is without checkpointing."""
+        expected, once = self.step(self.model())
+        assert once == self.attention + self.beside, f"{once} attention kernels without checkpointing"
+        for _ in range(2):
+            found, kernels = self.step(model)
+            assert kernels == once + again, f"{kernels} attention kernels, {once} without checkpointing"
+            assert_same(found, expected)
+
+    def expect_report(self, model: Any) -> None:
+        report = fastac.report(self.host(model))
+        assert (report.active, report.problem) == (True, "")
+        assert sum(row.saved for row in report.rows) == self.attention, report
+        assert all(row.saved_bytes > 0 and row.recomputed == 0 for row in report.rows), report
+
+    def test_its_own_checkpointing(self) -> None:
+        self.expect(self.switched_on(), again=self.attention)
+
+    def test_enable(self) -> None:
+        model = self.model()
+        fastac.enable(self.host(model), blocks=self.blocks)
+        self.expect(model)
+        self.expect_report(model)
+
+    def test_patch_checkpoint(self) -> None:
+        """Under the trainer's own checkpointing; afterwards that is torch's again."""
+        with fastac.patch_checkpoint("attn_only"):
+            self.expect(self.switched_on())
+        self.expect(self.switched_on(), again=self.attention)
+
+    def test_enable_and_its_own_checkpointing(self) -> None:
+        """Attention never runs twice unsaid.
+
+        Blocks that carry diffusers' or transformers' flag are refused, and CheckpointWrappers taken over. A checkpoint
+        of torch's around a block stops early in the recompute, before it would run the block again.
+        """
+        model = self.switched_on()
+        if self.is_refused:
+            with pytest.raises(fastac.FastacError, match=r"twice. Switch it off first: model\.\w*disable\w*\(\)"):
+                fastac.enable(model, blocks=self.blocks)
+            return
+        fastac.enable(self.host(model), blocks=self.blocks)
+        self.expect(model)
+        self.expect_report(model)
+
+
+class OfDiffusers(Training):
+    """A class of diffusers, or of that name, with the configuration and the inputs of tests/models/tiny.py."""
+
+    name: str
+
+    def make(self) -> torch.nn.Module:
+        return support.build(self.name)[0]
+
+    def inputs(self) -> dict[str, Any]:
+        return TINY[self.name].inputs() | {"return_dict": False}
