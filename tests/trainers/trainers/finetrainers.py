@@ -28,6 +28,8 @@ class TestLTX(OfDiffusers):
         self.expect(model, again=2)
         fastac.enable(model, {"*.0": "attn_only", "*": "none"})
         self.expect(model)
+        (row,) = fastac.report(model).rows
+        assert (row.blocks_none, row.saved, row.recomputed) == (1, 2, 0)
 
     def test_ops_of_its_own_are_refused(self) -> None:
         """They are a context_fn, which would do the saving, of a CheckpointWrapper around the whole model."""
