@@ -558,5 +558,6 @@ def name_blocks(model: torch.nn.Module, found: Iterable[BlockContainer]) -> str:
 
 
 def _off(model: torch.nn.Module) -> str:
-    names = ("disable_gradient_checkpointing", "gradient_checkpointing_disable")
+    # transformers has both of the last two until its version 6
+    names = ("disable_gradient_checkpointing", "activation_checkpointing_disable", "gradient_checkpointing_disable")
     return next((f"model.{name}()" for name in names if hasattr(model, name)), "gradient_checkpointing = False")

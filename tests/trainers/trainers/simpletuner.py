@@ -41,6 +41,8 @@ class SimpleTuner(OfDiffusers):
         with pytest.raises(fastac.PolicyNotAppliedError) as error:
             self.step(model)
         assert f"fastac.enable(model, blocks={self.blocks!r})".replace("'", '"') in str(error.value)
+        fastac.enable(model, blocks=self.blocks)
+        self.expect(model)
 
 
 class TestWan(SimpleTuner):
