@@ -107,7 +107,11 @@ def test_it_says_what_it_replaced(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("call", [CAPTURED, LibrariesCheckpoint.apply, torch_s_function, reentrant], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [CAPTURED, LibrariesCheckpoint.apply, torch_s_function, reentrant],
+    ids=["captured", "library", "torch", "reentrant"],
+)
 def test_checkpoints_that_stay_torch_s(call: Any, compiled: bool) -> None:
     """Names captured before, reentrant ones and those of libraries: an error that says what to switch, no silence."""
     model, inputs = caller(call), stack_inputs()
