@@ -81,8 +81,8 @@ PACKAGES = {
     "simpletuner": Package(
         version="4.10.1",
         any_python=True,
-        keep=r"simpletuner/helpers/(models/(wan|hunyuanvideo|kandinsky5_video)/transformer\w*|models/flowmap"
-        r"|training/(grounding/)?[a-z]\w*|musubi_block_swap|logging)\.py",
+        keep=r"simpletuner/helpers/(models/(wan|hunyuanvideo|kandinsky5_video|ltxvideo2)/transformer\w*"
+        r"|models/(flowmap|ltxvideo2/__init__)|training/(grounding/)?[a-z]\w*|musubi_block_swap|logging)\.py",
     ),
     "diffsynth": Package(version="2.1.12", keep=r"diffsynth/.*\.py"),
     "ltx-core": Package(version="1.0.0", keep=r"ltx_core/.*\.py"),

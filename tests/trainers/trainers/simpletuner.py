@@ -10,12 +10,14 @@ import torch
 import fastac
 from tests.backends import packages
 from tests.models.tiny import TINY
+from tests.support import relative_error
 from tests.trainers.training import OfDiffusers
 
 packages.use("simpletuner")
 
 from simpletuner.helpers.models.hunyuanvideo.transformer import HunyuanVideo15Transformer3DModel
 from simpletuner.helpers.models.kandinsky5_video.transformer_kandinsky5 import Kandinsky5Transformer3DModel
+from simpletuner.helpers.models.ltxvideo2.transformer import LTX2VideoTransformer3DModel
 from simpletuner.helpers.models.wan.transformer import WanTransformer3DModel
 
 
@@ -81,3 +83,24 @@ class TestHunyuanVideo15(SimpleTuner):
 
 class TestKandinsky5(SimpleTuner):
     kind, attention, blocks = Kandinsky5Transformer3DModel, 5, ["text_transformer_blocks", "visual_transformer_blocks"]
+
+
+class TestLTX2(SimpleTuner):
+    """Its own checkpointing runs each block again as the last one, which is what its closure holds by then."""
+
+    kind, attention, blocks = LTX2VideoTransformer3DModel, 12, "transformer_blocks"
+
+    def test_its_own_checkpointing(self) -> None:
+        expected, _ = self.step(self.model())
+        found, kernels = self.step(self.switched_on())
+        assert kernels == 2 * self.attention
+        gradient = "gradient of transformer_blocks.0.attn1.to_q.weight"
+        assert relative_error(found[gradient], expected[gradient]) > 0.1
+
+    def test_patch_checkpoint(self) -> None:
+        """Gets the same closure. Its segments have none, and `enable(blocks=)` does not either."""
+        with fastac.patch_checkpoint():
+            model = self.switched_on()
+            assert self.step(model)[1] == self.attention
+            model.set_gradient_checkpointing_interval(2)
+            self.expect(model)
