@@ -190,15 +190,15 @@ class Enabled:
             return
         self._check_attached()
         if self.opened and not replaced:
-            self._check_saved()
+            self.check_saved()
         elif replaced or not (self.was_switched_off() or state.traced):
             cause = "its forward checkpoints by itself, or it calls other modules"
-            cause = "its gradient checkpointing function was replaced" if replaced else cause
-            way_out = "Call fastac.enable after that. " * replaced
-            way_out += name_blocks(model, () if self.by_forward else grouped(self.blocks))
+            way_out = name_blocks(model, () if self.by_forward else grouped(self.blocks))
+            if replaced:
+                cause, way_out = "its gradient checkpointing function was replaced", "Call fastac.enable after that."
             if self.without_gradients:
                 cause = "they ran with gradients off, as reentrant checkpointing runs them"
-                way_out = f"Leave the model's own checkpointing off ({_off(model)}), or pass use_reentrant=False."
+                way_out = "Leave the model's own checkpointing off, or pass use_reentrant=False to it."
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
                 f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
@@ -218,7 +218,8 @@ class Enabled:
                     f"the block, or its forward, was exchanged since fastac.enable. Call fastac.enable again."
                 )
 
-    def _check_saved(self) -> None:
+    def check_saved(self) -> None:
+        """Raise PolicyNotAppliedError where nothing was saved in any block."""
         if self.saved:
             return
         records = [record for block in self.blocks.values() if (record := known_record(block)) is not None]
@@ -283,7 +284,10 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
                 f"of its own. Rename that argument of the block, or pass it by position."
             )
     # by the block: dynamo does not know what a method is bound to
-    return checkpoint(own.forward, *args, policy=own.enabled.policy_of(own.block), **kwargs)
+    outputs = checkpoint(own.forward, *args, policy=own.enabled.policy_of(own.block), **kwargs)
+    if own.enabled.opened == len(own.enabled.blocks) and not torch.compiler.is_compiling():
+        own.enabled.check_saved()  # a trainer may call the blocks itself, and never the forward that ends in this
+    return outputs
 
 
 def call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -531,11 +535,10 @@ def _refuse_other(wrapper: Any, where: str) -> None:
 def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module, by_forward: bool) -> list[BlockContainer]:
     if blocks is None:
         found = without_wrappers(models.containers(model, models.row_of(model)))
-        if not found or (by_forward and len(found) > 1):
-            raise FastacError(
-                f"enable: {class_name(model)} has {f'{len(found)} module lists' if found else 'no module list'} whose "
-                f"members hold attention. {name_blocks(model, found)}"
-            )
+        possible = models.possible_containers(model)
+        if not found or (by_forward and len(possible) > 1):
+            some = f"{len(possible)} module lists whose members may be its blocks" if found else "no list of attention"
+            raise FastacError(f"enable: {class_name(model)} has {some}. {name_blocks(model, possible)}")
         if not by_forward:
             return found
         blocks = found[0].name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,19 +36,37 @@ def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[Bloc
     Which blocks are checkpointed is the model's own choice: it calls the checkpointing function. The containers say
     what these blocks are called, in policies for some of them, in reports and in plans.
     """
-    lists = {
+    lists = _lists(model)
+    names = set(row.containers) if row is not None else _outermost(lists, _says_attention)
+    return [found for name, found in lists.items() if name in names]
+
+
+def possible_containers(model: torch.nn.Module) -> list[BlockContainer]:
+    """The outermost lists that may hold blocks: those that say attention, and several modules with Linears in them.
+
+    A block that calls an attention function by itself, as the single blocks of Flux do, may not say it.
+    """
+
+    def is_possible(found: BlockContainer) -> bool:
+        return _says_attention(found) or (len(found.blocks) > 1 and all(map(_has_linear, found.blocks.values())))
+
+    lists = _lists(model)
+    names = _outermost(lists, is_possible)
+    return [found for name, found in lists.items() if name in names]
+
+
+def _lists(model: torch.nn.Module) -> dict[str, BlockContainer]:
+    return {
         name: BlockContainer(
             name, {f"{name}.{key}": block for key, block in module._modules.items() if block is not None}
         )
         for name, module in model.named_modules()
         if isinstance(module, LISTS) and not _is_dict_of_lists(module)
     }
-    names = set(row.containers) if row is not None else _outermost_with_attention(lists)
-    return [found for name, found in lists.items() if name in names]
 
 
-def _outermost_with_attention(lists: dict[str, BlockContainer]) -> set[str]:
-    names = {name for name, found in lists.items() if found.blocks and all(map(_has_attention, found.blocks.values()))}
+def _outermost(lists: Mapping[str, BlockContainer], are_blocks: Callable[[BlockContainer], bool]) -> set[str]:
+    names = {name for name, found in lists.items() if found.blocks and are_blocks(found)}
     return {name for name in names if not name.startswith(tuple(outer + "." for outer in names))}
 
 
@@ -56,9 +74,16 @@ def _is_dict_of_lists(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.ModuleDict) and any(isinstance(inner, LISTS) for inner in module.values())
 
 
-def _has_attention(block: torch.nn.Module) -> bool:
-    names = (f"{name} {class_name(inner)}".lower() for name, inner in block.named_modules())
-    return any("attention" in name or "attn" in name for name in names)
+def _says_attention(found: BlockContainer) -> bool:
+    def says(block: torch.nn.Module) -> bool:
+        names = (f"{name} {class_name(inner)}".lower() for name, inner in block.named_modules())
+        return any("attention" in name or "attn" in name for name in names)
+
+    return all(map(says, found.blocks.values()))
+
+
+def _has_linear(block: torch.nn.Module) -> bool:
+    return any(isinstance(inner, torch.nn.Linear) for inner in block.modules() if inner is not block)
 
 
 def has_switch(module: torch.nn.Module) -> bool:
@@ -168,4 +193,6 @@ def _by_name(name: str, model: torch.nn.Module, outer: torch.nn.Module) -> torch
 def module_lists(model: torch.nn.Module) -> str:
     """A sentence that names them."""
     lists = [n for n, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
-    return f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list."
+    return (
+        f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list: give modules."
+    )

@@ -137,14 +137,26 @@ def test_the_only_list_of_attention_is_taken(
         fastac.enable(model)
 
 
+class Flux(torch.nn.Module):
+    """Its single blocks call attention by themselves: nothing in them is called so. Its heads are no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        single = [torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)) for _ in range(2)]
+        self.double_blocks = torch.nn.ModuleList([torch.nn.MultiheadAttention(4, 1)])
+        self.single_blocks = torch.nn.ModuleList(single)
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (Nest, r'Nest has 2 .*fastac\.enable\(model, blocks=\["named", "listed"\]\)'),
+        (Flux, r'Flux has 2 .*fastac\.enable\(model, blocks=\["double_blocks", "single_blocks"\]\)'),
         (lambda: torch.nn.ModuleDict({"rest": torch.nn.ModuleList([torch.nn.Linear(2, 2)])}), r"has no .*'rest'"),
         (lambda: torch.nn.Linear(2, 2), "Linear.*no module list"),
     ],
-    ids=["several", "others", "none"],
+    ids=["several", "one that does not say attention", "others", "none"],
 )
 def test_no_list_that_can_be_taken(make: Any, message: str) -> None:
     model = make()

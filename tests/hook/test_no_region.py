@@ -84,6 +84,22 @@ def test_a_forward_that_opened_no_region(
     assert_same(train_step(model, stack_inputs()), expected)
 
 
+def test_blocks_that_a_trainer_calls_itself() -> None:
+    """Where the model's own forward never runs, a policy that saves nothing is still an error."""
+    model, inputs = stack(), stack_inputs()
+
+    def forward(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in model.blocks:
+            video = block(video, text)
+        return video
+
+    fastac.enable(model, fastac.Policy("attn_only", min_kv=1000), blocks="blocks")
+    with pytest.raises(PolicyNotAppliedError, match="nothing is saved in any block"):
+        forward(**inputs)
+    fastac.enable(model, fastac.Policy("attn_only", min_kv=10), blocks="blocks")
+    train_step(forward, inputs)
+
+
 @pytest.mark.parametrize("which", ["all", "the last"])
 @pytest.mark.parametrize("own", ["torch", "library"])
 def test_reentrant_checkpoints_around_blocks(own: str, which: str) -> None:
@@ -98,7 +114,7 @@ def test_reentrant_checkpoints_around_blocks(own: str, which: str) -> None:
 
     model = Reentrant()
     fastac.enable(model, blocks="blocks")
-    advice = "own checkpointing off .*use_reentrant=False" if which == "all" else "Leave that checkpoint out"
+    advice = "own checkpointing off.*use_reentrant=False" if which == "all" else "Leave that checkpoint out"
     for _ in range(2):
         with pytest.raises(PolicyNotAppliedError, match=advice):
             train_step(model, stack_inputs())
