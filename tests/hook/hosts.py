@@ -10,6 +10,7 @@ import torch
 from diffusers import ModelMixin
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from tests import support
@@ -32,6 +33,18 @@ class Diffuser(ModelMixin, ConfigMixin):
         for block in self.blocks:
             if torch.is_grad_enabled() and self.gradient_checkpointing:
                 video = self._gradient_checkpointing_func(block.__call__ if self.bound else block, video, text)
+            else:
+                video = block(video, text)
+        return video
+
+
+class CheckpointsItself(Diffuser):
+    """Calls torch's checkpoint, whatever function it was given, as SimpleTuner's."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.gradient_checkpointing:
+                video = torch_checkpoint(block, video, text, use_reentrant=False)
             else:
                 video = block(video, text)
         return video

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from tests import support
-from tests.hook.hosts import Diffuser, diffuser, step_of
+from tests.hook.hosts import CheckpointsItself, Diffuser, diffuser, step_of
 from tests.model_state import state_of
 from tests.support import CPU_ATTENTION, assert_same, stack_inputs, train_step
 
@@ -68,7 +68,9 @@ def test_checkpointing_enabled_again_without_fastac(attention_executions: Counte
     fastac.enable(model)
     step_of(model, attention_executions)
     model.enable_gradient_checkpointing()
-    with pytest.raises(fastac.PolicyNotAppliedError, match=r"function was replaced\.\nCall fastac\.enable after that\.$"):
+    with pytest.raises(
+        fastac.PolicyNotAppliedError, match=r"function was replaced\.\nCall fastac\.enable after that\.$"
+    ):
         model(**stack_inputs())
     assert "without fastac" in fastac.report(model).problem
     with torch.no_grad():
@@ -112,19 +114,11 @@ def test_what_cannot_be_enabled(make: Any, message: str) -> None:
     assert not hasattr(model, "_fastac")
 
 
-class DropsFunction(Diffuser):
-    """As VideoX-Fun's: it keeps the flag alone, and its forward calls torch's checkpoint."""
+class DropsFunction(CheckpointsItself):
+    """As VideoX-Fun's: it keeps the flag alone."""
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         self.gradient_checkpointing = kwargs["enable"]
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if self.gradient_checkpointing:
-                video = torch_checkpoint(block, video, text, use_reentrant=False)
-            else:
-                video = block(video, text)
-        return video
 
 
 class TakesNoFunction(DropsFunction):

@@ -14,20 +14,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac import Policy, PolicyNotAppliedError
 from tests import support
-from tests.hook.hosts import HOSTS, Diffuser, alone, diffuser, step_of
+from tests.hook.hosts import HOSTS, CheckpointsItself, Diffuser, alone, diffuser, step_of
 from tests.support import assert_same, stack, stack_inputs, train_step
-
-
-class CheckpointsItself(Diffuser):
-    """Calls torch's checkpoint, whatever function it was given, as SimpleTuner's."""
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            if self.gradient_checkpointing:
-                video = torch_checkpoint(block, video, text, use_reentrant=False)
-            else:
-                video = block(video, text)
-        return video
 
 
 class OverridesForward(Diffuser):
