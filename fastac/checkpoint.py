@@ -32,11 +32,12 @@ from fastac.engine.blocks import (
     is_compiled,
     kind_of,
     module_of,
+    modules_in,
     record_of,
     signature,
 )
 from fastac.engine.tape import Hooks, Recompute, Record, RegionResult, Tape, engine
-from fastac.errors import FastacError
+from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy, resolve
 
 logger = logging.getLogger("fastac")
@@ -130,6 +131,11 @@ def checkpoint(
         )
     policy = resolve(policy)
     if not policy.checkpoints:
+        if not torch.compiler.is_compiling() and engine.thread.scope is None and torch_private.innermost_checkpoint():
+            raise PolicyNotAppliedError(
+                f"none: {describe(function)} is not to be checkpointed, and runs in a checkpoint that is not fastac's. "
+                f"Switch the model's own checkpointing off."
+            )
         return function(*args, **kwargs)
     if not policy.saves_nothing and (debug or torch_private.checkpoint_debug_enabled()):
         raise FastacError(
@@ -156,9 +162,8 @@ def checkpoint(
     if in_dynamo:
         _prepare_trace()
         return under_torch(context_fn=functools.partial(_contexts_in_graph, policy))
-    region = Region(function, args, kwargs, policy, preserve_rng_state)
-    if respect_saved_tensors_hooks:
-        region.hooks = torch_private.saved_tensors_hooks()
+    hooks = torch_private.saved_tensors_hooks() if respect_saved_tensors_hooks else None
+    region = Region(function, args, kwargs, policy, preserve_rng_state, hooks)
     outputs = under_torch(context_fn=region.contexts)
     region.end(outputs)
     return outputs
@@ -190,17 +195,24 @@ class Region:
     )
 
     def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, policy: Policy, preserves: bool
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        policy: Policy,
+        preserves: bool,
+        hooks: Hooks | None,
     ) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.policy = policy
         self.preserves = preserves  # generators, around the recompute
-        self.hooks: Hooks | None = None
+        self.hooks = hooks
         block = block_of(function)
         self.block: BlockRecord | None = None if block is None else record_of(block)
-        self.key = (policy, signature(args), signature(kwargs) if kwargs else None)
+        held = modules_in(function) if block is None else None
+        self.key = (policy, signature(args), signature(kwargs) if kwargs else None, held)
         self.known: RegionResult | None = None
         self.observer: Observer | None = None
         self.record: Record | None = None

@@ -26,7 +26,7 @@ from fastac.engine import linear
 from fastac.engine.blocks import CHECKPOINT_WRAPPED, FSDP1_WRAPPED, describe, inside, kind_of, known_record, record_of
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
-from fastac.policy import BlockPolicies, Policy, resolve, resolve_blocks, saves_nothing
+from fastac.policy import BlockPolicies, Policy, of_first, resolve, resolve_blocks, saves_nothing
 
 logger = logging.getLogger("fastac")
 
@@ -34,7 +34,9 @@ _ENABLED = "_fastac"
 _ABSENT = "no function"  # a text: it is pickled with the model
 # what checkpoint takes for its own, and the block of that call would not see
 _OPTIONS = tuple(
-    name for name, one in inspect.signature(checkpoint).parameters.items() if one.kind is not one.VAR_KEYWORD
+    name
+    for name, one in inspect.signature(checkpoint).parameters.items()
+    if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
 )
 
 
@@ -72,8 +74,8 @@ class Enabled:
 
     blocks: by qualified name, without wrappers. forwards: of the blocks, by name, where that is the host. switches:
     modules with the flag of gradient checkpointing, their flag and function before. wrappers: CheckpointWrappers, and
-    their functions before. opened: regions of the forward that runs. without_gradients: a block of it ran with
-    gradients off. saved: something of a region was saved.
+    their functions before. opened: regions of the forward that runs. running: it does. saved: something of a region
+    was saved, or nothing is to be.
     """
 
     model: torch.nn.Module
@@ -84,11 +86,12 @@ class Enabled:
     switches: list[tuple[torch.nn.Module, Any, Any]] = dataclasses.field(default_factory=list)
     wrappers: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     opened: int = 0
-    without_gradients: bool = False
+    running: bool = False
     saved: bool = False
 
     def __post_init__(self) -> None:
         self.function = functools.partial(_run, self)  # what the model is given to call
+        self.saved = saves_nothing(self.policy)
 
     def policy_of(self, function: Any) -> Policy:
         """The policy of a block that is called: itself, by a bound method, or compiled."""
@@ -178,8 +181,8 @@ class Enabled:
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
         """The model's forward begins."""
-        if not torch.compiler.is_compiling():
-            self.opened, self.without_gradients = 0, False
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.opened, self.running = 0, True
 
     def after_forward(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when the model ran, with gradients on, and opened no region or saved nothing."""
@@ -188,17 +191,19 @@ class Enabled:
         replaced = self.was_replaced()
         if torch.compiler.is_compiling() and not replaced:
             return
+        self.running = False
         self._check_attached()
         if self.opened and not replaced:
             self.check_saved()
         elif replaced or not (self.was_switched_off() or state.traced):
             cause = "its forward checkpoints by itself, or it calls other modules"
-            way_out = name_blocks(model, () if self.by_forward else grouped(self.blocks))
+            way_out = name_blocks(model, grouped(self.blocks))
             if replaced:
                 cause, way_out = "its gradient checkpointing function was replaced", "Call fastac.enable after that."
-            if self.without_gradients:
-                cause = "they ran with gradients off, as reentrant checkpointing runs them"
-                way_out = "Leave the model's own checkpointing off, or pass use_reentrant=False to it."
+            elif self.by_forward:
+                cause = "gradients are off in them (reentrant checkpointing, no_grad), or it calls other modules"
+                way_out = "Leave the model's own checkpointing off, or pass use_reentrant=False to it. Else name what "
+                way_out += f"it calls: blocks=... {models.module_lists(model)}"
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
                 f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
@@ -218,6 +223,11 @@ class Enabled:
                     f"the block, or its forward, was exchanged since fastac.enable. Call fastac.enable again."
                 )
 
+    def check_outside_forward(self) -> None:
+        """`check_saved` where a trainer calls the blocks, and never the model's forward: once each of them has run."""
+        if all(record_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
+            self.check_saved()
+
     def check_saved(self) -> None:
         """Raise PolicyNotAppliedError where nothing was saved in any block."""
         if self.saved:
@@ -226,7 +236,7 @@ class Enabled:
         results = [record.latest for record in records if record.latest is not None]
         communicated = any(record.communication is not None and record.communication.saved for record in records)
         for container in grouped(self.blocks) if self.by_forward and results else ():
-            if not any(record_of(block).latest for block in container.blocks.values()):
+            if not any(record_of(one).latest or self.policy_of(one).saves_nothing for one in container.blocks.values()):
                 _warn_once(class_name(self.model), f"none of the blocks in {container.name!r} was called")
         ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
         self.saved = communicated or any(one.products or any(call.saved for call in one.calls) for one in results)
@@ -267,8 +277,6 @@ def _run(enabled: Enabled, function: Any, /, *args: Any, **kwargs: Any) -> Any:
 def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
     """What stands in the place of a block's forward."""
     if not torch.is_grad_enabled():
-        if not torch.compiler.is_compiling():
-            own.enabled.without_gradients = True
         return own.forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
         own.enabled.opened += 1
@@ -285,8 +293,8 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
             )
     # by the block: dynamo does not know what a method is bound to
     outputs = checkpoint(own.forward, *args, policy=own.enabled.policy_of(own.block), **kwargs)
-    if own.enabled.opened == len(own.enabled.blocks) and not torch.compiler.is_compiling():
-        own.enabled.check_saved()  # a trainer may call the blocks itself, and never the forward that ends in this
+    if not (torch.compiler.is_compiling() or own.enabled.saved or own.enabled.running):
+        own.enabled.check_outside_forward()
     return outputs
 
 
@@ -324,8 +332,10 @@ def enable(
     """
     check_module(model, "enable")
     outer, model = model, models.unwrapped(model)
-    by_forward = blocks is not None or not _takes_function(model)
-    containers = _containers(model, blocks, outer, by_forward)
+    by_forward = blocks is not None or not takes_function(model)
+    containers = choose(model, blocks, outer)
+    if by_forward:
+        _refuse_own(model)
     named = {name: block for container in containers for name, block in container.blocks.items()}
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
     prepare()
@@ -365,7 +375,7 @@ def first_blocks(
         policy: of these.
 
     Returns:
-        Block name -> policy, and "none" for the rest, for `enable`, `compile` and `verify`.
+        Block name -> policy, "none" for the rest, for `enable`, `compile` and `verify`.
 
     Raises:
         FastacError: blocks that are not known, or fewer than `count`.
@@ -375,12 +385,9 @@ def first_blocks(
     """
     check_module(model, "first_blocks")
     outer, model = model, models.unwrapped(model)
-    containers = containers_of(model) if blocks is None else select(model, blocks, outer)
-    names = [name for container in containers for name in container.blocks]
-    if not 0 <= count <= len(names):
-        raise FastacError(f"first_blocks({count}): {class_name(model)} has {len(names)} blocks that are known")
-    resolve(policy)
-    return {**dict.fromkeys(names[:count], policy), "*": "none"}
+    enabled = enabled_on(model)
+    containers = grouped(enabled.blocks) if enabled and blocks is None else choose(model, blocks, outer)
+    return of_first([name for container in containers for name in container.blocks], count, policy)
 
 
 def disable(model: torch.nn.Module) -> None:
@@ -462,7 +469,7 @@ def check_module(model: object, call: str) -> None:
         )
 
 
-def _takes_function(model: torch.nn.Module) -> bool:
+def takes_function(model: torch.nn.Module) -> bool:
     """Whether a model has gradient checkpointing of diffusers' kind."""
     supported = getattr(model, "_supports_gradient_checkpointing", False)
     return bool(supported) and hasattr(model, "enable_gradient_checkpointing")
@@ -523,7 +530,8 @@ def _refuse_other(wrapper: Any, where: str) -> None:
         return
     function = wrapper.checkpoint_fn
     keywords = function.keywords if isinstance(function, functools.partial) else {}
-    own = getattr(function, "func", None) is not torch_checkpoint
+    # the latter is patch_checkpoint's, while that is on
+    own = getattr(function, "func", None) not in (torch_checkpoint, torch.utils.checkpoint.checkpoint)
     if own or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):
         raise FastacError(
             f"{where} is wrapped in a CheckpointWrapper that does not checkpoint as torch does by default "
@@ -532,32 +540,39 @@ def _refuse_other(wrapper: Any, where: str) -> None:
         )
 
 
-def _containers(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module, by_forward: bool) -> list[BlockContainer]:
-    if blocks is None:
-        found = without_wrappers(models.containers(model, models.row_of(model)))
-        possible = models.possible_containers(model)
-        if not found or (by_forward and len(possible) > 1):
-            some = f"{len(possible)} module lists whose members may be its blocks" if found else "no list of attention"
-            raise FastacError(f"enable: {class_name(model)} has {some}. {name_blocks(model, possible)}")
-        if not by_forward:
-            return found
-        blocks = found[0].name
-        logger.info("%s: took the blocks in %r, its only module list of attention", class_name(model), blocks)
+def choose(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
+    """The containers of a model's blocks, as `enable` takes `blocks`. Raises FastacError where none is the only one."""
+    if blocks is not None:
+        return select(model, blocks, outer)
+    found = without_wrappers(models.containers(model, models.row_of(model)))
+    if takes_function(model) and found:
+        return found
+    possible = models.possible_containers(model)
+    if len(found) != 1 or len(possible) != 1:
+        some = f"{len(possible)} module lists whose members may be its blocks" if found else "no list of attention"
+        raise FastacError(f"{class_name(model)} has {some}. {name_blocks(model, possible)}")
+    logger.info("%s: took the blocks in %r, its only module list of attention", class_name(model), found[0].name)
+    return select(model, found[0].name, outer)
+
+
+def _refuse_own(model: torch.nn.Module) -> None:
+    """Raise FastacError where the model's own gradient checkpointing is on, or was before `enable`."""
     enabled = enabled_on(model)
     before = [flag for _, flag, _ in enabled.switches] if enabled is not None else []
     if any([*before, *(one.gradient_checkpointing and not is_ours(_function_of(one)) for one in switches(model))]):
         raise FastacError(
-            f"enable: gradient checkpointing of {class_name(model)} is on already, so its blocks would be "
-            f"checkpointed twice. Switch it off first: {_off(model)}."
+            f"gradient checkpointing of {class_name(model)} is on already, so its blocks would be checkpointed twice. "
+            f"Switch it off first: {_off(model)}."
         )
-    return select(model, blocks, outer)
 
 
 def name_blocks(model: torch.nn.Module, found: Iterable[BlockContainer]) -> str:
     """The sentence that says how to name a model's blocks: those in what was found, else its module lists."""
     names = [f'"{container.name}"' for container in found]
     written = (f"[{', '.join(names)}]" if len(names) > 1 else names[0]) if names else '"..."'
-    return f"Name them: fastac.enable(model, blocks={written}).{'' if names else f' {models.module_lists(model)}'}"
+    return (
+        f"Name them, as in fastac.enable(model, blocks={written}).{'' if names else f' {models.module_lists(model)}'}"
+    )
 
 
 def _off(model: torch.nn.Module) -> str:

@@ -46,14 +46,17 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
     def __init__(self, policy: str | Policy = "attn_only") -> None:
         if torch.utils.checkpoint.checkpoint is not torch_checkpoint:
             raise FastacError(
-                "patch_checkpoint: torch.utils.checkpoint.checkpoint is not torch's own any more: patch_checkpoint was "
-                "called before, or another package took its place. End that first."
+                "patch_checkpoint: torch.utils.checkpoint.checkpoint is not torch's own any more: another package took "
+                "its place, or patch_checkpoint was called before (`with fastac.patch_checkpoint():` ends)."
             )
         self.policy = resolve(policy)
+        self._is_on = True
         prepare()
 
         @functools.wraps(torch_checkpoint)
         def patched(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:  # taken while it was
+                return torch_checkpoint(function, *args, **kwargs)
             if "context_fn" in kwargs and torch_private.is_abstract(args):
                 raise FastacError(
                     "patch_checkpoint: torch.compile makes an operator of what is called by this name. Switch the "
@@ -70,13 +73,14 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._is_on = False
         engine.listeners.remove(self._refuse)
         _replace(self._patched, torch_checkpoint)
 
     def _refuse(self, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise for attention that runs where no region is open, under a checkpoint that is not fastac's."""
         node = torch_private.running_node()
-        again = node is not None and not may_run_again(node)
+        again = node is not None and (node.name() == torch_private.COMPILED_NODE or not may_run_again(node))
         if not (again or torch_private.innermost_checkpoint()):
             return
         if self.policy.saves(op.keys(args, kwargs)):
@@ -84,9 +88,10 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
             raise PolicyNotAppliedError(
                 f"patch_checkpoint({str(self.policy)!r}): {op.name} over {op.keys(args, kwargs)} keys ran {seen}.\n"
                 f"That checkpoint was taken before the name was patched (a functools.partial, a model that was "
-                f"switched on), or is reentrant, or a library's own.\n"
+                f"switched on or compiled), or is reentrant, a library's own, or fastac's of policy \"full\".\n"
                 f"Call patch_checkpoint before it is taken and switch to use_reentrant=False, or switch that "
-                f"checkpointing off and use fastac.enable(model, blocks=...)."
+                f"checkpointing off and use fastac.enable(model, blocks=...).\n"
+                f"If it is no checkpoint: fastac.make_visible(TheFunction, layout=...)."
             )
 
 
@@ -98,6 +103,6 @@ def _replace(old: object, new: object) -> list[str]:
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if value is old:
-                setattr(module, attribute, new)
+                vars(module)[attribute] = new
                 replaced.append(f"{name}.{attribute}")
     return replaced

@@ -138,10 +138,18 @@ def resolve(policy: str | Policy) -> Policy:
         policy = NAMED[policy]
     elif not isinstance(policy, Policy):
         raise FastacError(
-            f"policy: expected a name, a fastac.Policy or a mapping of block names to these, "
-            f"got {type(policy).__name__}"
+            f"policy: expected a name or a fastac.Policy, or in enable, verify and compile a mapping of block names to "
+            f"these, got {type(policy).__name__}"
         )
     return NAMED["full"] if DISABLED and policy.checkpoints else policy
+
+
+def of_first(names: Sequence[str], count: int, policy: str | Policy) -> dict[str, str | Policy]:
+    """A policy for the first blocks of these names, "none" for the rest. Raises FastacError."""
+    resolve(policy)
+    if not isinstance(count, int) or not 0 <= count <= len(names):
+        raise FastacError(f"the first {count!r} blocks: there are {len(names)}. Name the blocks where more are meant.")
+    return {name: policy if number < count else "none" for number, name in enumerate(names)}
 
 
 def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any]) -> BlockPolicies:

@@ -256,8 +256,9 @@ def _since(block: torch.nn.Module) -> int:
 
 def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -> str:
     if enabled is None:
-        checkpoints_itself = seen and not hasattr(model, "enable_gradient_checkpointing")
-        return "" if checkpoints_itself else "fastac.enable(model) was not called, or was undone"
+        if seen and not hasattr(model, "enable_gradient_checkpointing"):
+            return ""  # it checkpoints itself
+        return "fastac.enable(model) was not called, or was undone; of patch_checkpoint it shows calls of modules alone"
     if enabled.was_replaced():
         return "gradient checkpointing was enabled again without fastac: nothing is saved"
     if enabled.was_switched_off():
@@ -522,6 +523,11 @@ class _Subject:
         hook.check_no_part(self.inner, "verify")
         prepare()
         enabled = hook.enabled_on(self.inner)
+        if enabled is None and torch.utils.checkpoint.checkpoint is not torch_checkpoint:
+            raise FastacError(
+                "verify: it proves what `enable` does, in a model of its own making, and would tell nothing of "
+                "patch_checkpoint, which is on. With logging at INFO, each kind of checkpoint says what it saves."
+            )
         if enabled is not None and enabled.by_forward and self.blocks is None:
             self.blocks = list(enabled.blocks.values())
         if self.policy is None:
@@ -662,9 +668,10 @@ def _together(parts: list[Verification]) -> Verification:
         forward, backward = zip(*(getattr(part, name) for part in parts), strict=True)
         return sum(forward), sum(backward)
 
+    policies = sorted({part.policy for part in parts})
     return Verification(
         subject=parts[0].subject,
-        policy=parts[0].policy,
+        policy=policies[0] if len(policies) == 1 else f"mixed ({', '.join(policies)})",
         reference=parts[0].reference,
         compared=summed("compared"),
         different=tuple(f"block {i}: {name}" for i, part in enumerate(parts) for name in part.different),

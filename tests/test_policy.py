@@ -113,7 +113,7 @@ def test_the_first_blocks_alone(count: int, attention_executions: Any) -> None:
     """By their order in the model, not by that of their names; all of them, or none."""
     model = support.stack(layers=11)
     policies = fastac.first_blocks(model, count, "full", blocks="blocks")
-    assert policies == {**{f"blocks.{i}": "full" for i in range(count)}, "*": "none"}
+    assert policies == {f"blocks.{i}": "full" if i < count else "none" for i in range(11)}
     fastac.enable(model, policies, blocks="blocks")
     assert fastac.first_blocks(model, count, "full") == policies
     support.train_step(model, support.stack_inputs())
@@ -121,7 +121,9 @@ def test_the_first_blocks_alone(count: int, attention_executions: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [((12,), "has 11 blocks"), ((-1,), "11 blocks"), ((3, "all"), "'all'")], ids=str
+    ("arguments", "message"),
+    [((12,), "there are 11"), ((-1,), "there are 11"), (("3",), "'3'"), ((3, "all"), "'all'")],
+    ids=str,
 )
 def test_first_blocks_that_there_are_not(arguments: Any, message: str) -> None:
     with pytest.raises(FastacError, match=message):

@@ -20,7 +20,7 @@ from fastac.models import published as configurations
 from fastac.models.videos import Video
 from fastac.planning import Plan
 from fastac.planning.forecast import OPTIMIZERS
-from fastac.planning.plans import WITHIN, parse_bytes
+from fastac.planning.plans import FIXED, WITHIN, parse_bytes
 from fastac.planning.video import Training, plan_video
 from fastac.verify import readable_bytes
 
@@ -84,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         if found.budget is not None and options.context_parallel == 1:
             print(f"fastac.enable(transformer, fastac.plan(transformer, inputs).within({_written(found.budget)}))")
         if options.checkpointed is not None:
+            print("or" * (found.budget is not None))
             print(f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}))")
     if options.plot is not None:
         plot(found, options.plot)
@@ -136,6 +137,8 @@ def plot(plan: Plan, path: str | Path) -> None:
         zorder=1,
     )
     for one in plan.policies:
+        if one.policy not in FIXED and not one.policy.startswith(WITHIN):
+            continue  # it holds more than what it saves
         if one.policy == "none":
             label = f"no checkpointing (holds {readable_bytes(one.held_bytes)})"
             axes.axhline(one.relative, color="gray", linestyle="--", linewidth=1, label=label)

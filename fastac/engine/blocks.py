@@ -5,6 +5,7 @@ What belongs to a block stands on the block, as `BlockRecord`, and is copied and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -119,6 +120,18 @@ def kind_of(function: Any) -> Any:
         if inner is None:
             return getattr(function, "__code__", type(function))
         function = inner
+
+
+def modules_in(function: Any) -> tuple[type, ...]:
+    """Classes of the modules that a function holds, in its closure or as what a partial passes to it."""
+    held: list[Any] = []
+    while function is not None:
+        held += (*getattr(function, "args", ()), *getattr(function, "keywords", {}).values())
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                held.append(cell.cell_contents)
+        function = getattr(function, "func", None) or getattr(function, "__wrapped__", None)
+    return tuple([type(inside(module)) for one in held if (module := module_of(one)) is not None])
 
 
 def describe(function: Any) -> str:

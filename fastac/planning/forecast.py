@@ -16,7 +16,7 @@ from fastac.planning.knapsack import Choice, Output
 from fastac.planning.simulation import EXCHANGED, Split
 from fastac.planning.subject import Subject, simulated
 from fastac.planning.timeline import Candidate, Place, Timeline
-from fastac.policy import NAMED, Policy
+from fastac.policy import NAMED, Policy, of_first, resolve
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
     "adamw": lambda size: 2 * size,
@@ -138,10 +138,7 @@ class Forecast:
 
     def first(self, count: int, policy: str) -> dict[str, Policy]:
         """The policies under which the first blocks are checkpointed, and no other. Raises FastacError."""
-        names = list(self.subject.blocks)
-        if not 0 <= count <= len(names):
-            raise FastacError(f"plan(checkpointed={count}): there are {len(names)} blocks")
-        return {name: NAMED[policy if number < count else "none"] for number, name in enumerate(names)}
+        return {name: resolve(one) for name, one in of_first(list(self.subject.blocks), count, policy).items()}
 
     @property
     def candidates(self) -> Mapping[str, Sequence[Candidate]]:

@@ -256,6 +256,8 @@ def simulate(
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         name = names[block_of(block)]  # type: ignore[index]
+        if torch_private.innermost_checkpoint() or not torch.is_grad_enabled():
+            raise FastacError(f"plan: {name!r} runs in a checkpoint of the model's own. Switch that off.")
         calls[name] += 1
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"
         run = functools.partial(_run, meter, region, block)
@@ -276,6 +278,10 @@ def simulate(
         if not outputs:
             raise FastacError(
                 "plan: no output of the model requires grad: nothing of it is trained, or gradients are off"
+            )
+        if not calls:
+            raise FastacError(
+                "plan: the model checkpoints by itself, or calls none of its blocks. Name them: blocks=..."
             )
         meter.forward_ends = len(meter.events)
         losses = [output.float().square().mean() for output in outputs]

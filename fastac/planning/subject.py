@@ -12,7 +12,6 @@ import torch
 
 from fastac import hook, models
 from fastac.engine import flops, torch_private
-from fastac.errors import FastacError, class_name
 from fastac.models import BlockContainer
 from fastac.planning.known_values import KnownValues
 from fastac.planning.simulation import Split, simulate
@@ -26,12 +25,14 @@ BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, Asse
 class Subject:
     """What is simulated: a model and the keyword arguments of one call, all of fake tensors.
 
-    containers: of its blocks. known: the values of those inputs that say what the model does.
+    containers: of its blocks. by_forward: their forward is what is simulated, not what the model is given to call.
+    known: the values of those inputs that say what the model does.
     """
 
     model: torch.nn.Module
     inputs: Mapping[str, Any]
     containers: Sequence[BlockContainer]
+    by_forward: bool
     known: KnownValues
 
     @property
@@ -53,13 +54,11 @@ def subject(model: torch.nn.Module, inputs: Mapping[str, Any], blocks: Any = Non
     known = KnownValues(torch_private.fake_mode())
     fake = _faked(models.unwrapped(model), known)
     hook.disable(fake)  # what is enabled on the model is not what is simulated
-    if blocks is None:
-        containers = models.containers(fake, models.row_of(fake))
-    else:
-        containers = models.select(fake, blocks, fake)
-    if not containers:
-        raise FastacError(f"plan: found no transformer blocks in {class_name(model)}. Name them: blocks=...")
-    return Subject(fake, {}, containers, known).given(inputs)
+    containers = hook.choose(fake, blocks, fake)
+    by_forward = blocks is not None or not hook.takes_function(fake)
+    for module in hook.switches(fake):
+        module.gradient_checkpointing = False
+    return Subject(fake, {}, containers, by_forward, known).given(inputs)
 
 
 def _faked(model: torch.nn.Module, known: KnownValues) -> torch.nn.Module:
@@ -102,16 +101,17 @@ def simulated(
     """A step in which the blocks of these names are under full checkpointing."""
     flops.register_formulas()
     blocks = subject.blocks
-    attach = functools.partial(_attach, subject.model, blocks)
+    attach = functools.partial(_attach, subject)
     with subject.known.mode:
         return simulate(subject.model, subject.inputs, blocks, attach, checkpointed, subject.known, split)
 
 
-def _attach(model: Any, blocks: Mapping[str, torch.nn.Module], function: Callable[..., Any]) -> None:
+def _attach(subject: Subject, function: Callable[..., Any]) -> None:
     """Make a model, which is nobody else's, call a function in the place of its blocks."""
-    if models.has_switch(model) and hasattr(model, "enable_gradient_checkpointing"):
+    model: Any = subject.model
+    if not subject.by_forward:
         model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
         return
-    for block in blocks.values():
+    for block in subject.blocks.values():
         vars(block).pop("forward", None)
         vars(block)["forward"] = functools.partial(function, block.forward)

@@ -142,21 +142,31 @@ class Flux(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        single = [torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4)) for _ in range(2)]
+        single = [torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Conv1d(4, 4, 1)) for _ in range(2)]
         self.double_blocks = torch.nn.ModuleList([torch.nn.MultiheadAttention(4, 1)])
         self.single_blocks = torch.nn.ModuleList(single)
         self.heads = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+
+
+class Stages(torch.nn.Module):
+    """Lists of blocks inside the members of a list, one of which has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        listed = [torch.nn.Sequential(torch.nn.ModuleList([support.AttentionBlock()])) for _ in range(2)]
+        self.stages = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(4, 4)), *listed])
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (Nest, r'Nest has 2 .*fastac\.enable\(model, blocks=\["named", "listed"\]\)'),
+        (Stages, r'fastac\.enable\(model, blocks="stages"\)'),
         (Flux, r'Flux has 2 .*fastac\.enable\(model, blocks=\["double_blocks", "single_blocks"\]\)'),
         (lambda: torch.nn.ModuleDict({"rest": torch.nn.ModuleList([torch.nn.Linear(2, 2)])}), r"has no .*'rest'"),
         (lambda: torch.nn.Linear(2, 2), "Linear.*no module list"),
     ],
-    ids=["several", "one that does not say attention", "others", "none"],
+    ids=["several", "lists in a list", "one that does not say attention", "others", "none"],
 )
 def test_no_list_that_can_be_taken(make: Any, message: str) -> None:
     model = make()

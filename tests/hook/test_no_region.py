@@ -88,6 +88,40 @@ def test_blocks_that_a_trainer_calls_itself() -> None:
     train_step(forward, inputs)
 
 
+def test_blocks_that_run_before_those_that_save(caplog: pytest.LogCaptureFixture) -> None:
+    """A policy is judged at the end of the forward, not once it has called as many blocks as there are."""
+
+    class Encoded(support.AttentionStack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = torch.nn.ModuleList([support.AttentionBlock()])
+
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                text = self.encoder[0](text, text)
+            return super().forward(video, text)
+
+    model = Encoded()
+    fastac.enable(model, fastac.Policy("attn_only", min_kv=10), blocks=["blocks", "encoder"])
+    train_step(model, stack_inputs())
+    fastac.enable(model, {"encoder.*": "none", "*": "attn_only"}, blocks=["blocks", "encoder"])
+    train_step(model, stack_inputs())
+    assert "none of the blocks" not in caplog.text
+
+
+def test_blocks_under_none_in_a_checkpoint_of_the_model_s_own() -> None:
+    class Own(support.AttentionStack):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                video = torch_checkpoint(block, video, text, use_reentrant=False)
+            return video
+
+    model = Own()
+    fastac.enable(model, fastac.first_blocks(model, 1, blocks="blocks"), blocks="blocks")
+    with pytest.raises(PolicyNotAppliedError, match=r"blocks\.1 is not to be checkpointed.*own checkpointing off"):
+        train_step(model, stack_inputs())
+
+
 @pytest.mark.parametrize("which", ["all", "the last"])
 @pytest.mark.parametrize("own", ["torch", "library"])
 def test_reentrant_checkpoints_around_blocks(own: str, which: str) -> None:

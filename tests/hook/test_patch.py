@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
-from fastac import FastacError
+from fastac import FastacError, PolicyNotAppliedError
 from tests.hook.test_no_region import LibrariesCheckpoint
 from tests.support import (
     CPU_ATTENTION,
@@ -25,6 +26,7 @@ from tests.support import (
     custom_attention,
     stack_inputs,
     train_step,
+    written_out,
 )
 
 CAPTURED = functools.partial(torch_checkpoint, use_reentrant=False)
@@ -90,6 +92,37 @@ def test_names(call: Callable[..., torch.Tensor], attention_executions: Counter[
     assert attention_executions == {CPU_ATTENTION: 8}
 
 
+def test_what_took_the_name_meanwhile(attention_executions: Counter[str]) -> None:
+    """Is torch's function again when the patch ends; a CheckpointWrapper made meanwhile is one for `enable`."""
+    with fastac.patch_checkpoint():
+        model = caller(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
+        wrapped = caller(lambda block, *args: block(*args))
+        wrapped.blocks = torch.nn.ModuleList(map(checkpoint_wrapper, wrapped.blocks))
+        fastac.enable(wrapped, blocks="blocks")
+        train_step(wrapped, stack_inputs())
+        train_step(model, stack_inputs())
+        assert attention_executions == {CPU_ATTENTION: 8}
+    attention_executions.clear()
+    train_step(model, stack_inputs())
+    assert attention_executions == {CPU_ATTENTION: 8}
+
+
+def test_functions_that_run_blocks_of_several_classes() -> None:
+    """Each is judged by itself, although one function makes them all: what trainers call create_custom_forward."""
+
+    def run(block: torch.nn.Module) -> Callable[..., torch.Tensor]:
+        return lambda *args: block(*args)
+
+    class Other(AttentionBlock):
+        pass
+
+    with fastac.patch_checkpoint():
+        for make in (run, lambda block: functools.partial(torch.nn.Module.__call__, block)):
+            by_attribute(make(AttentionBlock()), *stack_inputs().values())
+            with pytest.raises(PolicyNotAppliedError, match="small ops"):
+                by_attribute(make(Other(attend=written_out)), *stack_inputs().values())
+
+
 def test_names_that_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that is imported while patched gets the patched name, and torch's when the patch ends."""
     late = types.ModuleType("late")
@@ -152,6 +185,20 @@ def test_a_compiled_model_that_calls_it_is_refused() -> None:
     torch._dynamo.reset()
     with fastac.patch_checkpoint(), pytest.raises(Exception, match=r"fastac\.compile"):
         train_step(torch.compile(caller(by_attribute), backend="aot_eager"), stack_inputs())
+
+
+def test_a_model_that_was_compiled_before_is_refused() -> None:
+    """Its graph has torch's checkpoint in it, and asks for no name."""
+    torch._dynamo.reset()
+    model = torch.compile(caller(by_attribute), backend="aot_eager")
+    train_step(model, stack_inputs())
+    with fastac.patch_checkpoint(), pytest.raises(FastacError, match="switched on or compiled"):
+        train_step(model, stack_inputs())
+
+
+def test_verify_would_prove_nothing() -> None:
+    with fastac.patch_checkpoint(), pytest.raises(FastacError, match="patch_checkpoint, which is on"):
+        fastac.verify(caller(by_attribute), **stack_inputs())
 
 
 def test_beside_enable(attention_executions: Counter[str]) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac.errors import FastacError
 from fastac.planning.forecast import MIB, Forecast, states_of
 from fastac.planning.subject import subject
 from fastac.policy import Policy
+from tests.hook.hosts import CheckpointsItself, diffuser
 from tests.model_state import state_of
 from tests.planning import planned
 from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, stack_inputs, tiny
@@ -209,6 +211,32 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
         fastac.plan(stack(), stack_inputs(), **{"blocks": "blocks", **options})
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_a_class_that_checkpoints_by_itself(on: bool) -> None:
+    """By the forward of its blocks it is planned as any other, whatever its own switch says; else it is an error."""
+    model, inputs = diffuser(CheckpointsItself), stack_inputs()
+    if on:
+        model.enable_gradient_checkpointing()
+    with pytest.raises(FastacError, match="Name them: blocks="):
+        fastac.plan(model, inputs)
+    expected = fastac.plan(diffuser(), inputs).policies
+    assert fastac.plan(model, inputs, blocks="blocks").policies == expected
+    assert expected[0].held_bytes > expected[3].held_bytes > expected[1].held_bytes
+    assert model.gradient_checkpointing == on
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_switch_that_nobody_knows(use_reentrant: bool) -> None:
+    class Own(AttentionStack):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                video = torch_checkpoint(block, video, text, use_reentrant=use_reentrant)
+            return video
+
+    with pytest.raises(FastacError, match=r"'blocks\.0' runs in a checkpoint of the model's own"):
+        fastac.plan(Own(), {name: one.requires_grad_() for name, one in stack_inputs().items()})
+
+
 def test_models_that_cannot_be_planned() -> None:
     """One error that names what it is."""
     model = stack(layers=1).requires_grad_(False)
@@ -216,7 +244,7 @@ def test_models_that_cannot_be_planned() -> None:
         fastac.plan(model, stack_inputs(), blocks="blocks")
     with pytest.raises(FastacError, match="mapping"):
         fastac.plan(model, torch.ones(2), blocks="blocks")  # type: ignore[arg-type]
-    with pytest.raises(FastacError, match="no transformer blocks in Linear"):
+    with pytest.raises(FastacError, match="Linear has no list of attention"):
         fastac.plan(torch.nn.Linear(2, 2), {"input": torch.randn(1, 2)})
     with pytest.raises(FastacError, match=r"plan: WanAnimate2"):
         fastac.plan(*tiny("WanAnimate2Transformer3DModel"))

@@ -62,6 +62,7 @@ def test_each_policy(policy: Any, backward: int, saved: int, recomputed: int, pe
         result = fastac.verify(model, **stack_inputs(), **options, per_block=per_block)
         assert result.policy_executions == (4, backward)
         assert (result.saved, result.recomputed) == (saved, recomputed)
+        assert result.policy == ("mixed (attn_only, full)" if isinstance(policy, dict) else str(policy))
     assert fastac.verify(model, policy="attn_only", **stack_inputs()).policy_executions == (4, 0)
 
 
