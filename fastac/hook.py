@@ -74,8 +74,8 @@ class Enabled:
 
     blocks: by qualified name, without wrappers. forwards: of the blocks, by name, where that is the host. switches:
     modules with the flag of gradient checkpointing, their flag and function before. wrappers: CheckpointWrappers, and
-    their functions before. opened: regions of the forward that runs. running: it does. saved: something of a region
-    was saved, or nothing is to be.
+    their functions before. opened: regions of the forward that runs. saved: something of a region was saved, or
+    nothing is to be.
     """
 
     model: torch.nn.Module
@@ -86,7 +86,6 @@ class Enabled:
     switches: list[tuple[torch.nn.Module, Any, Any]] = dataclasses.field(default_factory=list)
     wrappers: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     opened: int = 0
-    running: bool = False
     saved: bool = False
 
     def __post_init__(self) -> None:
@@ -181,8 +180,8 @@ class Enabled:
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
         """The model's forward begins."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.opened, self.running = 0, True
+        if not torch.compiler.is_compiling():
+            self.opened = 0
 
     def after_forward(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when the model ran, with gradients on, and opened no region or saved nothing."""
@@ -191,7 +190,6 @@ class Enabled:
         replaced = self.was_replaced()
         if torch.compiler.is_compiling() and not replaced:
             return
-        self.running = False
         self._check_attached()
         if self.opened and not replaced:
             self.check_saved()
@@ -223,8 +221,8 @@ class Enabled:
                     f"the block, or its forward, was exchanged since fastac.enable. Call fastac.enable again."
                 )
 
-    def check_outside_forward(self) -> None:
-        """`check_saved` where a trainer calls the blocks, and never the model's forward: once each of them has run."""
+    def check_once_all_ran(self) -> None:
+        """`check_saved` without a forward of the model that ends: a trainer may call the blocks itself."""
         if all(record_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
             self.check_saved()
 
@@ -293,8 +291,8 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
             )
     # by the block: dynamo does not know what a method is bound to
     outputs = checkpoint(own.forward, *args, policy=own.enabled.policy_of(own.block), **kwargs)
-    if not (torch.compiler.is_compiling() or own.enabled.saved or own.enabled.running):
-        own.enabled.check_outside_forward()
+    if not (torch.compiler.is_compiling() or own.enabled.saved):
+        own.enabled.check_once_all_ran()
     return outputs
 
 

@@ -42,13 +42,13 @@ def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[Bloc
 
 
 def possible_containers(model: torch.nn.Module) -> list[BlockContainer]:
-    """The outermost lists that may hold blocks: those that say attention, and several modules with matrices in them.
+    """The outermost lists that may hold blocks: those that say attention, or are several modules with parts.
 
     A block that calls an attention function by itself, as the single blocks of Flux do, may not say it.
     """
 
     def is_possible(found: BlockContainer) -> bool:
-        return _says_attention(found) or (len(found.blocks) > 1 and all(map(_has_matrices, found.blocks.values())))
+        return _says_attention(found) or (len(found.blocks) > 1 and all(map(_has_parts, found.blocks.values())))
 
     lists = _lists(model)
     names = _outermost(lists, is_possible)
@@ -82,8 +82,8 @@ def _says_attention(found: BlockContainer) -> bool:
     return all(map(says, found.blocks.values()))
 
 
-def _has_matrices(block: torch.nn.Module) -> bool:
-    return any(one.ndim >= 2 for inner in block.children() for one in inner.parameters())
+def _has_parts(block: torch.nn.Module) -> bool:
+    return any(list(part.parameters()) for part in block.children())
 
 
 def has_switch(module: torch.nn.Module) -> bool:

@@ -96,6 +96,17 @@ def test_decorator(attention_executions: Counter[str]) -> None:
         fastac.checkpoint(scale=1)
 
 
+def test_none_inside_a_region_is_part_of_it(attention_executions: Counter[str]) -> None:
+    def inner(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return fastac.checkpoint(block, video, text, policy="none")
+
+    block, inputs = AttentionBlock(), stack_inputs()
+    reference = train_step(inner, inputs)
+    attention_executions.clear()
+    assert_same(train_step(functools.partial(fastac.checkpoint, inner), inputs), reference)
+    assert attention_executions == {CPU_ATTENTION: 2}
+
+
 def test_arguments_and_outputs_of_any_structure(attention_executions: Counter[str]) -> None:
     """Keyword arguments (WanAnimate2 passes them), tensors in a dict; a dict, a tuple, None and a number come out."""
 

@@ -266,6 +266,7 @@ def test_a_keyword_of_the_block_that_is_an_option_of_checkpoint_is_refused(name:
     inputs = support.stack_inputs()
     with pytest.raises(FastacError, match=f"called with {name}="):
         model["block"](**inputs, **{name: True})
+    model["block"](**inputs, args=True).sum().backward()
 
 
 @pytest.mark.parametrize("what", ["block", "forward"])
