@@ -126,12 +126,15 @@ def modules_in(function: Any) -> tuple[type, ...]:
     """Classes of the modules that a function holds, in its closure or as what a partial passes to it."""
     held: list[Any] = []
     while function is not None:
-        held += (*getattr(function, "args", ()), *getattr(function, "keywords", {}).values())
+        if isinstance(function, functools.partial):
+            held += (*function.args, *function.keywords.values())
+            function = function.func
         for cell in getattr(function, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # it is empty
                 held.append(cell.cell_contents)
-        function = getattr(function, "func", None) or getattr(function, "__wrapped__", None)
-    return tuple([type(inside(module)) for one in held if (module := module_of(one)) is not None])
+        function = getattr(function, "__wrapped__", None)
+    owners = [one.__self__ if isinstance(one, types.MethodType) else one for one in held]
+    return tuple([type(inside(one)) for one in owners if isinstance(one, torch.nn.Module)])
 
 
 def describe(function: Any) -> str:

@@ -117,7 +117,11 @@ def test_functions_that_run_blocks_of_several_classes() -> None:
         pass
 
     with fastac.patch_checkpoint():
-        for make in (run, lambda block: functools.partial(torch.nn.Module.__call__, block)):
+        for make in (
+            run,
+            lambda block: run(block.forward),
+            lambda block: functools.partial(AttentionBlock.forward, block),
+        ):
             by_attribute(make(AttentionBlock()), *stack_inputs().values())
             with pytest.raises(PolicyNotAppliedError, match="small ops"):
                 by_attribute(make(Other(attend=written_out)), *stack_inputs().values())
