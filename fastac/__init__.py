@@ -13,12 +13,11 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastac.checkpoint import checkpoint
+    from fastac.checkpoint import checkpoint, patch_checkpoint
     from fastac.compile.blocks import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
     from fastac.engine.opaque import make_visible
     from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
     from fastac.hook import disable, enable, first_blocks
-    from fastac.patch import patch_checkpoint
     from fastac.planning import Plan, plan
     from fastac.policy import Policy
     from fastac.registry import AttentionOp, OpaqueFunction, register
@@ -57,7 +56,6 @@ _ROOMS = (
     "engine.opaque",
     "errors",
     "hook",
-    "patch",
     "planning",
     "policy",
     "registry",

@@ -3,12 +3,14 @@
 The way of one call: `checkpoint` opens a `Region`; torch asks it for two contexts; the forward runs under the first, a
 `Record`, the recompute under the second, a `Recompute`; back from the forward, `Region.end` compares what was recorded
 with what the first region of its kind did. That first one is watched, and judged by `fastac.diagnosis`.
+`patch_checkpoint` lets code that calls torch's function by its name come here.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -383,3 +385,76 @@ class _WatchedInGraph(_Watched):
             if self.record.made:  # of a backend without AOT: the graph really runs
                 for collector in state.collectors:
                     collector.append(self.record.result())
+
+
+# By the name of torch's function
+
+
+class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_enabled
+    """Let code that calls torch.utils.checkpoint.checkpoint by its name get fastac.checkpoint.
+
+    For trainers whose models checkpoint in their own forward. At once and for good; as a context, until its end. The
+    name is replaced in every module that is loaded, so call it after the trainer's imports. What took torch's function
+    before in another way (functools.partial, a default argument) keeps it: attention under it is an error.
+
+    Args:
+        policy: "attn_only", "long_attn_only" or a fastac.Policy.
+
+    Raises:
+        FastacError: it is patched already.
+        PolicyNotAppliedError: while patched, attention that the policy saves runs under a checkpoint that is not
+            fastac's: torch's function taken before, reentrant, or a library's own.
+
+    Example:
+        >>> fastac.patch_checkpoint()
+        >>> with fastac.patch_checkpoint("attn_only"):
+        ...     train()
+    """
+
+    def __init__(self, policy: str | Policy = "attn_only") -> None:
+        if torch.utils.checkpoint.checkpoint is not torch_checkpoint:
+            raise FastacError(
+                "patch_checkpoint: torch.utils.checkpoint.checkpoint is not torch's own any more: another package took "
+                "its place, or patch_checkpoint was called before (`with fastac.patch_checkpoint():` ends)."
+            )
+        self.policy = resolve(policy)
+        self._is_on = True
+        prepare()
+
+        @functools.wraps(torch_checkpoint)
+        def patched(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:  # taken while it was
+                return torch_checkpoint(function, *args, **kwargs)
+            if "context_fn" in kwargs and torch_private.is_abstract(args):
+                raise FastacError(
+                    "patch_checkpoint: torch.compile makes an operator of what is called by this name. Switch the "
+                    "model's own checkpointing off, and use fastac.enable(model, blocks=...) and fastac.compile(model)."
+                )
+            return checkpoint(function, *args, policy=self.policy, **kwargs)
+
+        self._patched: Callable[..., Any] = patched
+        self._listener = functools.partial(diagnosis.ran_past_patch, self.policy)
+        engine.listeners.append(self._listener)
+        replaced = _replace(torch_checkpoint, patched)
+        logger.info("patch_checkpoint(%s): replaced %s", self.policy, ", ".join(replaced))
+
+    def __enter__(self) -> patch_checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_on = False
+        engine.listeners.remove(self._listener)
+        _replace(self._patched, torch_checkpoint)
+
+
+def _replace(old: object, new: object) -> list[str]:
+    """Give every module that holds one function another one under the same name. Returns the names."""
+    replaced = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "fastac":  # which calls torch's own
+            continue
+        for attribute, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old:
+                vars(module)[attribute] = new
+                replaced.append(f"{name}.{attribute}")
+    return replaced

@@ -330,7 +330,7 @@ def enable(
     """
     check_module(model, "enable")
     outer, model = model, models.unwrapped(model)
-    by_forward = blocks is not None or not takes_function(model)
+    by_forward = is_by_forward(model, blocks)
     containers = choose(model, blocks, outer)
     if by_forward:
         _refuse_own(model)
@@ -467,10 +467,10 @@ def check_module(model: object, call: str) -> None:
         )
 
 
-def takes_function(model: torch.nn.Module) -> bool:
-    """Whether a model has gradient checkpointing of diffusers' kind."""
+def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:
+    """Whether the forward of blocks is the host: of named ones, or where no gradient checkpointing takes a function."""
     supported = getattr(model, "_supports_gradient_checkpointing", False)
-    return bool(supported) and hasattr(model, "enable_gradient_checkpointing")
+    return blocks is not None or not (supported and hasattr(model, "enable_gradient_checkpointing"))
 
 
 # CheckpointWrapper
@@ -543,7 +543,7 @@ def choose(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[
     if blocks is not None:
         return select(model, blocks, outer)
     found = without_wrappers(models.containers(model, models.row_of(model)))
-    if takes_function(model) and found:
+    if found and not is_by_forward(model, blocks):
         return found
     possible = models.possible_containers(model)
     if len(found) != 1 or len(possible) != 1:

@@ -592,7 +592,7 @@ class _Subject:
         if not regions:
             raise FastacError(f"verify(per_block=True): {class_name(self.inner)} checkpointed no block on these inputs")
         parts = [self.verify_block(block, args, kwargs, enabled.policy_of(block)) for block, args, kwargs in regions]
-        return _together(parts)
+        return _together(parts, str(enabled.policy))
 
     def verify_block(self, block: Any, args: Any, kwargs: Any, policy: Policy) -> Verification:
         """One block, or a module that is taken as one."""
@@ -658,7 +658,7 @@ class _Subject:
         )
 
 
-def _together(parts: list[Verification]) -> Verification:
+def _together(parts: list[Verification], policy: str) -> Verification:
     """What was found of several blocks, as one."""
 
     def summed(name: str) -> Any:
@@ -668,10 +668,9 @@ def _together(parts: list[Verification]) -> Verification:
         forward, backward = zip(*(getattr(part, name) for part in parts), strict=True)
         return sum(forward), sum(backward)
 
-    policies = sorted({part.policy for part in parts})
     return Verification(
         subject=parts[0].subject,
-        policy=policies[0] if len(policies) == 1 else f"mixed ({', '.join(policies)})",
+        policy=policy,
         reference=parts[0].reference,
         compared=summed("compared"),
         different=tuple(f"block {i}: {name}" for i, part in enumerate(parts) for name in part.different),

@@ -21,7 +21,6 @@ FLOORS = (
     "diagnosis",
     "compile.tracing",
     "checkpoint",
-    "patch",
     "models",
     "hook",
     "compile",
@@ -103,7 +102,7 @@ def test_the_rooms_are_those_of_the_design() -> None:
     for path in paths():
         if room_of(path) not in ENTRY_POINTS:
             floor_of(room_of(path))
-    entries = [path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed")]
+    entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert len(entries) <= 16, "`ls fastac` shows the architecture"
 
 

@@ -91,6 +91,24 @@ def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
             )
 
 
+def ran_past_patch(policy: Policy, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """The same while `patch_checkpoint` is on: not under a checkpoint that it did not replace, forward or backward."""
+    node = torch_private.running_node()
+    again = node is not None and (node.name() == torch_private.COMPILED_NODE or not may_run_again(node))
+    if not (again or torch_private.innermost_checkpoint()):
+        return
+    if policy.saves(keys := op.keys(args, kwargs)):
+        seen = f"in the backward of {node.name()}" if again else "under torch's own checkpoint"
+        raise PolicyNotAppliedError(
+            f"patch_checkpoint({str(policy)!r}): {op.name} over {keys} keys ran {seen}.\n"
+            f"That checkpoint was taken before the name was patched (a functools.partial, a model that was switched on "
+            f"or compiled), or is reentrant, a library's own, or fastac's of policy \"full\".\n"
+            f"Call patch_checkpoint before it is taken and switch to use_reentrant=False, or switch that "
+            f"checkpointing off and use fastac.enable(model, blocks=...).\n"
+            f"If it is no checkpoint: fastac.make_visible(TheFunction, layout=...)."
+        )
+
+
 def not_applied(function: Any, policy: Policy, problems: Sequence[str], made: int) -> PolicyNotAppliedError:
     """The error for a region some of whose attention was not saved."""
     listed = [f"- {problem}." for problem in problems[:MOST_PROBLEMS]]

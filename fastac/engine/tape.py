@@ -179,7 +179,7 @@ class Entry:
     def keep(self, outputs: Any, guarded: bool, copied: bool, hooks: Hooks | None = None) -> None:
         """Keep what the call has returned, or a copy of it, or what the hooks made of a copy."""
         self.single = isinstance(outputs, torch.Tensor)
-        self.guarded = guarded
+        self.guarded = guarded and hooks is None
         sequence = (outputs,) if self.single else outputs
         if hooks is not None:
             self._hold(tuple(Packed(one, hooks) if isinstance(one, torch.Tensor) else one for one in sequence))
@@ -209,10 +209,10 @@ class Entry:
             )
         if self.op.kind == "choice":
             return sparse.unpacked(self.kept)
-        if any(isinstance(one, Packed) for one in self.kept):
-            outputs = tuple(one.unpacked() if isinstance(one, Packed) else one for one in self.kept)
-        elif not self.guarded:
-            outputs = torch_private.clones(self.kept)
+        if not self.guarded:
+            outputs = tuple(
+                [one.unpacked() if isinstance(one, Packed) else one for one in torch_private.clones(self.kept)]
+            )
         else:  # sharing its memory is safe: a forward that writes into it, as recompute would, was refused above
             outputs = tuple([one.detach() if isinstance(one, torch.Tensor) else one for one in self.kept])
         return outputs[0] if self.single else outputs

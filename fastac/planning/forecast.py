@@ -16,7 +16,7 @@ from fastac.planning.knapsack import Choice, Output
 from fastac.planning.simulation import EXCHANGED, Split
 from fastac.planning.subject import Subject, simulated
 from fastac.planning.timeline import Candidate, Place, Timeline
-from fastac.policy import NAMED, Policy, of_first, resolve
+from fastac.policy import NAMED, Policy
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
     "adamw": lambda size: 2 * size,
@@ -27,6 +27,8 @@ OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
 bitsandbytes has it."""
 
 MIB = 2**20
+
+AnyPolicy = str | Policy | Mapping[str, str | Policy]
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,10 @@ class Forecast:
             self._partly[names] = simulated(self.subject, names, self.split)
         return self._partly[names]
 
-    def policies(self, policy: str | Policy | Mapping[str, Policy]) -> Mapping[str, Policy]:
-        """The policies of all blocks: of one for all, by its value or name, or one of each block."""
-        policy = NAMED[policy] if isinstance(policy, str) else policy
-        return dict.fromkeys(self.subject.blocks, policy) if isinstance(policy, Policy) else policy
-
-    def first(self, count: int, policy: str) -> dict[str, Policy]:
-        """The policies under which the first blocks are checkpointed, and no other. Raises FastacError."""
-        return {name: resolve(one) for name, one in of_first(list(self.subject.blocks), count, policy).items()}
+    def policies(self, policy: AnyPolicy) -> dict[str, Policy]:
+        """The policies of all blocks: of one for all, or one of each block, by values or names."""
+        each = policy if isinstance(policy, Mapping) else dict.fromkeys(self.subject.blocks, policy)
+        return {name: NAMED[one] if isinstance(one, str) else one for name, one in each.items()}
 
     @property
     def candidates(self) -> Mapping[str, Sequence[Candidate]]:
@@ -156,7 +154,7 @@ class Forecast:
             )
         return found
 
-    def saved(self, policy: str | Policy | Mapping[str, Policy]) -> list[Place]:
+    def saved(self, policy: AnyPolicy) -> list[Place]:
         """What is saved under a policy."""
         policies = self.policies(policy)
         if all(mine.saves_nothing for mine in policies.values()):
@@ -176,11 +174,11 @@ class Forecast:
             if is_saved(policies[block_of(region)], one)
         ]
 
-    def peak(self, policy: str | Policy | Mapping[str, Policy]) -> int:
+    def peak(self, policy: AnyPolicy) -> int:
         """The most bytes that are allocated at one time under a policy, as in `plan`."""
         return self.states.total + self.step(self.policies(policy)).peak(self.saved(policy), self.gpus)
 
-    def plan(self, policy: str | Policy | Mapping[str, Policy], name: str = "") -> PolicyPlan:
+    def plan(self, policy: AnyPolicy, name: str = "") -> PolicyPlan:
         """The plan of a policy. policy: as in `policies`. name: what it is called; default: the policy."""
         step, saved = self.step(self.policies(policy)), self.saved(policy)
         recomputed = step.recomputed(saved)

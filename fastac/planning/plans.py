@@ -16,7 +16,7 @@ from rich.table import Table
 from fastac.errors import FastacError, class_name
 from fastac.planning.forecast import Forecast, PolicyPlan, States
 from fastac.planning.subject import BREAKS, subject
-from fastac.policy import Policy
+from fastac.policy import Policy, of_first
 from fastac.verify import readable_bytes, render
 
 logger = logging.getLogger("fastac")
@@ -198,7 +198,6 @@ def plan(
         blocks: as in `enable`.
         optimizer: "adamw", "adamw8bit" or "sgd".
         gpus: among how many FSDP2 shards weights, gradients and the optimizer's states.
-
         checkpointed: adds what "full" and "attn_only" do where the first so many blocks are checkpointed and the rest
             is not, as `fastac.first_blocks` has it.
 
@@ -239,7 +238,8 @@ def make_plan(
         policies = [forecast.plan(one) for one in FIXED]
         if checkpointed is not None:
             for one in ("full", "attn_only"):
-                policies.append(forecast.plan(forecast.first(checkpointed, one), f"{one}, first {checkpointed} blocks"))
+                some = of_first(list(forecast.subject.blocks), checkpointed, one)
+                policies.append(forecast.plan(some, f"{one}, first {checkpointed} blocks"))
     except FastacError:
         raise
     except BREAKS as error:  # the model's own, or of what is not known of tensors without data

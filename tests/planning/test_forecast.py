@@ -12,7 +12,7 @@ from fastac.planning.forecast import Forecast, block_of
 from fastac.planning.knapsack import Choice
 from fastac.planning.simulation import GENERATOR_STATE
 from fastac.planning.subject import subject
-from fastac.policy import Policy
+from fastac.policy import Policy, of_first
 from tests.marks import quick
 from tests.planning import planned
 from tests.planning.planned import (
@@ -66,7 +66,7 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
     found = Forecast(subject(model, inputs))
     unseen = 0
     wrong = []
-    half = found.first(len(found.subject.blocks) // 2, "attn_only")
+    half = of_first(list(found.subject.blocks), len(found.subject.blocks) // 2, "attn_only")
     for policy in (*POLICIES, half):
         plan, mine = found.plan(policy), planned.under(model, policy)
         (held, _), (held_seen, peak_seen) = planned.allocated(mine, inputs), planned.live(mine, inputs)
@@ -91,7 +91,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert found.plan("full").flops == sum(full.values())
     assert found.plan("attn_only").flops == sum(full.values()) - again
     attention = found.plan("attn_only")
-    half = found.first(1, "full")
+    half = of_first(list(found.subject.blocks), 1, "full")
     assert found.plan(half).flops == sum(planned.counted_flops(planned.under(model, half), inputs).values())
     assert found.plan("none").relative < attention.relative < found.plan("full").relative == 1
     assert attention.held_bytes - attention.saved_bytes == found.plan("full").held_bytes
