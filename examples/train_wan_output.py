@@ -181,8 +181,11 @@ def _key_file() -> Path:
 
 
 def _sha256(path: Path) -> str:
+    found = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(1 << 20):
+            found.update(part)
+    return found.hexdigest()
 
 
 def read_metrics(path: Path, last_step: int) -> list[dict[str, Any]]:

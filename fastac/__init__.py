@@ -66,6 +66,9 @@ _ROOMS = (
 
 def _load() -> None:
     """Register the rows of the catalogue and import every public name."""
+    from fastac.engine import releases
+
+    releases.need(releases.ENGINE, "Install a newer torch.")
     importlib.import_module("fastac.backends")
     for room in _ROOMS:
         module = importlib.import_module(f"fastac.{room}")

@@ -99,14 +99,14 @@ def checkpoint(
         preserve_rng_state, determinism_check, early_stop: as in torch's function, which gets them.
         respect_saved_tensors_hooks: True hands what is saved to the saved_tensors_hooks around the call, such as
             torch.autograd.graph.save_on_cpu, as torch 2.14 does under selective checkpointing.
-        use_reentrant, context_fn: refused, unless as by default. debug: refused where the policy saves anything.
+        use_reentrant, context_fn: refused, unless as by default. debug: torch refuses it unless the policy is "full".
 
     Returns:
         What the function returns.
 
     Raises:
         PolicyNotAppliedError: an attention call that the policy saves could not be saved.
-        FastacError: what cannot be honoured: reentrant checkpointing, a context_fn of the caller, debug mode.
+        FastacError: what cannot be honoured: reentrant checkpointing, a context_fn of the caller.
 
     Example:
         >>> hidden = fastac.checkpoint(block, hidden, text, policy="attn_only")
@@ -139,11 +139,9 @@ def checkpoint(
                 f"Switch the model's own checkpointing off."
             )
         return function(*args, **kwargs)
-    if not policy.saves_nothing and (debug or torch_private.checkpoint_debug_enabled()):
-        raise FastacError(
-            f"checkpoint(policy={str(policy)!r}): torch's checkpoint debug mode replaces the contexts that do the "
-            f'saving. Switch it off, or debug with policy="full".'
-        )
+    if torch_private.in_export():
+        return function(*args, **kwargs)  # what is exported recomputes nothing
+    debugging: dict[str, Any] = {"debug": True} if debug else {}  # dynamo does not take it
     under_torch = functools.partial(
         torch_checkpoint,
         function,
@@ -152,21 +150,26 @@ def checkpoint(
         preserve_rng_state=preserve_rng_state,
         determinism_check=determinism_check,
         early_stop=early_stop,
+        **debugging,
         **kwargs,
     )
     in_dynamo = torch.compiler.is_dynamo_compiling()
     if not in_dynamo and torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
-    if in_dynamo and torch.compiler.is_exporting():
-        return function(*args, **kwargs)
     if policy.saves_nothing:
-        return under_torch(debug=debug) if debug else under_torch()
+        return under_torch()
+    if in_dynamo and not tracing.IS_POSSIBLE:
+        return under_torch(context_fn=tracing.need_torch)
     if in_dynamo:
         _prepare_trace()
         return under_torch(context_fn=functools.partial(_contexts_in_graph, policy))
     hooks = torch_private.saved_tensors_hooks() if respect_saved_tensors_hooks else None
     region = Region(function, args, kwargs, policy, preserve_rng_state, hooks)
-    outputs = under_torch(context_fn=region.contexts)
+    try:
+        outputs = under_torch(context_fn=region.contexts)
+    except BaseException as error:
+        torch_private.close_forward(error)
+        raise
     region.end(outputs)
     return outputs
 

@@ -51,7 +51,12 @@ class Forward:
     @property
     def forward(self) -> Callable[..., Any]:
         """What the block's forward was."""
-        return type(self.block).forward.__get__(self.block) if self.before is None else self.before
+        if self.before is not None:
+            return self.before
+        forward: Any = type(self.block).forward
+        if torch.compiler.is_dynamo_compiling():  # before torch 2.12 it cannot trace the other
+            return functools.partial(forward, self.block)
+        return forward.__get__(self.block)  # type: ignore[no-any-return]
 
     @property
     def is_attached(self) -> bool:

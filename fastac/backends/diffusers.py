@@ -7,6 +7,7 @@ Mochi, Latte, ...) ignores the setting and calls scaled_dot_product_attention.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -88,9 +89,10 @@ _UNLISTED = DiffusersBackend(Verdict.UNKNOWN, "", "not in fastac's table: diffus
 
 def default_backend() -> str:
     """The backend of modules that name none: DIFFUSERS_ATTN_BACKEND, or the last `set_attention_backend`."""
-    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
-
-    backend, _ = _AttentionBackendRegistry.get_active_backend()
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is None:
+        return "native"  # not loaded, or before 0.35, where there is nothing to set
+    backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()
     return str(getattr(backend, "value", backend))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -111,9 +113,17 @@ def _found() -> dict[str, Any]:
                 "missing": (missing := _missing(backend)),
                 "can_be_saved": bool(backend.family) and missing is None,
             }
-            for name, backend in BACKENDS.items()
+            for name, backend in _backends_of_diffusers().items()
         ],
     }
+
+
+def _backends_of_diffusers() -> dict[str, DiffusersBackend]:
+    """Those that the installed diffusers can be set to: before 0.35 none. Its file is read, and not imported."""
+    spec = importlib.util.find_spec("diffusers")
+    path = Path(spec.origin).parent / "models" / "attention_dispatch.py" if spec and spec.origin else None
+    text = path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""
+    return {name: backend for name, backend in BACKENDS.items() if f'"{name}"' in text}
 
 
 def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.BoundOp]) -> dict[str, Any]:

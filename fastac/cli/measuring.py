@@ -265,8 +265,9 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not is_saved(op):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        for counter in engine.answered if classify(op) is not None else ():
-            counter[op._schema.name] += 1  # its recompute gets what is saved now: torch asks no second time
+        # Its recompute gets what is saved now. torch before 2.13 asks again then.
+        for counter in engine.answered if classify(op) is not None and not context.is_recompute else ():
+            counter[op._schema.name] += 1
         return CheckpointPolicy.MUST_SAVE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)

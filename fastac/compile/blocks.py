@@ -21,6 +21,7 @@ from fastac.backends import availability
 from fastac.backends.verdicts import Verdict
 from fastac.compile.flex import INDUCTOR, set_apart
 from fastac.compile.torch_private import InductorWith
+from fastac.engine import releases
 from fastac.errors import FastacError, class_name
 from fastac.policy import Policy
 
@@ -124,11 +125,12 @@ def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[
         options: those of torch.compile but for `backend`, which is inductor.
 
     Raises:
-        FastacError: another backend.
+        FastacError: another backend, or a torch before 2.13.
 
     Example:
         >>> attend = fastac.compile_attention(flex_attention, dynamic=False)
     """
+    releases.need(releases.FLEX, "Train with flex_attention as it is, in eager mode.")
     ready = _ready(options)
     if _name_of(ready["backend"]) != INDUCTOR:
         raise FastacError(
@@ -141,8 +143,8 @@ def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[
 def _ready(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with inductor as fastac has it. torch.compile says what it does not take, before a model changes."""
     torch.compile(_name_of, **options)
-    ready = dict(options)
-    if ready.get("backend", INDUCTOR) in (INDUCTOR, None):
+    ready = {**options, "backend": options.get("backend") or INDUCTOR}
+    if ready["backend"] == INDUCTOR and releases.has(releases.FLEX):
         ready["backend"] = InductorWith(
             set_apart, ready.pop("mode", None), ready.pop("options", None), ready.get("dynamic")
         )

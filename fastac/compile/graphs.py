@@ -144,8 +144,7 @@ def watch(nodes: Iterable[Any], policy: Policy) -> None:
 
 def ids_among(nodes: Iterable[Any]) -> set[str]:
     """The ids that the graphs which some of these autograd nodes stand for were compiled under."""
-    functions = filter(None, map(torch_private.compiled_function, nodes))
-    return {name for name in map(torch_private.compile_id_of, functions) if name is not None}
+    return set(map(torch_private.compile_id_of, filter(None, map(torch_private.compiled_function, nodes))))
 
 
 def _watch_backward() -> None:
@@ -186,7 +185,7 @@ def _known_of(function: type) -> tuple[Iterable[Policy], int]:
     watched = _state.watched.get(function)
     if watched is not None:
         return watched, 0
-    traced = _state.here().get(torch_private.compile_id_of(function) or "")
+    traced = _state.here().get(torch_private.compile_id_of(function))
     if traced is None:
         return (), 0
     traced.count()

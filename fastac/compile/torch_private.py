@@ -1,7 +1,7 @@
 """What is private in torch's compiler (dynamo, AOT, inductor) and fastac uses, in one place.
 
-Seen in torch 2.13. What is there as soon as torch is imported is looked up at import. The rest, which takes a second to
-import, is looked up where it is first needed: fastac does not import the compiler.
+Seen in torch 2.9 to 2.15, but for what says otherwise. Looked up where it is first needed: fastac does not import the
+compiler.
 """
 
 from __future__ import annotations
@@ -19,23 +19,20 @@ from torch.fx import traceback
 
 from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require, tree_map
 
-AT_IMPORT = (
+DYNAMO = (
+    "_dynamo.callback.callback_handler.start_callbacks",
     "_C._dynamo.eval_frame.set_guard_complete_hook",
-    "_TorchCompileInductorWrapper",
     "_guards.CompileContext.current_compile_id",
-    "_guards.TracingContext.patch",
     "fx.traceback.current_meta",
-    "ops.higher_order.flex_attention",
 )
-DYNAMO = ("_dynamo.callback.callback_handler.start_callbacks",)
 INDUCTOR = (
+    "_TorchCompileInductorWrapper",
+    "_guards.TracingContext.patch",
     "_inductor.compile_fx.compile_fx_inner",
     "_inductor.config.patch",
     "_inductor.config.post_grad_custom_pre_pass",
     "_inductor.utils.BoxedBool",
 )
-
-require(AT_IMPORT)
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
@@ -51,9 +48,9 @@ def compiled_function(node: Any) -> type | None:
     return function_of(node) if node is not None and node.name() == COMPILED_NODE else None
 
 
-def compile_id_of(function: type) -> str | None:
-    """The id that a graph, of which this is the autograd.Function, was compiled under."""
-    return getattr(getattr(function, "metadata", None), "compile_id_str", None)
+def compile_id_of(function: type) -> str:
+    """The id that a graph, of which this is the autograd.Function, was compiled under; "unknown" before torch 2.12."""
+    return str(getattr(getattr(function, "metadata", None), "compile_id_str", "unknown"))
 
 
 def graph_being_traced() -> torch.fx.Graph | None:
@@ -156,7 +153,10 @@ class CompiledCalls:
 Pass = Callable[[torch.fx.Graph], None]
 
 
-class InductorWith(torch._TorchCompileInductorWrapper):
+_Inductor: Any = getattr(torch, "_TorchCompileInductorWrapper", object)
+
+
+class InductorWith(_Inductor):  # type: ignore[misc]
     """Inductor as a backend for torch.compile, with a pass of ours over graphs that hold flex_attention.
 
     Others it compiles as torch does, with its caches, which no graph is put into that a foreign pass went over.
@@ -165,7 +165,7 @@ class InductorWith(torch._TorchCompileInductorWrapper):
 
     def __init__(self, graph_pass: Pass, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None):
         require(INDUCTOR)
-        super().__init__(mode, options, dynamic)  # type: ignore[no-untyped-call]
+        super().__init__(mode, options, dynamic)
         self.graph_pass = graph_pass
 
     def __call__(self, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
@@ -177,7 +177,7 @@ class InductorWith(torch._TorchCompileInductorWrapper):
             theirs = self.config.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
             others = theirs if isinstance(theirs, (list, tuple)) else [theirs] * (theirs is not None)
             patches["post_grad_custom_pre_pass"] = [*others, self.graph_pass]
-        return super().__call__(model_, inputs_, config_patches=patches)  # type: ignore[no-untyped-call]
+        return super().__call__(model_, inputs_, config_patches=patches)
 
 
 def _holds_flex(module: torch.fx.GraphModule) -> bool:

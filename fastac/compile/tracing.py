@@ -20,11 +20,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.fx.traceback import annotate
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fastac.compile import graphs
 from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
+from fastac.engine import releases
 from fastac.engine.blocks import block_of as block_of_function
 from fastac.engine.blocks import describe
 from fastac.engine.sparse import is_choice
@@ -133,6 +133,15 @@ def refuse_linear(policy: Policy, where: str = "this region") -> None:
 
 # Regions that AOT traces
 
+IS_POSSIBLE = releases.has(releases.COMPILED_MODELS)
+"""Before, the policy that AOT asks is not shown what an operator returns. A constant: dynamo reads it."""
+
+
+def need_torch() -> Any:
+    """Raise FastacError where this torch cannot trace a region: the context_fn of one that it is about to trace."""
+    releases.need(releases.COMPILED_MODELS, 'Use fastac.compile(model), which compiles its blocks, or policy="full".')
+
+
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _RecordMode = type(create_selective_checkpoint_contexts([])[0])
@@ -156,8 +165,8 @@ def traced_contexts(policy: Policy) -> Contexts:
 
     Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
     """
-    if not torch.compiler.is_exporting():  # what is exported recomputes nothing
-        refuse_linear(policy)
+    need_torch()
+    refuse_linear(policy)
     traced = graphs.region(policy)
     decisions = Decisions(policy)
 
@@ -194,6 +203,7 @@ def run_annotated(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
     """Call a function whose operators the trace is to know as one region; as it is where gradients are off."""
+    releases.need_traces()
     refuse_linear(policy)
     if not _expected.get():
         _warn()
@@ -210,7 +220,7 @@ def run_annotated(
         _COLLECTIVES: policy.collectives,
         _WHERE: describe(function),
     }
-    with annotate(marks):
+    with torch.fx.traceback.annotate(marks):
         return function(*args, **kwargs)
 
 

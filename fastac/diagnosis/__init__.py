@@ -21,7 +21,7 @@ from fastac.diagnosis.autograd_graph import (
 )
 from fastac.diagnosis.eager_look import EagerLook, look
 from fastac.diagnosis.observer import Observer
-from fastac.engine import opaque, torch_private
+from fastac.engine import opaque, releases, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled
 from fastac.engine.tape import Record, RegionResult, engine, thread
 from fastac.errors import PolicyNotAppliedError
@@ -162,10 +162,10 @@ def _missing(seen: EagerLook, record: Record, where: str) -> list[str]:
         if op.is_opaque:  # what make_visible made visible is so in eager mode only
             logger.warning("%s: %s runs compiled here, where it cannot be saved: it is recomputed", where, op.name)
         elif isinstance(op.op, torch_private.HigherOrderOperator):
-            problems.append(
-                f"{op.name} is compiled into code of its own, in which no call is left to save: use "
-                f"fastac.compile_attention in the place of torch.compile, or fastac.compile(model)"
-            )
+            way_out = "use fastac.compile_attention in the place of torch.compile, or fastac.compile(model)"
+            if not releases.has(releases.FLEX):
+                way_out = f"saving it there needs torch {releases.FIRST_TORCH[releases.FLEX]}; leave it uncompiled"
+            problems.append(f"{op.name} is compiled into code of its own, in which no call is left to save: {way_out}")
         else:
             problems.append(
                 f"{op.name} is called in eager mode and not by the compiled code: past the dispatcher "

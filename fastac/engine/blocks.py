@@ -22,7 +22,8 @@ MANY = 256
 
 _RECORD = "_fastac_record"
 CHECKPOINT_WRAPPED, FSDP1_WRAPPED = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
-_RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward")
+_RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
+"""The last is what hooks of diffusers before 0.40 put in the place of a forward, bound by a partial."""
 
 
 @dataclasses.dataclass
@@ -75,7 +76,8 @@ def is_inside(name: str, block: str) -> bool:
 def module_of(function: Any) -> torch.nn.Module | None:
     """The module that a function is, or is a method of, by itself or inside what hooks of others put around it."""
     while function is not None:
-        owner = getattr(function, "__self__", function)
+        is_bound = isinstance(function, functools.partial) and function.args and hasattr(function, "__wrapped__")
+        owner = function.args[0] if is_bound else getattr(function, "__self__", function)
         if isinstance(owner, torch.nn.Module):
             return owner
         function = getattr(function, "__wrapped__", None)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastac.engine import sparse, torch_private
+from fastac.engine import releases, sparse, torch_private
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import devices_of, generator_state, set_generator_state
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
@@ -24,9 +24,9 @@ from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.registry import BoundOp
 
-WHOLE_PRODUCT = "aten.addmm.default"
+WHOLE_PRODUCT = "" if releases.is_at_least("2.15") else "aten.addmm.default"
 """The op whose output is that of the Linear module. To that of others it adds its bias in place, and hands it out under
-another version counter (aten::_unsafe_view), by which no change of it is noticed."""
+another version counter (aten::_unsafe_view), by which no change of it is noticed. Since 2.15 it does so with all."""
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs a tensor that is saved, and unpacks it: torch.autograd.graph.saved_tensors_hooks."""

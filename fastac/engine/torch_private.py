@@ -1,12 +1,13 @@
 """What is private in torch and fastac's engine uses, in one place: dispatcher, autograd, checkpointing, fake tensors.
 
-Seen in torch 2.13. Each name is looked up at import; one that went away is an ImportError that names it and the torch
-version. What fastac uses of the compiler stands in `fastac.compile.torch_private`, of traces in
-`fastac.graph.torch_private`.
+Seen in torch 2.9 to 2.15. Each name is looked up when fastac is first used, not at its import; one that went away is an
+ImportError that names it and the torch version. What fastac uses of the compiler stands in
+`fastac.compile.torch_private`, of traces in `fastac.graph.torch_private`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -30,8 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
-SEEN_IN = ("2.13",)
-"""Versions of torch in which all names were found."""
+SEEN_IN = "2.9 to 2.15"
+"""Releases of torch that fastac was run with: docs/versions.md."""
 
 
 def find(name: str) -> Any:
@@ -65,7 +66,7 @@ def require(names: Iterable[str], user: str = "fastac") -> None:
     if absent := missing(names):
         raise ImportError(
             f"{user} needs {', '.join('torch.' + name for name in absent)}, which torch {torch.__version__} does not "
-            f"have. It was seen in torch {', '.join(SEEN_IN)}: install one of these, or a newer fastac."
+            f"have. It was seen in torch {SEEN_IN}: install one of these, or a newer fastac."
         )
 
 
@@ -96,8 +97,7 @@ _REQUIRED = (
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
     "_ops._compute_keyset",
-    "compiler._is_non_strict_tracing",
-    "utils.checkpoint._checkpoint_debug_enabled",
+    "compiler._is_exporting_flag",
 )
 
 require(_REQUIRED)
@@ -269,7 +269,15 @@ def in_compile_trace() -> bool:
 
 def in_other_trace() -> bool:
     """Whether a trace that is neither dynamo nor AOT is on: `make_fx`, and what is built around it."""
-    return in_proxy_trace() and (torch.compiler._is_non_strict_tracing() or not in_compile_trace())
+    if not in_proxy_trace():
+        return False
+    non_strict = getattr(torch.compiler, "_is_non_strict_tracing", None)  # since 2.12
+    return not in_compile_trace() or (non_strict is not None and non_strict())
+
+
+def in_export() -> bool:
+    """Whether torch.export traces. Before 2.12 dynamo takes torch.compiler.is_exporting() for True in any trace."""
+    return torch.compiler._is_exporting_flag
 
 
 def in_dispatch_mode() -> bool:
@@ -374,6 +382,19 @@ def in_recompute() -> bool:
     return _packs("_recomputation_hook") is not None
 
 
+def close_forward(error: BaseException) -> None:
+    """Leave what torch.utils.checkpoint has open around a forward that raised: before 2.13 torch does not."""
+    before = trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals is not vars(torch.utils.checkpoint):
+        trace = trace.tb_next
+    opened = None if trace is None else trace.tb_frame.f_locals.get("gen")
+    if opened is not None and opened.gi_frame is not None:
+        with contextlib.suppress(type(error)):
+            opened.throw(error)
+        # Without this frame, which holds the error: else only a collection frees what the forward held.
+        error.__traceback__ = before
+
+
 def saved_tensors_hooks() -> Any:
     """The pair of functions that packs and unpacks here what is saved; None without one, or for a checkpoint's own."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -384,11 +405,6 @@ def _packs(name: str) -> object:
     """What packs here what is saved, where it is one of torch.utils.checkpoint's hooks, by its class's name."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[0] if hooks is not None and name in hooks[0].__qualname__ else None
-
-
-def checkpoint_debug_enabled() -> bool:
-    """Whether `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)` is on."""
-    return bool(torch.utils.checkpoint._checkpoint_debug_enabled)
 
 
 def given_to(context: Any) -> tuple[tuple[Any, ...], ...]:

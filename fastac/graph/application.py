@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from fastac.compile import tracing as annotation
+from fastac.engine import releases
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph.nodes import RECOMPUTED, call, is_attention, is_backward, marks, regions
 from fastac.graph.passes import Policies, functionalize, own_policies, refuse_writes, rematerialize, tag, where
@@ -50,6 +51,7 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
         >>> train = fastac.graph.apply(traced, "attn_only")
         >>> loss, gradients = train(**inputs)
     """
+    releases.need_traces()
     if isinstance(traced, Traced):
         policies = _policies_of(traced.graph_module, policy, traced.model)
         graph_module = _apply_to_graph(traced.graph_module, policies)

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compile.tracing import Decisions
+from fastac.engine import releases
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import torch_private
 from fastac.graph.nodes import (
@@ -53,6 +54,7 @@ def partitioner(policy: str | Policy = "attn_only", *, recompute_gathers: bool =
         >>> options = {"custom_partitioner_fn": fastac.graph.partitioner("attn_only")}
         >>> compiled = torch.compile(model, options=options)
     """
+    releases.need_traces()
     made: Partition = _PolicyPartitioner(resolve(policy), recompute_gathers)
     return made
 

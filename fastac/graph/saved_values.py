@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fastac.engine import releases
 from fastac.graph.nodes import is_getitem, marks, memory_of_value, outputs_of
 from fastac.graph.torch_private import schema_of
 
@@ -110,6 +111,7 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
         >>> forward, backward = my_partitioner(joint, inputs, num_fwd_outputs=1)
         >>> fastac.graph.mark_saved(forward, backward, num_fwd_outputs=1)
     """
+    releases.need_traces()
     outputs = outputs_of(forward.graph)
     graph = next(_numbers)
     values: dict[Node, list[Value]] = {}

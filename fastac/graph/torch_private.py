@@ -1,6 +1,7 @@
 """Private names of torch that `fastac.graph` uses, in one place.
 
-Seen in torch 2.13. Each is looked up at import; one that is gone is an ImportError that names it.
+Seen in torch 2.12 to 2.15, most of them since 2.9. Each is looked up when `fastac.graph` is imported, by its user; one
+that is gone is an ImportError that names it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch._inductor.custom_graph_pass
 import torch.autograd
 import torch.autograd.graph
 from torch._subclasses import FakeTensorMode
-from torch.fx.traceback import annotate, preserve_node_meta
+from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -36,7 +37,6 @@ _REQUIRED = (
     "_subclasses.FakeTensorMode",
     "autograd._engine_run_backward",
     "autograd.graph._engine_run_backward",
-    "compiler._non_strict_tracing_context",
 )
 
 torch_private.require(_REQUIRED, "fastac.graph")
@@ -101,7 +101,7 @@ def tracing(mode: FakeTensorMode, fakes: Mapping[int, torch.Tensor]) -> Iterator
         preserve_node_meta(),  # restores what is current as well, also where torch's own checkpointing left tags in it
         _backward_marked(fakes),
         torch.autograd.set_multithreading_enabled(False),  # the backward in this thread, where the trace is
-        torch.compiler._non_strict_tracing_context(),
+        torch.compiler._non_strict_tracing_context(),  # since 2.12
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled functions are traced as they are
         torch.enable_grad(),
     ):
@@ -130,7 +130,7 @@ def _backward_marked(fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
         return found
 
     def run(outputs: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        with annotate(BACKWARD):
+        with torch.fx.traceback.annotate(BACKWARD):
             return engine(outputs, gradients, keep, create, tuple(map(fake, inputs)), *args, **kwargs)
 
     torch.autograd.graph._engine_run_backward = run  # type: ignore[assignment]

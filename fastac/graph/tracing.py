@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastac.checkpoint import prepare
 from fastac.compile import tracing
-from fastac.engine import generators
+from fastac.engine import generators, releases
 from fastac.engine.torch_private import is_fake
 from fastac.errors import FastacError
 from fastac.graph import torch_private
@@ -100,6 +100,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         ...     return loss.detach(), torch.autograd.grad(loss, parameters)
         >>> traced = fastac.graph.trace(step, model, video, timestep, text)
     """
+    releases.need_traces()
     prepare()  # attention libraries that were loaded since: not from within the trace
     state = _state_of(model)
     described = _describe(model, state, args, kwargs)

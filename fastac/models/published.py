@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import inspect
 import json
@@ -239,9 +240,8 @@ def _is_flat(value: Any, depth: int = 0) -> bool:
 
 
 def _known() -> dict[str, ModelRow]:
-    import diffusers  # an older one lacks the newest classes
-
-    return {name: row for name, row in MODELS.items() if row.video_inputs and hasattr(diffusers, row.class_name)}
+    has = functools.partial(hasattr, _diffusers())  # an older one lacks the newest classes
+    return {name: row for name, row in MODELS.items() if row.video_inputs and has(row.class_name)}
 
 
 def _defaults(row: ModelRow) -> dict[str, Any]:
@@ -250,9 +250,17 @@ def _defaults(row: ModelRow) -> dict[str, Any]:
 
 
 def _model_class(row: ModelRow) -> Any:
-    import diffusers
+    return getattr(_diffusers(), row.class_name)
 
-    return getattr(diffusers, row.class_name)
+
+def _diffusers() -> Any:
+    try:
+        import diffusers
+    except ModuleNotFoundError as error:
+        raise FastacError(
+            "a published model is built by diffusers, which is not installed: pip install 'diffusers>=0.33'"
+        ) from error
+    return diffusers
 
 
 def _row(name: str, class_name: object) -> ModelRow:
