@@ -1,11 +1,14 @@
-"""Which cases of a test `make test` leaves to `make test-slow`."""
+"""Which tests `make test` leaves to `make test-slow`, and which need a newer torch or diffusers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+
+from fastac.engine import releases
 
 
 def slow(*cases: Any) -> list[Any]:
@@ -18,3 +21,24 @@ def quick(names: Iterable[Any], *of: Any) -> list[Any]:
     names = list(names)
     assert all(name in names for name in of), of
     return [name if name in of else slow(name)[0] for name in names]
+
+
+def needs_torch(release: str) -> pytest.MarkDecorator:
+    """A test of what torch has since a release, such as "2.12"."""
+    return pytest.mark.skipif(not releases.is_at_least(release), reason=f"needs torch {release}")
+
+
+def needs(feature: str) -> pytest.MarkDecorator:
+    """A test of a feature that only some of the releases have: `fastac.engine.releases`."""
+    return needs_torch(releases.FIRST_TORCH[feature])
+
+
+NEEDS_COMPILED_MODELS = needs(releases.COMPILED_MODELS)
+NEEDS_FLEX = needs(releases.FLEX)
+NEEDS_TRACES = needs(releases.TRACES)
+
+
+def needs_diffusers(release: str) -> pytest.MarkDecorator:
+    """A test of what diffusers has since a release, such as "0.40"."""
+    here = version("diffusers")
+    return pytest.mark.skipif(not releases.is_at_least(release, here), reason=f"needs diffusers {release}")

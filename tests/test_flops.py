@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.varlen  # defines its ops
 import torch.nn.functional as F
 from torch.utils.flop_counter import (
     FlopCounterMode,
@@ -19,9 +18,12 @@ from torch.utils.flop_counter import (
 
 import fastac
 from fastac import registry
-from fastac.engine import interception
+from fastac.engine import interception, releases
 from fastac.registry import AttentionOp, Flops
 from tests import support
+
+if releases.is_at_least("2.10"):
+    import torch.nn.attention.varlen  # defines its ops
 
 # No two alike, so that a dimension that is mistaken for another shows.
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM, VALUE_DIM = 2, 6, 3, 24, 10, 8, 16
@@ -104,7 +106,7 @@ def test_every_op_of_a_row_has_a_formula_and_so_has_its_backward() -> None:
                 backward = registry.find_op(f"{attention.namespace}::{attention.flops.backward}")
                 assert backward is not None, f"no op {attention.flops.backward}"
                 assert getattr(backward, "overloadpacket", backward) in flop_registry
-    assert absent <= OF_LIBRARIES
+    assert absent <= OF_LIBRARIES | ({"varlen"} if not releases.is_at_least("2.10") else set())
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
@@ -132,6 +134,8 @@ def test_unequal_lengths_heads_and_head_dims(layout: str) -> None:
     output = op(query, key, value)
     assert counted(op, query, key, value) == {str(op): FORWARD}
     assert counted(of_backward, True, output, query, key, value=value) == {str(of_backward): BACKWARD}
+    if not releases.is_at_least("2.12"):
+        return  # its formula refuses unequal heads
     shapes = [tensor.shape for tensor in tensors()]
     assert sdpa_flop_count(*shapes) == FORWARD
     assert sdpa_backward_flop_count((BATCH, HEADS, QUERIES, VALUE_DIM), *shapes) == BACKWARD

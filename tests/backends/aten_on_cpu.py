@@ -11,10 +11,11 @@ from contextlib import contextmanager
 
 import torch
 
+from fastac.registry import find_op
 from tests.backends.kernels_on_cpu import backward_kernel, forward_kernel
 
 # Op -> where tokens and heads are in its tensors, when they are not packed: (tokens, heads, dim) with ends given.
-FORWARD = {
+_FORWARD = {
     "_scaled_dot_product_flash_attention": "bhsd",
     "_scaled_dot_product_flash_attention.quantized": "bhsd",
     "_scaled_dot_product_efficient_attention": "bhsd",
@@ -26,6 +27,9 @@ FORWARD = {
     "_efficient_attention_forward": "bshd",
     "_cudnn_attention_forward": "bhsd",
 }
+FORWARD = {name: layout for name, layout in _FORWARD.items() if find_op(f"aten::{name}")}
+"""Those that this torch has: the quantized ones came with 2.11."""
+
 BACKWARD = {
     "_scaled_dot_product_flash_attention_backward": "bhsd",
     "_scaled_dot_product_efficient_attention_backward": "bhsd",

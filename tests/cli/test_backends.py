@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 
 from fastac import cli
 from fastac.backends import LIBRARIES
-from fastac.cli.backends import WIDTH
+from fastac.cli.backends import WIDTH, _backends_of_diffusers
 from fastac.errors import FastacError
 from tests.support import cells_of
 
@@ -37,7 +37,7 @@ def test_every_library_and_backend_and_what_this_machine_can_do(capsys: pytest.C
 def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["backends", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == version("torch")
     libraries = {library["name"]: library for library in found["libraries"]}
     assert list(libraries) == [library.name for library in LIBRARIES]
     sdpa = libraries["scaled_dot_product_attention"]
@@ -45,6 +45,19 @@ def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     backends = {backend["name"]: backend for backend in found["diffusers_backends"]}
     assert (backends["native"]["can_be_saved"], backends["native"]["missing"]) == (True, None)
     assert (backends["sage"]["can_be_saved"], backends["sage"]["verdict"]) == (False, "not_trainable")
+
+
+def test_what_another_diffusers_does_not_have_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them before 0.35, which has no dispatcher."""
+    package = tmp_path / "diffusers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "diffusers", raising=False)
+    assert not _backends_of_diffusers()
+    (package / "models").mkdir()
+    (package / "models" / "attention_dispatch.py").write_text('NATIVE = "native"')
+    assert list(_backends_of_diffusers()) == ["native"]
 
 
 def test_the_installed_command_imports_no_library(tmp_path: Path) -> None:

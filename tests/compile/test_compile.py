@@ -15,6 +15,7 @@ from fastac import FastacError
 from fastac.backends import availability
 from fastac.backends.verdicts import BackendUse, Verdict
 from tests import compiler, support
+from tests.marks import NEEDS_COMPILED_MODELS, NEEDS_FLEX
 from tests.support import AttentionBlock, AttentionStack, assert_same, relative_error, stack, stack_inputs, train_step
 
 CALLS = 4  # self- and cross-attention in each of two blocks
@@ -85,6 +86,7 @@ def test_attention_is_saved_where_a_graph_breaks(breaks: bool) -> None:
     assert bool(compiler.graph_breaks()) == breaks
 
 
+@NEEDS_COMPILED_MODELS
 def test_a_model_that_is_compiled_as_a_whole_already() -> None:
     """Its checkpoints are inside compiled code then."""
     reference = train_step(model(), stack_inputs())
@@ -210,11 +212,13 @@ def test_refused_with_the_model_as_it_was(options: dict[str, Any]) -> None:
     assert [(vars(module), module._compiled_call_impl) for module in built.modules()] == before
 
 
+@NEEDS_FLEX
 def test_flex_attention_compiled_by_something_else_than_inductor() -> None:
     with pytest.raises(FastacError, match=r"compile_attention.*inductor"):
         fastac.compile_attention(torch.nn.functional.scaled_dot_product_attention, backend="aot_eager")
 
 
+@NEEDS_COMPILED_MODELS
 def test_verify_takes_a_model_that_is_compiled_as_a_whole() -> None:
     """Of two attentions over 24 and 6 keys in each block, the policy saves one."""
     built = model()

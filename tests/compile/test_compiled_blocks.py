@@ -31,6 +31,7 @@ from tests.compile.steps import (
     train,
 )
 from tests.compiler import compiled_so_far, reset
+from tests.marks import NEEDS_COMPILED_MODELS, needs_torch
 from tests.support import AttentionBlock, assert_same, stack, stack_inputs, train_step
 
 
@@ -68,7 +69,7 @@ def attend_and_scale(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["block", "attention", "wrapped block"])
+@pytest.mark.parametrize("part", ["block", "attention", pytest.param("wrapped block", marks=needs_torch("2.13"))])
 def test_buffers_that_compiled_code_reuses(part: str) -> None:
     """Inductor writes into the attention output of block 0, which no backward needs: a copy is kept.
 
@@ -81,7 +82,8 @@ def test_buffers_that_compiled_code_reuses(part: str) -> None:
             return frozen(small(policy, attend=torch.compile(attend_and_scale, dynamic=False)))
         return compile_blocks(frozen(small(policy)), "inductor")
 
-    with torch._inductor.config.patch(wrap_inductor_compiled_regions=part == "wrapped block"):
+    wrapped = {"wrap_inductor_compiled_regions": True} if part == "wrapped block" else {}
+    with torch._inductor.config.patch(wrapped):
         assert_exact_and_saved(build, frozen_inputs(small_inputs()), calls=2, looks=1)
 
 
@@ -137,6 +139,7 @@ class InnerCheckpoint(torch.nn.Module):
         return support.run_checkpointed(self.inner, video, text, policy=self.policy)
 
 
+@NEEDS_COMPILED_MODELS
 def test_a_block_compiled_with_its_checkpoint_inside() -> None:
     found = assert_exact_and_saved(
         lambda policy: compile_blocks(stack(block=lambda: InnerCheckpoint(policy)), "aot_eager"),

@@ -26,7 +26,7 @@ from tests.compile.steps import (
     train,
 )
 from tests.compiler import compiled_so_far, reset
-from tests.marks import slow
+from tests.marks import NEEDS_COMPILED_MODELS, needs_diffusers, slow
 from tests.support import assert_same, dropping_out, math_kernel, stack, stack_inputs, train_step, written_out
 
 
@@ -51,6 +51,7 @@ def test_frozen_inputs(backend: str) -> None:
     )
 
 
+@NEEDS_COMPILED_MODELS
 def test_the_whole_model_is_one_graph() -> None:
     """With the policy that it was traced with, per block, for a bound on the keys as well."""
     expected = train(stack(layers=3), stack_inputs()).tensors
@@ -65,6 +66,7 @@ def test_the_whole_model_is_one_graph() -> None:
     assert compiled_so_far()[:2] == (1, 0)
 
 
+@needs_diffusers("0.34")  # compile_repeated_blocks
 @EACH_WAY
 def test_wan(way: str) -> None:
     """Its rotary embedding writes in place inside regions, of which torch warns: exact all the same, in one graph."""
@@ -77,7 +79,7 @@ def test_wan(way: str) -> None:
         if way == "blocks":
             model.compile_repeated_blocks(backend="aot_eager", dynamic=False)
         else:
-            model.compile(backend="aot_eager", dynamic=False)
+            compile_whole(model, "aot_eager")
         return model
 
     _, inputs = support.build("WanTransformer3DModel")
@@ -109,6 +111,7 @@ class TestNothingSavable:
                 model(**small_inputs())
         assert _cur_sdpa_kernel_backends() == switches  # `with sdpa_kernel(...)` is part of the graph that failed
 
+    @NEEDS_COMPILED_MODELS
     def test_one_attention_among_others(self) -> None:
         """The second attention of the second block."""
 

@@ -21,13 +21,15 @@ import fastac
 from fastac import PolicyNotAppliedError
 from fastac.compile import flex as compiled_flex
 from fastac.compile import torch_private
+from fastac.engine import releases
 from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
 from tests.compile.steps import SmallBlock, frozen_inputs, small, small_inputs
+from tests.marks import NEEDS_FLEX
 from tests.support import AttentionStack, relative_error, stack, train_step
 
-pytestmark = pytest.mark.slow  # inductor
+pytestmark = [pytest.mark.slow, NEEDS_FLEX]  # inductor
 
 TOKENS = 256
 
@@ -168,12 +170,18 @@ class TestSaved:
 
 
 @trains_here
-def test_compiled_by_torch_alone_in_eager_blocks() -> None:
-    """Refused where inductor calls what it compiled through an op of its own, which may hold anything."""
+@pytest.mark.parametrize("first", ["2.13", "2.99"])
+def test_compiled_by_torch_alone_in_eager_blocks(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused where inductor calls what it compiled through an op of its own, which may hold anything.
+
+    first: the torch that fastac can save it with.
+    """
+    monkeypatch.setitem(releases.FIRST_TORCH, releases.FLEX, first)
+    way_out = r"needs torch 2\.99; leave it" if first == "2.99" else r"fastac\.compile_attention"
     with torch._inductor.config.patch(wrap_inductor_compiled_regions=True):
         built = model(torch.compile(flex_attention, options=flex_on_cpu.HIDDEN))
         fastac.enable(built, blocks="blocks")
-        with pytest.raises(PolicyNotAppliedError, match=r"(?s)flex_attention.*fastac\.compile_attention"):
+        with pytest.raises(PolicyNotAppliedError, match=rf"(?s)flex_attention.*{way_out}"):
             built(**inputs())
 
 

@@ -23,6 +23,7 @@ from fastac import PolicyNotAppliedError
 from tests import support
 from tests.compile.steps import EACH_WAY, WAYS, compile_blocks, compile_whole, small, small_inputs
 from tests.compiler import reset
+from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import assert_same, stack, stack_inputs, train_step
 
 LONG_ONLY = fastac.Policy("attn_only", min_kv=10)
@@ -99,6 +100,7 @@ class TestAMemoryBudget:
         with budget(0.0), RAN_AGAIN:
             train_step(model, stack_inputs())
 
+    @NEEDS_COMPILED_MODELS
     def test_of_a_model_of_others_is_theirs(self) -> None:
         """Only graphs with checkpointed regions in them, or around them, are fastac's business."""
         inputs = stack_inputs()
@@ -112,6 +114,7 @@ class TestAMemoryBudget:
 
 
 @pytest.mark.parametrize("beside", ["full", LONG_ONLY])
+@NEEDS_COMPILED_MODELS
 def test_a_partitioner_that_recomputes_what_is_saved(beside: Any) -> None:
     """As many calls as were left to recomputation, in another block, may run again, and no more."""
     model = stack()
@@ -121,6 +124,7 @@ def test_a_partitioner_that_recomputes_what_is_saved(beside: Any) -> None:
         train_step(model, stack_inputs())
 
 
+@NEEDS_COMPILED_MODELS
 class TestNothingIsWrong:
     """Attention that runs again in the backward of a graph, and may."""
 
@@ -197,6 +201,7 @@ class TestRecompilation:
 
 
 @pytest.mark.slow
+@NEEDS_COMPILED_MODELS
 def test_a_warm_cache_spares_no_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is saved is decided, and reported, while a graph is traced: with checkpointed regions in it, always."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -16,6 +16,7 @@ import fastac
 from fastac.compile import tracing
 from tests import support
 from tests.compile.steps import assert_exact_and_saved, compile_whole
+from tests.marks import NEEDS_TRACES
 from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, relative_error, stack, stack_inputs, train_step
 
 
@@ -46,6 +47,7 @@ def test_export_holds_no_checkpoint(how: str, strict: bool) -> None:
     assert torch.equal(program.module()(**inputs), model(**inputs))
 
 
+@NEEDS_TRACES
 @pytest.mark.parametrize("policy", ["attn_only", "full"])
 def test_make_fx_traces_the_region_as_it_is(policy: str, caplog: pytest.LogCaptureFixture) -> None:
     """A recompute in such a graph would be nothing but more of the same operators."""
@@ -74,6 +76,7 @@ def test_make_fx_traces_the_region_as_it_is(policy: str, caplog: pytest.LogCaptu
         assert relative_error(mine.detach(), theirs.detach()) < 1e-6
 
 
+@NEEDS_TRACES
 def test_make_fx_does_not_spoil_a_later_compile() -> None:
     """torch's own selective checkpointing under make_fx leaves metadata behind that a later compile dies of."""
 
@@ -86,6 +89,7 @@ def test_make_fx_does_not_spoil_a_later_compile() -> None:
     )
 
 
+@NEEDS_TRACES
 def test_linear_outputs_in_a_trace_are_refused() -> None:
     """Which Linear module a product belongs to is not known there."""
     policy = fastac.Policy("attn_only", linear=("ffn.2",))
@@ -108,6 +112,7 @@ def to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
     return model
 
 
+@NEEDS_TRACES
 @pytest.mark.parametrize("inside", [False, True], ids=["an argument", "no argument"])
 def test_a_training_step_on_fake_tensors(inside: bool) -> None:
     """From the second equal call on, a fake tensor's cache answers, and no call comes by the tape."""

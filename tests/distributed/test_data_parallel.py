@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import fastac
+from fastac.engine import releases
 from fastac.models import unwrapped
 from tests import support
 from tests.distributed import ranks
@@ -104,6 +105,10 @@ def test_fsdp1() -> None:
     assert_trained_alike(ranks.run(on_each_rank, setup), setup, shards=True)
 
 
+@pytest.mark.skipif(
+    releases.is_at_least("2.10") and not releases.is_at_least("2.13"),
+    reason="does not cast the inputs again, and raises CheckpointError without fastac as well",
+)
 def test_fsdp2_in_bf16() -> None:
     setup = Setup(in_bf16)
     assert_trained_alike(ranks.run(on_each_rank, setup), setup, rounding=0.1)

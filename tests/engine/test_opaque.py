@@ -21,6 +21,7 @@ import fastac
 from fastac import FastacError, OpaqueFunction, Policy
 from fastac.engine import opaque
 from tests import support
+from tests.marks import NEEDS_COMPILED_MODELS, needs_torch
 from tests.support import assert_same, train_step
 
 KERNEL = "the test's opaque kernel"
@@ -442,7 +443,8 @@ class Layer(torch.nn.Module):
         return self.out(self.attention(torch.tanh(query), key, value)[0])
 
 
-@pytest.mark.parametrize("compiled", ["block", "model"])
+@needs_torch("2.12")  # dynamo does not trace through it before, and then it is saved
+@pytest.mark.parametrize("compiled", ["block", pytest.param("model", marks=NEEDS_COMPILED_MODELS)])
 def test_traced_it_is_recomputed_with_a_warning(compiled: str, caplog: pytest.LogCaptureFixture) -> None:
     """A Function that dynamo traces through, as it does through Triton kernels."""
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from tests import support
 from tests.hook.hosts import CheckpointsItself, Diffuser, diffuser, step_of
+from tests.marks import NEEDS_COMPILED_MODELS
 from tests.model_state import state_of
 from tests.support import CPU_ATTENTION, assert_same, stack_inputs, train_step
 
@@ -181,7 +182,7 @@ class Engine(torch.nn.Module):
         return self.module(**kwargs)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=NEEDS_COMPILED_MODELS)])
 def test_a_wrapped_model_is_enabled_inside(compiled: bool, attention_executions: Counter[str]) -> None:
     """Block names are those of the model inside, whatever it is wrapped in."""
     model, inputs = support.build(WAN)

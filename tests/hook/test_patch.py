@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
 from tests.hook.test_no_region import LibrariesCheckpoint
+from tests.marks import needs_torch
 from tests.support import (
     CPU_ATTENTION,
     AttentionBlock,
@@ -184,6 +185,7 @@ def test_what_the_policy_recomputes_may_be_captured(attention_executions: Counte
     assert attention_executions == {CPU_ATTENTION: 8}
 
 
+@needs_torch("2.12")
 def test_a_compiled_model_that_calls_it_is_refused() -> None:
     """dynamo makes an operator of torch's checkpoint, which has torch's own saving in it."""
     torch._dynamo.reset()

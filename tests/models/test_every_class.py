@@ -12,6 +12,7 @@ import diffusers.models.transformers
 from diffusers import ModelMixin
 
 from fastac.models import MODELS
+from tests.marks import needs_diffusers
 from tests.models.tiny import TINY
 
 NO_VIDEO = re.compile("[12]D|Image|Audio|Music|Protein|PriorTransformer|T5FilmDecoder")
@@ -32,6 +33,7 @@ def transformers_of(package: ModuleType) -> dict[str, type]:
     return found
 
 
+@needs_diffusers("0.42")
 def test_every_transformer_of_diffusers_is_known() -> None:
     defined, catalogue = set(transformers_of(diffusers.models.transformers)), set(MODELS)
     others = {name for name in defined if NO_VIDEO.search(name)} | NO_CHECKPOINTING
@@ -44,6 +46,7 @@ def test_every_row_has_a_tiny_model() -> None:
     assert {name.partition(":")[0] for name in TINY} == set(MODELS)
 
 
+@needs_diffusers("0.42")
 def test_what_cannot_be_checkpointed_still_cannot() -> None:
     defined = transformers_of(diffusers.models.transformers)
     assert all(defined[name]._supports_gradient_checkpointing for name in MODELS)

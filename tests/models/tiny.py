@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 
 from fastac.models.published import cast, fill_zeros
@@ -32,7 +33,7 @@ PLACES = re.compile("mask|ind(ic|ex)es|position|rotary|camera")
 def tiny_model(
     name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, tiny: Tiny | None = None, **changes: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """A tiny model with random weights, in training mode, and its keyword arguments for one call.
+    """A tiny model with random weights, in training mode, and its keyword arguments for one call. Skips without class.
 
     name: of a row of TINY, or of a class with a `tiny` of its own. changes: of its configuration.
 
@@ -44,9 +45,12 @@ def tiny_model(
     import diffusers  # not before a test has put kernels where diffusers looks for them
 
     tiny = tiny or TINY[name]
+    kind = getattr(diffusers, name.partition(":")[0], None)
+    if kind is None:  # what the catalogue has must be there, and more: test_every_class
+        pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(diffusers, name.partition(":")[0])(**{**tiny.config, **changes}).train()
+        model = kind(**{**tiny.config, **changes}).train()
         fill_zeros(model)
         inputs = tiny.inputs()
     for argument, value in inputs.items():

@@ -26,6 +26,7 @@ from fastac.planning.simulation import Split
 from fastac.planning.subject import subject
 from fastac.planning.video import Training, most_steps, plan_video, without_weights
 from fastac.policy import Policy
+from tests.marks import needs_diffusers
 from tests.models.tiny import TINY
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -151,6 +152,7 @@ def test_videos_that_are_refused(small: Configuration) -> None:
 # Several GPUs
 
 
+@needs_diffusers("0.40")  # before, rotary embeddings are other buffers
 def test_gpus_share_states_and_gradients(small: Configuration) -> None:
     one, four = (plan_video(small, video_of(small, 5), Training(gpus=gpus)) for gpus in (1, 4))
     buffers = 2 * 24 * 12 * 4  # of rotary embeddings, which FSDP2 does not shard

@@ -142,7 +142,8 @@ class Training:
             with pytest.raises(fastac.FastacError, match="twice") as error:
                 fastac.enable(model, blocks=self.blocks)
             (switch_off,) = re.findall(r"Switch it off first: model\.(\w+)\(\)", str(error.value))
-            with warnings.catch_warnings(action="error"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
                 getattr(model, switch_off)()
         fastac.enable(self.host(model), blocks=self.blocks)
         self.expect(model)

@@ -12,6 +12,7 @@ import fastac
 from fastac import Policy
 from tests import compiler, support
 from tests.hook.hosts import diffuser
+from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import CPU_ATTENTION, train_step
 
 WAN = "WanTransformer3DModel"
@@ -128,6 +129,7 @@ def test_a_model_that_calls_fastac_checkpoint_itself() -> None:
     assert row.saved_bytes == 6 * bytes_of(queries=support.VIDEO_TOKENS, dim=8)
 
 
+@NEEDS_COMPILED_MODELS
 class TestCompiledModel:
     """Nothing is seen while a graph runs: the report says what was decided while it was traced."""
 

@@ -21,6 +21,7 @@ from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.verify import executed_attention
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
+from tests.marks import NEEDS_COMPILED_MODELS
 from tests.model_state import state_of
 from tests.support import CPU_ATTENTION, AttentionBlock, stack_inputs, train_step
 
@@ -107,7 +108,7 @@ class Outside(Diffuser):
         return AttentionBlock.forward(self.blocks[0], video, text)
 
 
-@pytest.mark.parametrize("traced_before", [False, True])
+@pytest.mark.parametrize("traced_before", [False, pytest.param(True, marks=NEEDS_COMPILED_MODELS)])
 def test_attention_outside_of_the_blocks_alone_is_found(traced_before: bool) -> None:
     """What was decided in the graph of another model of the class is no proof."""
     torch._dynamo.reset()
