@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := fastac tests examples benchmarks
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test test-slow soak check format benchmark clean
+.PHONY: train test test-slow test-versions soak check format benchmark clean
 .DELETE_ON_ERROR:
 
 # Threads that wait must not spin: on a busy machine every step would wait for them.
@@ -19,9 +19,14 @@ test: $(VENV)/installed-dev $(VENV)/installed-backends
 test-slow: $(VENV)/installed-dev $(VENV)/installed-backends
 	$(PYTEST) -m "slow and not soak" $(ARGS)
 
+# The oldest torch and the newest: an environment for each, kept in the cache folder of the user.
+test-versions: $(VENV)/installed-dev
+	$(BIN)/python -m tests.versions $(ARGS)
+
 # Before a release: random models, thousands of steps, benchmarks.
 soak: $(VENV)/installed-dev $(VENV)/installed-backends
 	$(PYTEST) -m soak $(ARGS)
+	$(BIN)/python -m tests.versions --all --write
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check $(SOURCES)
@@ -43,7 +48,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("diffusers 0.42 needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("the versions of constraints.txt need Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp per set of extras: pip runs once, and again when what it was told to install changes.

@@ -1,4 +1,4 @@
-"""The real packages that the files in tests/backends/libraries and tests/trainers/trainers test, and how each is had.
+"""The real packages that tests/backends/libraries, tests/trainers/trainers and tests/models test, and how each is had.
 
 They are downloaded and unpacked, not installed: an installed flash_attn without CUDA breaks `import diffusers`, and two
 of them share a name. Only their Python files are used, so wheels for another Python or another machine will do.
@@ -33,12 +33,14 @@ FOLDER = Path(sys.prefix, "backends")
 class Package:
     """One release on the package index.
 
+    project: what the index calls it, where that is not its name here.
     wheel_for: Python version and platforms of the wheel that is taken, whatever runs here; empty for one that fits.
     any_python: take it although it asks for another Python than the one that runs here.
     source: take the source release. keep: regular expression for the files that are unpacked.
     """
 
     version: str
+    project: str = ""
     wheel_for: tuple[str, ...] = ()
     any_python: bool = False
     source: bool = False
@@ -92,6 +94,10 @@ PACKAGES = {
     ),
     "torchtitan": Package(version="0.3.0", keep=r"torchtitan/.*\.py"),
     "spmd-types": Package(version="0.3.1", keep=r"spmd_types/.*\.py"),
+    # Older than the one that is installed.
+    "diffusers-0.33": Package(project="diffusers", version="0.33.1"),
+    "diffusers-0.36": Package(project="diffusers", version="0.36.0"),
+    "diffusers-0.39": Package(project="diffusers", version="0.39.0"),
 }
 
 LIBRARIES = {
@@ -124,7 +130,14 @@ TRAINERS = {
 }
 """File in tests/trainers/trainers -> the same."""
 
-NEEDS = LIBRARIES | TRAINERS
+DIFFUSERS = {
+    "diffusers_0_33": ("diffusers-0.33",),
+    "diffusers_0_36": ("diffusers-0.36",),
+    "diffusers_0_39": ("diffusers-0.39",),
+}
+"""Case of tests/models/test_older_diffusers.py -> the same."""
+
+NEEDS = LIBRARIES | TRAINERS | DIFFUSERS
 
 
 def place(name: str, folder: Path | None = None) -> Path:
@@ -161,7 +174,7 @@ def download(name: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
         archives, unpacked = Path(temporary, "archives"), Path(temporary, "unpacked")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        command += [*package.options(name), "--dest", str(archives), f"{name}=={package.version}"]
+        command += [*package.options(name), "--dest", str(archives), f"{package.project or name}=={package.version}"]
         environment = {**os.environ, **package.environment}
         subprocess.run(
             command, env=environment, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

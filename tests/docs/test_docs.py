@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from fastac.backends import LIBRARIES, plugins
+from fastac.engine import releases
 from fastac.registry import AttentionOp
 from tests.backends import packages
 from tests.support import code_blocks
+from tests.versions import environments
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -39,6 +41,20 @@ def test_every_library_with_a_parity_test_is_named() -> None:
     """One whose test files docs/generate.py does not know would be left out."""
     assert set(GENERATE["TESTS"]) == {library.name for library in LIBRARIES} | {"diffusers"}
     assert {Path(name).stem for names in GENERATE["TESTS"].values() for name in names} >= set(packages.LIBRARIES)
+
+
+def test_the_releases_that_documents_name_are_those_of_the_table() -> None:
+    """And every pair was exact, with half the kernels of plain checkpointing, when docs/versions.md was written."""
+    readme, document = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/versions.md"))
+    later = set(releases.FIRST_TORCH.values()) - {releases.FIRST_TORCH[releases.ENGINE]}
+    assert f"torch {releases.FIRST_TORCH[releases.ENGINE]} or newer" in readme
+    assert [f"need torch {one}: [docs/versions.md]" in readme for one in later] == [True]
+    lines = document.splitlines()
+    for feature, first in releases.FIRST_TORCH.items():
+        assert f"| {feature} | {first} |" in lines, "run python -m tests.versions --all --write"
+    for torch, diffusers in environments.DIFFUSERS.items():
+        saved = 4 if releases.is_at_least(releases.FIRST_TORCH[releases.COMPILED_MODELS], torch) else "refused"
+        assert any(line.startswith(f"| {torch} | {diffusers} | 8 | 4 | yes | 8 | {saved} |") for line in lines), torch
 
 
 def test_no_composition_is_silently_full() -> None:
