@@ -91,8 +91,8 @@ def run(release: str, rooms: dict[str, tuple[str, ...]]) -> Result:
         # Before 2.13 torch leaves open what it opened around a forward that raised, and fails when that is collected.
         command += ["-p", "no:unraisableexception"] if not is_at_least("2.13", release) else []
         code, text = output_of(*command)
-        counts = re.findall(r"\d+ (?:passed|failed|errors?|skipped)", text.splitlines()[-1] if text else "")
-        counts = counts or re.findall(r"\d+ (?:passed|failed|errors?|skipped)", text)[-3:]
+        last = re.findall(r"^.*\d (?:passed|failed|errors?)\b.* in \d.*$", text, re.MULTILINE)[-1:]
+        counts = re.findall(r"\d+ (?:passed|failed|errors?|skipped)", "".join(last))
         result.rooms[room] = ", ".join(counts)
         print(f"torch {release}, {room}: {', '.join(counts)} in {time.monotonic() - started:.0f} s", flush=True)
         if code:

@@ -15,52 +15,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import WanTransformer3DModel
 
 import fastac
 from fastac.engine.torch_private import missing
 from tests import support
 
-
-def model_and_inputs() -> tuple[Any, dict[str, torch.Tensor]]:
-    """Two blocks of two attention calls."""
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, text_dim=8, freq_dim=8, ffn_dim=16, num_layers=2
-    ).train()
-    inputs = {
-        "hidden_states": torch.randn(1, 16, 2, 8, 8, requires_grad=True),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": torch.randn(1, 6, 8, requires_grad=True),
-    }
-    return model, inputs
+WAN = "WanTransformer3DModel"
 
 
-def step(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[int, list[torch.Tensor | None]]:
-    """Attention kernels of the second of two steps, and its output and gradients."""
-    for _ in range(2):
-        model.zero_grad(set_to_none=True)
-        leaves = {name: value.detach().requires_grad_(value.requires_grad) for name, value in inputs.items()}
-        support.executions.clear()
-        (output,) = model(**leaves, return_dict=False)
-        output.square().mean().backward()
-    return support.executions.total(), [output, *[value.grad for value in (*model.parameters(), *leaves.values())]]
+def second_step(model: Any, inputs: dict[str, Any]) -> tuple[int, support.Tensors]:
+    """Attention kernels of the second of two steps, and its outputs and gradients."""
+    support.train_step(model, inputs)
+    support.executions.clear()
+    tensors = support.train_step(model, inputs)
+    return support.executions.total(), tensors
 
 
-def equal(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> bool:
-    """Bit for bit, and a gradient where there is one."""
-    pairs = list(zip(found, expected, strict=True))
-    return all((a is None and b is None) or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+def is_same(found: support.Tensors, expected: support.Tensors) -> bool:
+    """Whether each is bitwise what was expected."""
+    try:
+        support.assert_same(found, expected)
+    except AssertionError:
+        return False
+    return True
 
 
 def compiled_as_a_whole(policy: str) -> int | str:
     """Kernels of a step; or that it is refused, with the release that is needed."""
     torch._dynamo.reset()
-    model, inputs = model_and_inputs()
+    model, inputs = support.build(WAN)
     fastac.enable(model, policy)
     model.compile(backend="aot_eager")
     try:
-        return step(model, inputs)[0]
+        return second_step(model, inputs)[0]
     except Exception as error:
         if "needs torch" not in str(error):
             raise
@@ -88,8 +75,8 @@ def private_names() -> tuple[int, list[str]]:
 def main() -> None:
     logging.disable(logging.WARNING)
     support.count_cpu_attention()
-    model, inputs = model_and_inputs()
-    none, expected = step(model, inputs)
+    model, inputs = support.build(WAN)  # two blocks of two attention calls
+    none, expected = second_step(model, inputs)
     kernels: dict[str, int] = {"none": none}
     exact: dict[str, bool] = {}
     ways: dict[str, Callable[[], None]] = {
@@ -98,8 +85,8 @@ def main() -> None:
     }
     for way, switch_on in ways.items():
         switch_on()
-        kernels[way], found = step(model, inputs)
-        exact[way] = equal(found, expected)
+        kernels[way], tensors = second_step(model, inputs)
+        exact[way] = is_same(tensors, expected)
     names, absent = private_names()
     found = {
         "torch": torch.__version__,

@@ -17,6 +17,7 @@ from pathlib import Path
 NVIDIA = r"lib(cu|nccl|nv)\w*\.so"
 SYMBOL = r"(_?_?cu|nccl|nv|__nv|NVPW|_ZN5cudnn)\w*"  # where a library has no versions, by which its symbols are told
 
+LIBRARY = "libno_device.so"
 NO_DEVICE = 100
 """cudaErrorNoDevice and CUDA_ERROR_NO_DEVICE."""
 
@@ -38,9 +39,6 @@ def make(folder: Path) -> list[str]:
     for name in missing:
         (folder / name).symlink_to(LIBRARY)
     return sorted(missing)
-
-
-LIBRARY = "libno_device.so"
 
 
 def _owners(sections: str) -> dict[str, str]:
