@@ -129,7 +129,7 @@ def replayed_flops() -> Iterator[list[int]]:
     def counted(self: Replay, op: Any, keyset: Any, args: Any, kwargs: Any, product: str) -> Any:
         position = self.position
         outputs = meet(self, op, keyset, args, kwargs, product)
-        if self.position > position and self.tape[position].kept is not None:
+        if self.position > position and self.tape.entries[position].kept is not None:
             found.append(flop_registry[op.op.overloadpacket](*args, **kwargs, out_val=outputs))
         return outputs
 

@@ -1,8 +1,8 @@
-"""checkpoint(function, *args, policy=...): one region, from its forward to its recompute.
+"""checkpoint(function, *args, policy=...): what a call of a block means.
 
-The way of one call: `checkpoint` opens a `Region`; torch asks it for two contexts; the forward runs under the first, a
-`Record`, the recompute under the second, a `Recompute`; back from the forward, `Region.end` compares what was recorded
-with what the first region of its kind did. That first one is watched, and judged by `fastac.diagnosis`.
+Life of one call: `checkpoint` opens a `Region` (engine/region.py) with a `Tape` of what the policy saves
+(engine/tape.py); the forward runs in both. Then its calls are compared with those of the first region of its kind, which
+is watched, and judged by `fastac.diagnosis`. Backward recomputes in the region, which needs nothing of this module.
 `patch_checkpoint` lets code that calls torch's function by its name come here.
 """
 
@@ -13,7 +13,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,11 +20,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from fastac import diagnosis
-from fastac.backends import plugins
+from fastac.backends.plugins import prepare
 from fastac.compile import graphs, tracing
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
-from fastac.engine import interception, linear, opaque, torch_private
+from fastac.engine import fingerprints, interception, linear, torch_private
 from fastac.engine.blocks import (
     MANY,
     BlockRecord,
@@ -38,43 +37,38 @@ from fastac.engine.blocks import (
     record_of,
     signature,
 )
-from fastac.engine.tape import Hooks, Recompute, Record, RegionResult, Tape, engine
+from fastac.engine.region import Region
+from fastac.engine.tape import Hooks, RegionResult, Tape, engine
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy, resolve
 
 logger = logging.getLogger("fastac")
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
 
 class _State:
-    """What is known in this process of regions of one kind: block class, or code of a function, policy and inputs.
+    """What is known in this process of regions of one kind: block class, or code of a function, policy and inputs."""
 
-    kinds, warned: by class or code, the first regions and what was warned of. of_one_block: by block (fastac.verify).
-    collectors: get the result of every region that ends as it should, while they stand here (fastac.verify).
-    traced: regions stand in a graph that dynamo made, where none of them is seen to open.
-    """
+    kinds: weakref.WeakKeyDictionary[Any, dict[Any, RegionResult]]
+    """The first region of each kind, by block class (or code)."""
+    warned: weakref.WeakKeyDictionary[Any, set[str]]
+    """Warnings that were logged already, by block class (or code)."""
+    functions: weakref.WeakKeyDictionary[Any, BlockRecord]
+    """What is known of functions that are no block, by their code."""
+    of_one_block = False
+    """Kinds are those of a block, not of its class (fastac.verify)."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget every kind: the next region of each is its first."""
-        self.kinds: weakref.WeakKeyDictionary[Any, dict[Any, RegionResult]] = weakref.WeakKeyDictionary()
-        self.warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        self.kinds = weakref.WeakKeyDictionary()
+        self.warned = weakref.WeakKeyDictionary()
+        self.functions = weakref.WeakKeyDictionary()
         self.of_one_block = False
-        self.collectors: list[list[RegionResult]] = []
-        self.traced = False
 
 
 state = _State()
-
-
-def prepare() -> None:
-    """Load plugins, make known kernels visible, and intercept every op with a row that this process has."""
-    plugins.load()
-    opaque.make_known_visible()
-    interception.install()
 
 
 def checkpoint(
@@ -83,7 +77,7 @@ def checkpoint(
     policy: str | Policy = "attn_only",
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
-    context_fn: Callable[[], Contexts] = noop_context_fn,
+    context_fn: Callable[[], tracing.Contexts] = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
@@ -96,17 +90,20 @@ def checkpoint(
         function: a block or any callable; called as function(*args, **kwargs), and again in backward. Without it, a
             decorator is returned.
         policy: "attn_only", "long_attn_only", "full", "none" or a fastac.Policy.
-        preserve_rng_state, determinism_check, early_stop: as in torch's function, which gets them.
+        preserve_rng_state, early_stop: as in torch's function.
+        determinism_check: "default" compares recompute with the forward: shapes and dtypes, versions of weights, and
+            values in sampled steps. "none" does not.
         respect_saved_tensors_hooks: True hands what is saved to the saved_tensors_hooks around the call, such as
             torch.autograd.graph.save_on_cpu, as torch 2.14 does under selective checkpointing.
-        use_reentrant, context_fn: refused, unless as by default. debug: torch refuses it unless the policy is "full".
+        use_reentrant, context_fn: refused, unless as by default. debug: torch's debug mode, for policy "full" alone.
 
     Returns:
         What the function returns.
 
     Raises:
         PolicyNotAppliedError: an attention call that the policy saves could not be saved.
-        FastacError: what cannot be honoured: reentrant checkpointing, a context_fn of the caller.
+        FastacError: what cannot be honoured: reentrant checkpointing, a context_fn of the caller. In backward, where
+            recompute is not what the forward was; it is a torch.utils.checkpoint.CheckpointError as well.
 
     Example:
         >>> hidden = fastac.checkpoint(block, hidden, text, policy="attn_only")
@@ -131,6 +128,8 @@ def checkpoint(
             f"its own, which does the saving, and reentrant checkpointing has no place for one. Pass "
             f"use_reentrant=False and no context_fn; what is saved is said by policy=..."
         )
+    if determinism_check not in ("default", "none"):
+        raise FastacError(f'checkpoint(determinism_check={determinism_check!r}): there are "default" and "none"')
     policy = resolve(policy)
     if not policy.checkpoints:
         if not torch.compiler.is_compiling() and engine.thread.scope is None and torch_private.innermost_checkpoint():
@@ -141,37 +140,22 @@ def checkpoint(
         return function(*args, **kwargs)
     if torch_private.in_export():
         return function(*args, **kwargs)  # what is exported recomputes nothing
-    debugging: dict[str, Any] = {"debug": True} if debug else {}  # dynamo does not take it
-    under_torch = functools.partial(
-        torch_checkpoint,
-        function,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=preserve_rng_state,
-        determinism_check=determinism_check,
-        early_stop=early_stop,
-        **debugging,
-        **kwargs,
-    )
-    in_dynamo = torch.compiler.is_dynamo_compiling()
-    if not in_dynamo and torch_private.in_other_trace():
+    options: dict[str, Any] = {
+        "preserve_rng_state": preserve_rng_state,
+        "determinism_check": determinism_check,
+        "early_stop": early_stop,
+    }
+    if torch.compiler.is_dynamo_compiling():
+        return tracing.run_in_dynamo(function, args, kwargs, policy, options)
+    if torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
-    if policy.saves_nothing:
-        return under_torch()
-    if in_dynamo and not tracing.IS_POSSIBLE:
-        return under_torch(context_fn=tracing.need_torch)
-    if in_dynamo:
-        _prepare_trace()
-        return under_torch(context_fn=functools.partial(_contexts_in_graph, policy))
+    debug = torch_private.in_debug_mode(debug)
+    if debug or torch_private.in_proxy_trace() or any(map(torch_private.is_fake, (*args, *kwargs.values()))):
+        return tracing.run_under_torch(function, args, kwargs, policy, {**options, "debug": debug})
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
     hooks = torch_private.saved_tensors_hooks() if respect_saved_tensors_hooks else None
-    region = Region(function, args, kwargs, policy, preserve_rng_state, hooks)
-    try:
-        outputs = under_torch(context_fn=region.contexts)
-    except BaseException as error:
-        torch_private.close_forward(error)
-        raise
-    region.end(outputs)
-    return outputs
+    return _Call(function, args, kwargs, policy).run(hooks, **options)
 
 
 def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -182,73 +166,68 @@ def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., An
     return checkpointed
 
 
-class Region:
-    """One call of a block under checkpointing. It ends with the forward; the tape lives on in torch's recompute."""
+class _Call:
+    """One call of a function that is checkpointed in eager code with gradients on."""
 
-    __slots__ = (
-        "args",
-        "block",
-        "function",
-        "hooks",
-        "key",
-        "known",
-        "kwargs",
-        "observer",
-        "policy",
-        "preserves",
-        "record",
-    )
+    __slots__ = ("args", "block", "function", "key", "kwargs", "policy", "record")
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Any,
-        policy: Policy,
-        preserves: bool,
-        hooks: Hooks | None,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, policy: Policy) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.policy = policy
-        self.preserves = preserves  # generators, around the recompute
-        self.hooks = hooks
-        block = block_of(function)
-        self.block: BlockRecord | None = None if block is None else record_of(block)
-        held = modules_in(function) if block is None else None
-        self.key = (policy, signature(args), signature(kwargs) if kwargs else None, held)
-        self.known: RegionResult | None = None
-        self.observer: Observer | None = None
-        self.record: Record | None = None
+        self.block = block_of(function)
+        self.record = _record_of_function(function) if self.block is None else record_of(self.block)
 
-    def contexts(self) -> Contexts:
-        """torch's context_fn: what the forward and the recompute run under."""
-        if torch_private.in_proxy_trace() or any(map(torch_private.is_fake, (*self.args, *self.kwargs.values()))):
-            return tracing.traced_contexts(self.policy)
+    def run(self, hooks: Hooks | None, preserve_rng_state: bool, determinism_check: str, early_stop: bool) -> Any:
+        """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
+        function, policy, record = self.function, self.policy, self.record
+        is_sampled = False
+        if not torch_private.in_backward():  # a nested region, in the recompute of another, is itself no step
+            if engine.pending:
+                fingerprints.check_pending()
+            is_sampled = record.is_sampled()
+        known, tape, observer = None, None, None
+        if not policy.saves_nothing:
+            known = self._known()
+            tape = Tape(policy, preserve_rng_state, [] if known is None else None, hooks)
+            if known is None and not is_compiled(function):
+                observer = Observer(module_of(function), (self.args, self.kwargs), policy, tape)
+        compares = determinism_check == "default"
+        region = Region(
+            function,
+            self.args,
+            self.kwargs,
+            record,
+            tape,
+            preserve_rng_state=preserve_rng_state,
+            early_stop=early_stop,
+            compares=compares,
+            has_fingerprints=is_sampled and compares and preserve_rng_state,
+        )
+        outputs = region.forward(self.args, observer)
+        if tape is not None:
+            self._end(outputs, tape, known, observer)
+        return outputs
+
+    def _known(self) -> RegionResult | None:
+        """What the first region of this kind did; None where this is the first."""
         if interception.loaded_modules() != engine.modules:
             prepare()
-        block = self.block
-        if block is not None and block.key == self.key:  # cheaper than hashing the key
-            self.known = block.latest
-        else:
-            self.known = _kinds(self.function).get(self.key)
-            if self.known is None:
-                prepare()
-            if self.policy.linear:
-                self._attach_linear()
-        tape = Tape()  # after that: it counts what is intercepted when it begins
-        if self.known is not None:
-            self.record = Record(tape, self.policy, self.preserves, hooks=self.hooks)
-            return self.record, Recompute(tape, self.policy)
-        self.record = record = Record(tape, self.policy, self.preserves, [], self.hooks)
-        if is_compiled(self.function):
-            return record, Recompute(tape, self.policy)
-        self.observer = Observer(module_of(self.function), (self.args, self.kwargs), self.policy, record)
-        return _Watched(self.observer, record), Recompute(tape, self.policy)
+        function, policy, record = self.function, self.policy, self.record
+        held = modules_in(function) if self.block is None else None
+        self.key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, held)
+        if self.block is not None and record.key == self.key:  # cheaper than hashing the key
+            return record.latest
+        known = _kinds(function).get(self.key)
+        if known is None:
+            prepare()
+        if policy.linear:
+            self._attach_linear()
+        return known
 
     def _attach_linear(self) -> None:
-        block = block_of(self.function)
+        block = self.block
         if block is None:
             raise FastacError(
                 f"{self.policy}: linear=... names Linear modules inside a block, and {describe(self.function)} is no "
@@ -260,31 +239,28 @@ class Region:
             linear.check_names({block: self.policy})
         linear.attach(block, self.policy)
 
-    def end(self, outputs: Any) -> None:
-        """Compare what the forward recorded with the first of its kind. Raises PolicyNotAppliedError."""
-        record, known = self.record, self.known
-        if record is None or not record.entered:
-            return  # gradients are off, here or around a reentrant checkpoint: there is nothing to save
+    def _end(self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None) -> None:
+        """Compare what the forward did with the first region of its kind. Raises PolicyNotAppliedError."""
         if known is None:
-            known = diagnosis.judge(self.function, self.args, self.kwargs, outputs, record, self.observer)
-            if self.observer is not None and self.observer.late:  # loaded by this very region, which could not keep it
+            known = diagnosis.judge(self.function, self.args, self.kwargs, outputs, tape, observer)
+            if observer is not None and observer.late:  # loaded by this very region, which could not keep it
                 prepare()
-                where, op = describe(self.function), self.observer.late[0]
+                where, op = describe(self.function), observer.late[0]
                 logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
                 return
             if self.policy.linear:
-                linear.check_called(self.policy, record.products, describe(self.function))
+                linear.check_called(self.policy, tape.products, describe(self.function))
             self._remember(known)
-        elif record.decomposed:
-            problems = [diagnosis.small_ops(describe(self.function), keys) for keys in record.decomposed]
-            raise diagnosis.not_applied(self.function, self.policy, problems, len(record.made))
-        elif record.made != list(known.made) or record.products != [one.name for one in known.products]:
-            if len(record.made) + len(record.products) < len(known.made) + len(known.products):
-                self._warn_of_fewer(len(record.made) + len(record.products), len(known.made) + len(known.products))
-            known = record.result(known.compiled, known.writing)
-        for collector in state.collectors:
+        elif tape.decomposed:
+            problems = [diagnosis.small_ops(describe(self.function), keys) for keys in tape.decomposed]
+            raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.made))
+        elif tape.made != list(known.made) or tape.products != [one.name for one in known.products]:
+            if len(tape.made) + len(tape.products) < len(known.made) + len(known.products):
+                self._warn_of_fewer(len(tape.made) + len(tape.products), len(known.made) + len(known.products))
+            known = tape.result(known.compiled, known.writing)
+        for collector in engine.collectors:
             collector.append(known)
-        self._note(known, outputs)
+        self._note(known, outputs, tape)
 
     def _remember(self, result: RegionResult) -> None:
         kinds = _kinds(self.function)
@@ -295,7 +271,7 @@ class Region:
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
-        enabled = self.block is not None and self.block.name  # by its model, which looks at all of its blocks
+        enabled = self.block is not None and self.record.name  # by its model, which looks at all of its blocks
         if not enabled and result.calls and not (saved or result.products):
             _warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
 
@@ -309,37 +285,26 @@ class Region:
         ):
             prepare()  # an op that was defined since, without any import, is seen from the next region on
 
-    def _note(self, result: RegionResult, outputs: Any) -> None:
+    def _note(self, result: RegionResult, outputs: Any, tape: Tape) -> None:
         """Note on the block what its region did, and watch compiled code that is new in it."""
-        assert self.record is not None
-        block, now = self.block, graphs.time()
+        block, record, now = self.block, self.record, graphs.time()
         # A function that is no block may call another graph each time, for another layer.
-        is_new = now > 0 if block is None else now != block.looked
+        is_new = now > 0 if block is None else now != record.looked
         if is_new:
             graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
         if block is not None:
-            block.looked = now
-            block.communication = self.record.tape.communication
-            if block.latest is not result or block.key is not self.key:
-                block.latest, block.key = result, self.key
+            record.looked = now
+            record.communication = tape.communication
+            if record.latest is not result or record.key is not self.key:
+                record.latest, record.key = result, self.key
 
 
-class _Watched:
-    """A forward that is recorded and watched."""
-
-    def __init__(self, observer: Observer, record: Record) -> None:
-        self.observer = observer
-        self.record = record
-
-    def __enter__(self) -> None:
-        self.record.__enter__()
-        self.observer.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        try:
-            self.observer.__exit__(*exception)  # first: a scope that is open must not see what it does
-        finally:
-            self.record.__exit__(*exception)
+def _record_of_function(function: Any) -> BlockRecord:
+    kind = kind_of(function)
+    record = state.functions.get(kind)
+    if record is None:
+        record = state.functions[kind] = BlockRecord()
+    return record
 
 
 def _kinds(function: Any) -> dict[Any, RegionResult]:
@@ -357,37 +322,6 @@ def _warn_once(function: Any, what: str, message: str) -> bool:
     said.add(what)
     logger.warning("%s", message)
     return True
-
-
-@torch_private.constant_under_dynamo
-def _prepare_trace() -> None:
-    """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
-    prepare()
-    state.traced = True
-
-
-def _contexts_in_graph(policy: Policy) -> Contexts:
-    """The contexts of a region that dynamo put into a graph; called by AOT, or at run time by a backend without AOT."""
-    if torch_private.in_proxy_trace():
-        return tracing.traced_contexts(policy)
-    record = Record(Tape(), policy, owners=[])
-    return _WatchedInGraph(Observer(None, (), policy, record), record), Recompute(record.tape, policy)
-
-
-class _WatchedInGraph(_Watched):
-    """The forward of a region whose function is not known, only a graph of it: watched and judged every time.
-
-    AOT runs one, too, on tensors without data, before it traces.
-    """
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        if exception[0] is None:
-            small = len(self.observer.small) + len(self.record.decomposed)
-            tracing.refuse_unsaved(self.record.policy, small, self.observer.unknown)
-            if self.record.made:  # of a backend without AOT: the graph really runs
-                for collector in state.collectors:
-                    collector.append(self.record.result())
 
 
 # By the name of torch's function

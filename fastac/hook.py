@@ -21,9 +21,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import models
 from fastac.backends.availability import check_backends, ignored_backends
-from fastac.checkpoint import checkpoint, prepare, state
+from fastac.backends.plugins import prepare
+from fastac.checkpoint import checkpoint, state
 from fastac.engine import linear
 from fastac.engine.blocks import CHECKPOINT_WRAPPED, FSDP1_WRAPPED, describe, inside, kind_of, known_record, record_of
+from fastac.engine.tape import engine
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
 from fastac.policy import BlockPolicies, Policy, of_first, resolve, resolve_blocks, saves_nothing
@@ -198,7 +200,7 @@ class Enabled:
         self._check_attached()
         if self.opened and not replaced:
             self.check_saved()
-        elif replaced or not (self.was_switched_off() or state.traced):
+        elif replaced or not (self.was_switched_off() or engine.traced):
             cause = "its forward checkpoints by itself, or it calls other modules"
             way_out = name_blocks(model, grouped(self.blocks))
             if replaced:

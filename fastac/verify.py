@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import errors, hook, models, registry
 from fastac.backends.availability import ignored_backends
-from fastac.checkpoint import checkpoint, prepare, state
+from fastac.backends.plugins import prepare
+from fastac.checkpoint import checkpoint, state
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.eager_look import buffers_preserved, generators_preserved
@@ -338,7 +339,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     model.zero_grad(set_to_none=True)
     args, kwargs = _fresh((args, kwargs))
     regions: list[RegionResult] = []
-    state.collectors.append(regions)
+    engine.collectors.append(regions)
     try:
         with generators_preserved(_devices(model)), buffers_preserved(model), torch.enable_grad():
             with executed_attention() as (forward, _):
@@ -352,7 +353,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
             with executed_attention() as (backward, _):
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
     finally:
-        state.collectors[:] = [one for one in state.collectors if one is not regions]
+        engine.collectors[:] = [one for one in engine.collectors if one is not regions]
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     tensors |= {f"gradient of {name}": _local(parameter.grad) for name, parameter in model.named_parameters()}
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]

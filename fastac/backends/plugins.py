@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastac import registry
-from fastac.engine import opaque
+from fastac.engine import interception, opaque
 from fastac.errors import FastacError
 from fastac.registry import OpaqueFunction, Row
 
@@ -118,3 +118,10 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
         # Code of other people runs here: a library that was uninstalled, a missing driver, sys.exit for want of a GPU.
         # No such thing may keep a user, who perhaps does not use that kernel at all, from training.
         raise FastacError(f"it cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def prepare() -> None:
+    """Load plugins, make known kernels visible, and intercept every op with a row that this process has."""
+    load()
+    opaque.make_known_visible()
+    interception.install()

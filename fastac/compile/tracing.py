@@ -20,14 +20,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from fastac.backends.plugins import prepare
 from fastac.compile import graphs
+from fastac.diagnosis.observer import Observer
 from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
-from fastac.engine import releases
+from fastac.engine import releases, torch_private
 from fastac.engine.blocks import block_of as block_of_function
 from fastac.engine.blocks import describe
 from fastac.engine.sparse import is_choice
+from fastac.engine.tape import Replay, Tape, engine
 from fastac.engine.torch_private import qualified_name
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.policy import Policy
@@ -184,6 +188,86 @@ def traced_contexts(policy: Policy) -> Contexts:
     forward, recompute = create_selective_checkpoint_contexts(decide)
     forward.__class__, forward.leave = _Checked, leave
     return forward, recompute
+
+
+# Regions that torch's own checkpoint runs
+
+
+def run_under_torch(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, options: Any
+) -> Any:
+    """Call torch's checkpoint: in a trace, or in its debug mode, which it refuses where a policy saves something."""
+    context_fn = noop_context_fn if policy.saves_nothing else functools.partial(traced_contexts, policy)
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs)
+
+
+def run_in_dynamo(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, options: Any
+) -> Any:
+    """The same where dynamo traces the call. It puts the region into its graph."""
+    if policy.saves_nothing:
+        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+    if not IS_POSSIBLE:
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=need_torch, **options, **kwargs)
+    _prepare_trace()
+    context_fn = functools.partial(_contexts_in_graph, policy)
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs)
+
+
+@torch_private.constant_under_dynamo
+def _prepare_trace() -> None:
+    """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
+    prepare()
+    engine.traced = True
+
+
+def _contexts_in_graph(policy: Policy) -> Contexts:
+    """The contexts of a region that dynamo put into a graph; called by AOT, or at run time by a backend without AOT."""
+    if torch_private.in_proxy_trace():
+        return traced_contexts(policy)
+    tape = Tape(policy, owners=[])
+    return _InGraph(tape, Observer(None, (), policy, tape)), _ReplayInGraph(tape)
+
+
+class _InGraph:
+    """The forward of a region whose function is not known, only a graph of it: watched and judged every time.
+
+    AOT runs one, too, on tensors without data, before it traces.
+    """
+
+    def __init__(self, tape: Tape, observer: Observer) -> None:
+        self.tape = tape
+        self.observer = observer
+
+    def __enter__(self) -> None:
+        self.tape.__enter__()
+        self.observer.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            self.observer.__exit__(*exception)  # first: a scope that is open must not see what it does
+        finally:
+            self.tape.__exit__(*exception)
+        if exception[0] is None:
+            small = len(self.observer.small) + len(self.tape.decomposed)
+            refuse_unsaved(self.tape.policy, small, self.observer.unknown)
+            if self.tape.made:  # of a backend without AOT: the graph really runs
+                for collector in engine.collectors:
+                    collector.append(self.tape.result())
+
+
+class _ReplayInGraph:
+    """The context of a region's recomputes: each opens a `Replay` of its own, as two threads may recompute at once."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+
+    def __enter__(self) -> None:
+        Replay(self.tape).__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        assert engine.thread.scope is not None
+        engine.thread.scope.__exit__(*exception)
 
 
 # Regions in other traces

@@ -23,7 +23,7 @@ from fastac.diagnosis.eager_look import EagerLook, look
 from fastac.diagnosis.observer import Observer
 from fastac.engine import opaque, releases, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled
-from fastac.engine.tape import Record, RegionResult, engine, thread
+from fastac.engine.tape import RegionResult, Tape, engine, thread
 from fastac.errors import PolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.registry import AttentionOp, BoundOp
@@ -35,43 +35,43 @@ MOST_PROBLEMS = 3
 
 
 def judge(
-    function: Any, args: tuple[Any, ...], kwargs: Any, outputs: Any, record: Record, observer: Observer | None
+    function: Any, args: tuple[Any, ...], kwargs: Any, outputs: Any, tape: Tape, observer: Observer | None
 ) -> RegionResult:
     """What the first region of a kind did.
 
     Args:
         function: what is checkpointed, called with args and kwargs; outputs: what it returned.
-        record: what its forward kept.
+        tape: what its forward kept.
         observer: what watched it; None for compiled code, which nobody can watch and which is run once more, eagerly.
 
     Raises:
         PolicyNotAppliedError: an attention that the policy saves was not saved. It names module, op and cause.
     """
-    policy = record.policy
+    policy = tape.policy
     nodes = nodes_between(outputs, (args, kwargs))
     graphs.watch(nodes, policy)
     if ran_again not in engine.listeners:
         engine.listeners.append(ran_again)
-    hidden = hidden_functions(nodes, record.owners or (), policy)
+    hidden = hidden_functions(nodes, tape.owners or (), policy)
     where = describe(function)
     problems = [] if observer is None else _problems_seen(observer, where)
-    compiled = is_compiled(function) or ran_compiled_code(nodes) or _called_compiled(record, observer)
+    compiled = is_compiled(function) or ran_compiled_code(nodes) or _called_compiled(tape, observer)
     if compiled:
         seen = look(function, args, kwargs, policy)
         observer = seen.observer
         hidden += seen.hidden
-        problems += _problems_seen(observer, where) + _missing(seen, record, where)
+        problems += _problems_seen(observer, where) + _missing(seen, tape, where)
     problems += [_hidden(one) for one in dict.fromkeys(hidden)]
     problems += [
         f"{op.name} drew random numbers in a call in which, by its row (dropout={op.row.dropout!r}), it draws none: "
         f'what draws after it would be wrong. Name the argument that decides in the row, or dropout="always"'
-        for op in record.denied
+        for op in tape.denied
         if isinstance(op.row, AttentionOp)
     ]
     if problems:
-        raise not_applied(function, policy, list(dict.fromkeys(problems)), len(record.made))
+        raise not_applied(function, policy, list(dict.fromkeys(problems)), len(tape.made))
     _warn_of_cut_off(function, nodes)
-    return record.result(compiled, observer.writing if observer is not None else 0)
+    return tape.result(compiled, observer.writing if observer is not None else 0)
 
 
 def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -144,16 +144,16 @@ def _problems_seen(observer: Observer, where: str) -> list[str]:
     ]
 
 
-def _called_compiled(record: Record, observer: Observer | None) -> bool:
+def _called_compiled(tape: Tape, observer: Observer | None) -> bool:
     """Whether it ran compiled code, also such as the graph does not show; eager flex_attention compiles itself."""
-    own = sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in record.made)
+    own = sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in tape.made)
     return observer is not None and observer.compiled_calls.count > own
 
 
-def _missing(seen: EagerLook, record: Record, where: str) -> list[str]:
+def _missing(seen: EagerLook, tape: Tape, where: str) -> list[str]:
     """Calls that the eager run made and the compiled one did not."""
     # By backend: compiled flex_attention is an op of its own.
-    made = collections.Counter(op.backend for op, _ in record.made)
+    made = collections.Counter(op.backend for op, _ in tape.made)
     problems = []
     for op in seen.made:
         made[op.backend] -= 1

@@ -17,7 +17,7 @@ from fastac.diagnosis.observer import Observer
 from fastac.engine import torch_private
 from fastac.engine.blocks import module_of
 from fastac.engine.generators import devices_of, generator_state, set_generator_state
-from fastac.engine.tape import Record, Tape, thread
+from fastac.engine.tape import Tape, thread
 from fastac.policy import Policy
 from fastac.registry import BoundOp
 
@@ -37,8 +37,8 @@ def look(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy
     Among several processes every rank does so, at the first region of the same block class.
     """
     module = module_of(function)
-    record = _Unkept(Tape(), policy, owners=[])
-    observer = Observer(module, (args, kwargs), policy, record)
+    tape = _Unkept(policy, owners=[])
+    observer = Observer(module, (args, kwargs), policy, tape)
     outer, thread.scope = thread.scope, None
     try:
         with (
@@ -46,7 +46,7 @@ def look(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy
             buffers_preserved(module),
             # Nothing of this run may reach the hooks of a checkpoint around the region, which counts what is saved.
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is),
-            record,
+            tape,
             observer,
             _compiled_parts_eager(module),
         ):
@@ -55,11 +55,11 @@ def look(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy
             outputs = torch.compiler.disable(_call)(plain, args, kwargs)
     finally:
         thread.scope = outer
-    hidden = hidden_functions(nodes_between(outputs, (args, kwargs)), record.owners or (), policy)
-    return EagerLook([op for op, _ in record.made], observer, hidden)
+    hidden = hidden_functions(nodes_between(outputs, (args, kwargs)), tape.owners or (), policy)
+    return EagerLook([op for op, _ in tape.made], observer, hidden)
 
 
-class _Unkept(Record):
+class _Unkept(Tape):
     """Records which calls are made, and keeps none of their outputs."""
 
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:

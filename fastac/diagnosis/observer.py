@@ -25,7 +25,7 @@ from fastac.diagnosis.recognition import (
 )
 from fastac.engine import torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
-from fastac.engine.tape import Record, engine
+from fastac.engine.tape import Tape, engine
 from fastac.engine.torch_private import is_of_torch, qualified_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp
@@ -55,10 +55,10 @@ class Observer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, module: torch.nn.Module | None, inputs: Any, policy: Policy, record: Record) -> None:
+    def __init__(self, module: torch.nn.Module | None, inputs: Any, policy: Policy, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.policy = policy
-        self.record = record
+        self.tape = tape
         self.small: list[SmallOps] = []
         self.unknown: list[UnknownOp] = []
         self.elsewhere: list[str] = []
@@ -134,7 +134,7 @@ class Observer(TorchDispatchMode):
         return enter, leave
 
     def _seen(self) -> int:
-        recorded = len(self.record.made) + len(self.record.decomposed)
+        recorded = len(self.tape.made) + len(self.tape.decomposed)
         found = len(self.small) + len(self.unknown) + len(self.elsewhere) + len(self.late)
         return recorded + found + self._softmax_attention.products
 
@@ -160,7 +160,7 @@ class Observer(TorchDispatchMode):
 
     def passed_by(self) -> list[str]:
         """Attention ops that were called and did not arrive at the region."""
-        arrived = {op.qualified_name for op, _ in self.record.made}
+        arrived = {op.qualified_name for op, _ in self.tape.made}
         return list(dict.fromkeys(op.name for op in self._called if op.qualified_name not in arrived))
 
     def _recognize(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:

@@ -32,7 +32,8 @@ class BlockRecord:
 
     name: qualified, with its model's class, where `enable` saw it. key, latest: of its latest region. communication:
     of that region's collectives, None where it had none. looked: when the autograd graph of a region was last searched
-    for compiled code, as compilations count.
+    for compiled code, as compilations count. step: how many of its steps have ended; recomputed: this one is about to,
+    with the next forward.
     """
 
     name: str = ""
@@ -40,6 +41,14 @@ class BlockRecord:
     latest: RegionResult | None = None
     communication: Communication | None = None
     looked: int = -1
+    step: int = 0
+    recomputed: bool = False
+
+    def is_sampled(self) -> bool:
+        """Whether a region that begins has its values compared: those of steps 0, 1, 2, 4, 8 and so on, all of them."""
+        if self.recomputed:
+            self.step, self.recomputed = self.step + 1, False
+        return self.step & (self.step - 1) == 0
 
     def __deepcopy__(self, memo: Any) -> BlockRecord:
         return BlockRecord(self.name)

@@ -1,10 +1,13 @@
-"""Random number generators of a region."""
+"""Random number generators: their states, and those that a region's recompute begins with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
+
+States = list[tuple[torch.device, torch.Tensor]]
+"""Generators, by device, with their states."""
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
@@ -32,3 +35,27 @@ def devices_of(args: Iterable[object]) -> set[torch.device]:
         elif isinstance(value, (list, tuple)):
             found |= devices_of(value)
     return found
+
+
+def is_initialized(accelerator: torch.device | None) -> bool:
+    """Whether an accelerator is in use in this process, so that its generators may be read. None: there is none."""
+    if accelerator is None:
+        return False
+    module = torch.get_device_module(accelerator)
+    return bool(module.is_initialized() if hasattr(module, "is_initialized") else torch.accelerator.is_available())
+
+
+def current_states(args: Iterable[object]) -> States:
+    """The generators that a region may draw from, with their states.
+
+    Those of the CPU and, once the accelerator is in use, of its current device and of the devices of the arguments.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not is_initialized(accelerator):
+        return [(_CPU, torch.get_rng_state())]
+    current = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    devices = {device for device in devices_of(args) if device.type == current.type} | {_CPU, current}
+    return [(device, generator_state(device)) for device in devices]
+
+
+_CPU = torch.device("cpu")

@@ -1,8 +1,8 @@
 """The tape of one region: what its forward keeps, and how its recompute gets it back.
 
 Every op with a row that is called while a region runs in this thread arrives at `call` of the innermost open scope,
-below autograd (see `fastac.engine.interception`): a `Record` in the forward, a `Replay` in the recompute. Every guard
-here was put in after a run with wrong gradients, a false alarm or a leak: docs/how-it-works.md has its test.
+below autograd (see `fastac.engine.interception`): a `Tape` in the forward, a `Replay` of it in each recompute. Every
+guard here was put in after a run with wrong gradients, a false alarm or a leak: docs/how-it-works.md has its test.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from fastac.engine import releases, sparse, torch_private
 from fastac.engine.collectives import Communication
@@ -50,8 +51,11 @@ class Engine:
     """Everything that the engine knows in this process, beside the scope that is open in each thread.
 
     answered: counts attention calls that got what was kept, and ran no kernel, while it stands here (fastac.verify).
+    collectors: get the result of every region that ends as it should, while they stand here (fastac.verify).
     listeners: called with attention that runs where no region is open: in another thread, in a compiled backward.
+    traced: regions stand in a graph that dynamo made, where none of them is seen to open.
     installed: intercepted ops by qualified name, with what stands in the dispatcher for them.
+    pending: what recomputes on an accelerator are still to be compared by (fingerprints).
     modules: what was loaded when libraries were last looked for. opaque: calls of `fastac.engine.opaque` that are on
     their way through the dispatcher, by their handle, which is the last argument of the op.
     """
@@ -67,7 +71,10 @@ class Engine:
     def reset(self) -> None:
         """Close what a test left open. What stands in the dispatcher stays: taking it off crashes other threads."""
         self.answered: list[collections.Counter[str]] = []
+        self.collectors: list[list[RegionResult]] = []
         self.listeners: list[Listener] = []
+        self.traced = False
+        self.pending: list[Any] = []
         self.thread.scope = None
         self.thread.backward = None
 
@@ -153,28 +160,29 @@ class Packed:
         return torch_private.clone(self.unpack(self.value), self.stride)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class Entry:
-    """One call of a region, and what its replay is checked by.
+    """One call of a region, and what its replay is checked by."""
 
-    product: the Linear module whose output it is, by its name in the block. kept: its outputs; None where it is
-    recomputed. single: it returns one tensor and no sequence. guarded: autograd notices an in-place change of them;
-    versions: how often each was changed when it was kept. generators: states that the kernel left behind, where it
-    drew. companion: what the outputs of an opaque kernel mean.
-    """
-
-    op: BoundOp
-    keys: int
-    inputs: Sequence[Any]
-    product: str = ""
-    ran: bool = False
+    ran = False
     kept: Sequence[Any] | None = None
-    single: bool = False
-    guarded: bool = False
+    """The outputs of the call; None where it is recomputed."""
+    single = False
+    """The call returns one tensor, not a sequence."""
+    guarded = False
+    """Autograd notices an in-place change of the outputs."""
     versions: Sequence[int | None] = ()
+    """How often each output was changed in place when it was kept."""
     generators: Sequence[tuple[torch.device, torch.Tensor]] = ()
+    """The states that the kernel left behind, where it drew random numbers."""
     selection: sparse.Selection | None = None
     companion: Any = None
+    """What the outputs of an opaque kernel mean."""
+
+    def __init__(self, op: BoundOp, keys: int, inputs: Sequence[Any], product: str = "") -> None:
+        self.op = op
+        self.keys = keys
+        self.inputs = inputs
+        self.product = product  # the Linear module whose output it is, by its name in the block
 
     def keep(self, outputs: Any, guarded: bool, copied: bool, hooks: Hooks | None = None) -> None:
         """Keep what the call has returned, or a copy of it, or what the hooks made of a copy."""
@@ -236,36 +244,14 @@ def held_bytes(values: Sequence[Any]) -> int:
     return packed + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class Tape(list[Entry]):
-    """The entries of one region. They live as long as its autograd graph, which holds the recompute that holds this.
-
-    ops_at_start: how many ops were intercepted when the region began. One that came later, from a row that was
-    registered between forward and backward, is none of its business: the forward made no entry for it. nodes: the
-    newest autograd node when the forward began, and when it ended.
-    """
-
-    __slots__ = ("communication", "complete", "nodes", "ops_at_start")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops_at_start = len(engine.installed)
-        self.complete = False  # a gradient taken in the middle of the forward recomputes what has no entry yet
-        self.nodes = (0, 0)
-        self.communication: Communication | None = None  # of a region that has any
-
-
 class Scope:
-    """What is open in this thread while a region runs. Scopes nest as checkpointed regions do.
+    """What is open in this thread while a region runs. Scopes nest as checkpointed regions do."""
 
-    product: the Linear module that runs and whose output is saved, until its product was called.
-    """
-
+    tape: Tape
+    policy: Policy
     outer: Scope | None = None
     product: str | None = None
-
-    def __init__(self, tape: Tape, policy: Policy) -> None:
-        self.tape = tape
-        self.policy = policy
+    """The Linear module that runs and whose output is saved, until its product was called."""
 
     def __enter__(self) -> Scope:
         self.outer = thread.scope
@@ -294,7 +280,7 @@ class Scope:
         raise NotImplementedError
 
     def run(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Let the call pass: to the region around this one, which may hold its output, or to the kernel."""
+        """Forward the call: to the region around this one, which may hold its output, or to the kernel."""
         outer = self.outer
         while outer is not None and outer.tape is self.tape:
             outer = outer.outer  # backward was called inside the region's own forward: that is no region around it
@@ -303,50 +289,58 @@ class Scope:
         return outer.call(op, keyset, args, kwargs)
 
 
-class Record(Scope):
-    """The forward of a region: runs each call and keeps what the policy saves.
+class Tape(Scope):
+    """The forward of a region: runs each call and keeps what the policy saves, as long as the autograd graph lives.
 
     Args:
-        preserves_generators: whether torch puts generators back after the recompute. Where not, nor does the tape:
-            what follows the backward would draw the same numbers again.
+        preserves_generators: the recompute puts generators back. Where it does not, nor does the tape: what follows
+            the backward would draw the same numbers again.
         owners: collects, for each attention call, the autograd node that it belongs to.
         hooks: pack what is saved, and unpack it.
     """
 
     def __init__(
         self,
-        tape: Tape,
         policy: Policy,
         preserves_generators: bool = True,
         owners: list[int] | None = None,
         hooks: Hooks | None = None,
     ) -> None:
-        super().__init__(tape, policy)
+        self.policy = policy
         self.preserves_generators = preserves_generators
-        self.hooks = hooks
         self.owners = owners
-        self.entered = False
+        self.hooks = hooks
+        self.entries: list[Entry] = []
+        self.ops_at_start = len(engine.installed)  # ops with a row that came later have no entries: they are ignored
+        self.complete = False  # a gradient taken in the middle of the forward recomputes what has no entry yet
+        self.first_node = self.last_node = 0  # the newest autograd node when the forward began, and when it ended
         self.in_outer_recompute = False
         self.checkpoint: object = None
         self.made: list[tuple[BoundOp, int]] = []  # attention calls, with their numbers of keys
         self.products: list[str] = []  # Linear modules whose outputs were kept
         self.denied: list[BoundOp] = []  # what drew random numbers in a call in which, by its row, it draws none
         self.decomposed: list[int] = []  # numbers of keys of attention that ran as small ops, where it was to be saved
+        self.communication: Communication | None = None  # of a region that has any
 
-    def __enter__(self) -> Record:
+    @property
+    def tape(self) -> Tape:  # type: ignore[override]
+        """Itself, as a `Replay` has one."""
+        return self
+
+    def __enter__(self) -> Tape:
         super().__enter__()
-        self.entered = True
         self.in_outer_recompute = self.outer is None and torch_private.in_backward()
         self.checkpoint = torch_private.innermost_checkpoint()  # the one that this is the forward of
-        self.tape.nodes = (torch_private.newest_node(), 0)
+        self.first_node = torch_private.newest_node()
         return self
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        self.tape.complete = True
-        self.tape.nodes = (self.tape.nodes[0], torch_private.newest_node())
-        if self.tape.communication is not None:
-            self.tape.communication.pending.clear()  # what is waited for outside is guarded by its version alone
+        self.complete = True
+        self.checkpoint = None  # it holds the region, which holds this
+        self.last_node = torch_private.newest_node()
+        if self.communication is not None:
+            self.communication.pending.clear()  # what is waited for outside is guarded by its version alone
 
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         if op.kind == "decomposition":
@@ -366,7 +360,7 @@ class Record(Scope):
         saves = self.policy.saves(keys) if op.is_attention else True
         # On the tape before it runs: a call that raises, where the block then tries another kernel, does so again.
         entry = Entry(op, keys, described(args), product)
-        self.tape.append(entry)
+        self.entries.append(entry)
         before = self._prepare(entry, args, kwargs) if saves and op.kind != "choice" else None
         outputs = self.run(op, keyset, args, kwargs)
         entry.ran = True
@@ -416,17 +410,17 @@ class Record(Scope):
 
     def _communicate(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Keep what a collective returns that returns no more than it was given, unless the policy recomputes it."""
-        communication = self.tape.communication
+        communication = self.communication
         if op.kind == "wait":
             outputs = self.run(op, keyset, args, kwargs)
             if communication is not None:
                 communication.complete(args[0])
             return outputs
         if communication is None:
-            communication = self.tape.communication = Communication()
+            communication = self.communication = Communication()
         entry = Entry(op, 0, inputs_of(args))
         if op.kind == "exchange":
-            self.tape.append(entry)
+            self.entries.append(entry)
         outputs = self.run(op, keyset, args, kwargs)
         entry.ran = True
         communication.forward(outputs)
@@ -438,37 +432,18 @@ class Record(Scope):
 
     def result(self, compiled: bool = False, writing: int = 0) -> RegionResult:
         """What the region did, in numbers: it holds no tensor."""
-        attention = [entry for entry in self.tape if entry.op.is_attention and entry.ran]
+        attention = [entry for entry in self.entries if entry.op.is_attention and entry.ran]
         return RegionResult(
             made=tuple(self.made),
             calls=tuple(
                 Call(one.op.name, int(one.keys), one.kept is not None, one.saved_bytes, one.extra_bytes)
                 for one in attention
             ),
-            products=tuple(Product(one.product, one.saved_bytes) for one in self.tape if one.product),
-            choice_bytes=sum(one.saved_bytes for one in self.tape if one.op.kind == "choice"),
+            products=tuple(Product(one.product, one.saved_bytes) for one in self.entries if one.product),
+            choice_bytes=sum(one.saved_bytes for one in self.entries if one.op.kind == "choice"),
             compiled=compiled,
             writing=writing,
         )
-
-
-class Recompute:
-    """The context of a region's recomputes: each opens a `Replay` of its own, as two threads may recompute at once."""
-
-    def __init__(self, tape: Tape, policy: Policy) -> None:
-        self.tape = tape
-        self.policy = policy
-
-    def __enter__(self) -> None:
-        running = torch_private.running_backward()
-        if running != thread.backward:
-            thread.backward, thread.replayed = running, []
-        thread.replayed.append((*self.tape.nodes, self.policy))
-        Replay(self.tape, self.policy).__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        assert thread.scope is not None
-        thread.scope.__exit__(*exception)
 
 
 class Replay(Scope):
@@ -476,11 +451,23 @@ class Replay(Scope):
 
     position = 0
 
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.policy = tape.policy
+
+    def __enter__(self) -> Replay:
+        running = torch_private.running_backward()
+        if running != thread.backward:
+            thread.backward, thread.replayed = running, []
+        thread.replayed.append((self.tape.first_node, self.tape.last_node, self.policy))
+        super().__enter__()
+        return self
+
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        # torch ends a recompute early by an exception; one that came to its end must have made the same calls.
-        if exception[0] is None and self.position != len(self.tape):
-            missing = self.tape[self.position]
+        # A recompute ends early by an exception; one that came to its end must have made the same calls.
+        if exception[0] is None and self.position != len(self.tape.entries):
+            missing = self.tape.entries[self.position]
             raise _another_path(f"ended before {_readable(missing.op, missing.inputs, missing.product)}", "made it")
 
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
@@ -510,11 +497,11 @@ class Replay(Scope):
 
     def _next(self, op: BoundOp, inputs: Sequence[Any], product: str) -> Entry:
         """The entry of the call that recompute makes now. Raises FastacError where the forward made another."""
-        if self.position >= len(self.tape):
+        if self.position >= len(self.tape.entries):
             if not self.tape.complete:
                 return Entry(op, 0, inputs)
             raise _another_path(f"called {_readable(op, inputs, product)}", "had ended")
-        entry = self.tape[self.position]
+        entry = self.tape.entries[self.position]
         # By name: torch may hand out another object for the same op once an older definition of it is collected.
         if (
             entry.inputs != inputs
@@ -530,8 +517,12 @@ class Replay(Scope):
         return entry
 
 
-def _another_path(recompute: str, forward: str) -> FastacError:
-    return FastacError(
+class RecomputeError(FastacError, CheckpointError):
+    """A recompute that is not what the forward was. Code that expects torch's CheckpointError catches it."""
+
+
+def _another_path(recompute: str, forward: str) -> RecomputeError:
+    return RecomputeError(
         f"recompute {recompute} where the forward {forward}: the checkpointed function took another path, or chose "
         f"otherwise, or the attention backend changed in between, or a cache (use_cache=True) was filled. Make it "
         f"depend on its arguments alone."

@@ -7,7 +7,6 @@ ImportError that names it and the torch version. What fastac uses of the compile
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -93,11 +92,15 @@ _REQUIRED = (
     "_C._get_dispatch_mode",
     "_C._has_storage",
     "_C._len_torch_dispatch_stack",
+    "_C._len_torch_function_stack",
     "_guards.TracingContext.try_get",
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
     "_ops._compute_keyset",
+    "autograd.Variable._execution_engine.queue_callback",
     "compiler._is_exporting_flag",
+    "utils.checkpoint._checkpoint_debug_enabled",
+    "utils.checkpoint._enable_checkpoint_early_stop",
 )
 
 require(_REQUIRED)
@@ -373,38 +376,102 @@ def running_node() -> Any:
 
 
 def innermost_checkpoint() -> object:
-    """What tells the torch.utils.checkpoint that packs here what is saved from others; None where none does."""
+    """What tells the checkpoint, torch's or fastac's, that packs here what is saved from others; None without one."""
     return _packs("_checkpoint_hook")
 
 
 def in_recompute() -> bool:
-    """Whether what runs in this thread is what torch.utils.checkpoint runs again, in the middle of a backward."""
+    """Whether what runs in this thread is what a checkpoint, torch's or fastac's, runs again in backward."""
     return _packs("_recomputation_hook") is not None
-
-
-def close_forward(error: BaseException) -> None:
-    """Leave what torch.utils.checkpoint has open around a forward that raised: before 2.13 torch does not."""
-    before = trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals is not vars(torch.utils.checkpoint):
-        trace = trace.tb_next
-    opened = None if trace is None else trace.tb_frame.f_locals.get("gen")
-    if opened is not None and opened.gi_frame is not None:
-        with contextlib.suppress(type(error)):
-            opened.throw(error)
-        # Without this frame, which holds the error: else only a collection frees what the forward held.
-        error.__traceback__ = before
 
 
 def saved_tensors_hooks() -> Any:
     """The pair of functions that packs and unpacks here what is saved; None without one, or for a checkpoint's own."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if hooks is not None and "_hook.__init__.<locals>" in getattr(hooks[0], "__qualname__", "") else hooks
+    return None if _packs("_checkpoint_hook", "_recomputation_hook") else _top_hooks()
 
 
-def _packs(name: str) -> object:
-    """What packs here what is saved, where it is one of torch.utils.checkpoint's hooks, by its class's name."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks[0] if hooks is not None and name in hooks[0].__qualname__ else None
+def _packs(*names: str) -> object:
+    """What packs here what is saved, where it is a checkpoint's hook: torch's and fastac's have these names."""
+    hooks = _top_hooks()
+    if hooks is None:
+        return None
+    qualified = getattr(hooks[0], "__qualname__", "")
+    return next((hooks[0] for name in names if name in qualified), None)
+
+
+def _top_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def as_checkpoint_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method as the hook of a checkpoint, so that torch (2.14) does not take it for the user's own."""
+    hook._checkpoint_internal, hook._user_hooks = True, None  # type: ignore[attr-defined]
+    return hook
+
+
+_make_saved_tensor = getattr(torch._C._autograd, "_make_saved_tensor", None)  # since 2.13
+_graph_exec_group: Callable[[], Any] = getattr(torch._C, "_get_graph_exec_group", lambda: None)
+
+
+class _Inputs(torch.autograd.Function):
+    """Saves tensors as autograd does, by a node that nothing leads to."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """Save the tensors."""
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Never called."""
+        raise AssertionError
+
+
+def save(values: Iterable[Any]) -> Any:
+    """Save values for `unpack`, the tensors among them as autograd does: changes in place are noticed."""
+    if _make_saved_tensor is not None:
+        return [_make_saved_tensor(one, is_output=False) if isinstance(one, torch.Tensor) else one for one in values]
+    values = list(values)
+    anchor = torch.empty(0, requires_grad=True)
+    node = _Inputs.apply(anchor, *[one for one in values if isinstance(one, torch.Tensor)]).grad_fn
+    return node, [_Inputs if isinstance(one, torch.Tensor) else one for one in values]
+
+
+def unpack(saved: Any) -> list[Any]:
+    """The values that `save` was given."""
+    if _make_saved_tensor is not None:
+        return [one.unpack() if isinstance(one, torch._C._autograd.SavedTensor) else one for one in saved]
+    node, values = saved
+    tensors = iter(node.saved_tensors)
+    return [next(tensors) if one is _Inputs else one for one in values]
+
+
+def backward_key() -> Any:
+    """What tells the backward that is running from others, or the GraphExecGroup of several; -1 where none is."""
+    return _graph_exec_group() or torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward that is running in this thread has ended, unless it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def early_stop(given: bool) -> bool:
+    """Whether a recompute ends with the last tensor that is needed: as given, unless torch's switch says otherwise."""
+    switch: bool | None = torch.utils.checkpoint._enable_checkpoint_early_stop
+    return given if switch is None else switch
+
+
+def in_debug_mode(given: bool) -> bool:
+    """Whether torch.utils.checkpoint's debug mode is on: as given, unless torch's switch says otherwise."""
+    switch: bool | None = torch.utils.checkpoint._checkpoint_debug_enabled
+    return given if switch is None else switch
+
+
+def default_device() -> torch.device | None:
+    """The device of `with torch.device(...)` or torch.set_default_device in this thread; None without one."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
 def given_to(context: Any) -> tuple[tuple[Any, ...], ...]:

@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fastac.checkpoint import prepare
+from fastac.backends.plugins import prepare
 from fastac.compile import tracing
 from fastac.engine import generators, releases
 from fastac.engine.torch_private import is_fake

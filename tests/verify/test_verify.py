@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
-from fastac.checkpoint import prepare
+from fastac.backends.plugins import prepare
 from fastac.checkpoint import state as regions
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.verify import executed_attention

@@ -1,0 +1,279 @@
+"""A region: one call of a block under checkpointing, from its forward to its recomputes.
+
+The mechanism is that of torch.utils.checkpoint with use_reentrant=False, and exact where that is. In the forward,
+saved-tensor hooks put an empty `Slot` in the place of each tensor that autograd would save. The first slot that a
+backward asks for runs the function again, under hooks that fill the slots in the order in which they were made. Nested
+regions need no rule: the arguments of the inner one are saved by autograd, and so are slots of the outer one.
+
+A slot is held by the autograd node that it was made for, and holds what recompute put into it: what is freed, or was
+never used, takes its tensors along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from fastac.engine import fingerprints, generators, torch_private
+from fastac.engine.blocks import BlockRecord, describe, module_of
+from fastac.engine.fingerprints import Difference, Fingerprint
+from fastac.engine.generators import set_generator_state
+from fastac.engine.tape import RecomputeError, Replay, Tape
+
+_NOTHING = contextlib.nullcontext()
+_metadata = operator.attrgetter("shape", "dtype", "device", "_version")
+
+
+class _Stop(Exception):  # noqa: N818 it ends a recompute that has all that is needed
+    pass
+
+
+class Slot(dict[Any, torch.Tensor]):
+    """Stands in an autograd node for a tensor that it saved. Holds it between recompute and use, by backward."""
+
+    __slots__ = ("__weakref__", "metadata")
+    metadata: tuple[Any, ...]
+
+
+class Region:
+    """One call of a function under checkpointing. It lives as long as its autograd graph."""
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "autocast",
+        "compares",
+        "complete",
+        "default_device",
+        "early_stop",
+        "fingerprints",
+        "function",
+        "generators",
+        "kwargs",
+        "preserves_generators",
+        "recomputed",
+        "record",
+        "slots",
+        "tape",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        record: BlockRecord,
+        tape: Tape | None,
+        *,
+        preserve_rng_state: bool = True,
+        compares: bool = True,
+        early_stop: bool = True,
+        has_fingerprints: bool = False,
+    ) -> None:
+        self.function = function
+        self.kwargs = kwargs
+        self.record = record
+        self.tape = tape
+        self.compares = compares
+        self.early_stop = torch_private.early_stop(early_stop)
+        self.complete = False
+        self.slots: list[weakref.ref[Slot]] = []
+        self.recomputed: set[Any] = set()  # backwards that have done so
+        self.fingerprints: list[Fingerprint | None] | None = [] if has_fingerprints else None
+        # What the recompute is to find as the forward does.
+        self.args = torch_private.save(args)
+        self.generators = generators.current_states((*args, *kwargs.values())) if preserve_rng_state else []
+        self.autocast = _autocast()
+        self.default_device = torch_private.default_device()
+
+    def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
+        """Call the function, and drop what autograd would save. observer: is open while the function runs."""
+        with saved_tensors_hooks(self._checkpoint_hook, self._unpack):
+            if self.tape is None:
+                outputs = self.function(*args, **self.kwargs)
+            else:
+                with self.tape, observer or _NOTHING:
+                    outputs = self.function(*args, **self.kwargs)
+        self.complete = True
+        return outputs
+
+    @torch_private.as_checkpoint_hook
+    def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
+        slot = Slot()
+        slot.metadata = _metadata(tensor)
+        self.slots.append(weakref.ref(slot))
+        if self.fingerprints is not None:
+            self.fingerprints.append(fingerprints.fingerprint(tensor))
+        return slot
+
+    def _unpack(self, slot: Slot) -> torch.Tensor:
+        backward = torch_private.backward_key()
+        tensor = slot.pop(backward, None)
+        return self._recompute(slot, backward) if tensor is None else tensor
+
+    def _recompute(self, slot: Slot, backward: Any) -> torch.Tensor:
+        """Run the function again for a backward, and return what goes into a slot."""
+        if backward in self.recomputed:
+            raise RecomputeError(
+                f"{describe(self.function)}: a saved tensor was asked for twice in one backward. Read "
+                f"ctx.saved_tensors once in the backward of an autograd.Function; backwards that overlap cannot share "
+                f"a GraphExecGroup."
+            )
+        in_backward = backward != -1  # else somebody reads a saved tensor of the graph
+        recompute = _Recompute(self, backward if in_backward else object())
+        args = torch_private.unpack(self.args)
+        before = [(device, generators.generator_state(device)) for device, _ in self.generators]
+        try:
+            with saved_tensors_hooks(recompute._recomputation_hook, _unchanged), torch.enable_grad():
+                for device, state in self.generators:
+                    set_generator_state(state, device)
+                with self._as_in_forward(), _NOTHING if self.tape is None else Replay(self.tape):
+                    self.function(*args, **self.kwargs)
+        except _Stop:
+            pass
+        finally:
+            for device, state in before:
+                set_generator_state(state, device)
+        self.record.recomputed = True
+        if in_backward:
+            self.recomputed.add(backward)
+        recompute.check(self)
+        tensor = slot.pop(recompute.backward)
+        if not in_backward:
+            self.forget(recompute.backward)
+        elif isinstance(backward, int):
+            torch_private.at_end_of_backward(functools.partial(_forget, weakref.ref(self), backward))
+        return tensor
+
+    def _as_in_forward(self) -> AbstractContextManager[Any]:
+        """Autocast and the default device as the forward had them."""
+        device = self.default_device
+        if self.autocast == _autocast() and device == torch_private.default_device():
+            return _NOTHING
+        stack = contextlib.ExitStack()
+        caches, *casting = self.autocast
+        for kind, is_on, dtype in casting:
+            stack.enter_context(torch.amp.autocast(kind, enabled=is_on, dtype=dtype, cache_enabled=caches))
+        if device is not None:
+            stack.enter_context(device)
+        return stack
+
+    def forget(self, backward: Any) -> None:
+        """Let go of what was recomputed for a backward and nobody asked for."""
+        for reference in self.slots:
+            slot = reference()
+            if slot is not None:
+                slot.pop(backward, None)
+        self.recomputed.discard(backward)
+
+
+class _Recompute:
+    """Fills the slots of a region for one backward. It does not hold the region, which what it makes may outlive."""
+
+    __slots__ = ("again", "backward", "compares", "differences", "last", "module", "slots", "surplus", "wrong")
+
+    def __init__(self, region: Region, backward: Any) -> None:
+        self.backward = backward
+        self.slots = iter(region.slots)
+        self.last = region.slots[-1] if region.early_stop else None
+        self.compares = region.compares
+        self.surplus = 0  # tensors that the forward did not save
+        self.wrong = ""  # the first tensor that is not as in the forward, in words
+        self.again = None if region.fingerprints is None else iter(region.fingerprints)
+        self.differences: list[Difference] = []
+        self.module = module_of(region.function)
+
+    def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Without its graph, which would hold whatever else it saved. The recompute's own graph may be used inside it.
+        kept = tensor.data if tensor.requires_grad else tensor
+        reference = next(self.slots, None)
+        if reference is None:
+            self.surplus += 1
+            return kept
+        slot = reference()
+        if slot is not None:
+            slot[self.backward] = kept
+            if self.compares and slot.metadata != _metadata(tensor) and not self.wrong:
+                self._find_wrong(slot.metadata, tensor)
+        if self.again is not None:
+            forward = next(self.again)
+            if slot is not None and forward is not None:
+                self._compare(forward, tensor)
+        if reference is self.last:
+            raise _Stop
+        return kept
+
+    def _find_wrong(self, forward: tuple[Any, ...], tensor: torch.Tensor) -> None:
+        again = _metadata(tensor)
+        if forward[:-1] != again[:-1]:
+            self.wrong = f"saves {_readable(again)} where the forward saved {_readable(forward)}"
+            return
+        written = tensor if tensor._base is None else tensor._base  # a Linear module saves a view of its weight
+        if isinstance(written, torch.nn.Parameter):  # what is made anew may well be written more or less often
+            names = () if self.module is None else self.module.named_parameters()
+            name = next((name for name, one in names if one is written), f"a parameter {tuple(written.shape)}")
+            self.wrong = f"uses {name} as it is now: it was written between forward and backward"
+
+    def _compare(self, forward: Fingerprint, tensor: torch.Tensor) -> None:
+        again = fingerprints.fingerprint(tensor)
+        if again is not None and not self._is_buffer(tensor):
+            self.differences.append(Difference(forward, again, fingerprints.place(self.module, tensor)))
+
+    def _is_buffer(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a buffer of the block, such as running statistics. What is computed by it is compared."""
+        buffers = () if self.module is None else self.module.buffers()
+        return any(torch_private.memory(one) == torch_private.memory(tensor) for one in buffers)
+
+    def check(self, region: Region) -> None:
+        """Raise RecomputeError when the recompute was not what the forward was."""
+        where = describe(region.function)
+        if self.surplus and not region.complete:
+            return  # a gradient taken inside the forward: the recompute ran beyond it
+        missing = sum(1 for _ in self.slots)
+        if self.surplus or missing:
+            count = len(region.slots)
+            raise RecomputeError(
+                f"{where}: recompute saved {count - missing + self.surplus} tensors for backward where the forward "
+                f"saved {count}: the function took another path. Make it depend on its arguments alone."
+            )
+        if self.wrong:
+            raise RecomputeError(
+                f"{where}: recompute {self.wrong}.\nMake it depend on its arguments alone, and leave weights as they "
+                f'are until backward is done; determinism_check="none" switches this check off.'
+            )
+        fingerprints.report(where, self.differences)
+
+
+def _readable(metadata: tuple[Any, ...]) -> str:
+    shape, dtype, device, _ = metadata
+    return f"a tensor {tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
+
+
+def _forget(reference: weakref.ref[Region], backward: int) -> None:
+    region = reference()
+    if region is not None:
+        region.forget(backward)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _autocast() -> tuple[Any, ...]:
+    """Whether autocast caches, and for the CPU and the accelerator whether it is on, and in which dtype."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    casting = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in kinds
+        if torch.amp.is_autocast_available(kind)
+    ]
+    return torch.is_autocast_cache_enabled(), *casting
