@@ -1,8 +1,8 @@
 """checkpoint(function, *args, policy=...): what a call of a block means.
 
 Life of one call: `checkpoint` opens a `Region` (engine/region.py) with a `Tape` of what the policy saves
-(engine/tape.py); the forward runs in both. Then its calls are compared with those of the first region of its kind, which
-is watched, and judged by `fastac.diagnosis`. Backward recomputes in the region, which needs nothing of this module.
+(engine/tape.py); the forward runs in both. Then its calls are compared with those of the first region of its kind,
+which is watched, and judged by `fastac.diagnosis`. Backward recomputes in the region and needs nothing of this module.
 `patch_checkpoint` lets code that calls torch's function by its name come here.
 """
 

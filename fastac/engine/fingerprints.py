@@ -51,7 +51,8 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
         return None
     with torch_private.without_modes(), torch.no_grad():
         values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        total = norm = None
+        total: Any
+        norm: Any = None
         if not values.is_floating_point():
             total = values.sum()
         else:
@@ -89,7 +90,7 @@ def relative_difference(forward: Fingerprint, again: Fingerprint) -> float:
 
 
 def check(function: str, differences: list[Difference]) -> None:
-    """Raise RecomputeError where a fingerprint of a region's recompute is not that of its forward. function: its name."""
+    """Raise RecomputeError where fingerprints of a function's recompute are not those of its forward."""
     for forward, again, where in differences:
         apart = relative_difference(forward, again)
         allowed = tolerance(forward.dtype) if forward.norm is not None else 0.0
@@ -105,7 +106,7 @@ def check(function: str, differences: list[Difference]) -> None:
 
 
 def check_pending() -> None:
-    """Raise RecomputeError for a recompute on an accelerator that was not what the forward was. Waits for the device."""
+    """Raise RecomputeError for recomputes on an accelerator that were not what the forward was. Waits for it."""
     while engine.pending:
         check(*engine.pending.pop(0))
 

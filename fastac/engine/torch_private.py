@@ -13,7 +13,7 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
@@ -106,6 +106,7 @@ _REQUIRED = (
 require(_REQUIRED)
 
 Op = torch._ops.OpOverload | torch._ops.HigherOrderOperator
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
 COMPILED_NODE = "CompiledFunctionBackward"
@@ -236,7 +237,8 @@ def run_eagerly(modules: Iterable[types.ModuleType]) -> None:
 def _codes(value: object) -> Iterator[types.CodeType]:
     if isinstance(value, type):
         for member in vars(value).values():
-            yield from _codes(member)
+            if not isinstance(member, type):  # the class of an autograd.Function refers to that of its node, and back
+                yield from _codes(member)
     elif isinstance(value, types.CodeType):
         yield value
         for constant in value.co_consts:
@@ -403,7 +405,7 @@ def _top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def as_checkpoint_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+def as_checkpoint_hook(hook: Hook) -> Hook:
     """Mark a method as the hook of a checkpoint, so that torch (2.14) does not take it for the user's own."""
     hook._checkpoint_internal, hook._user_hooks = True, None  # type: ignore[attr-defined]
     return hook
@@ -434,7 +436,8 @@ def save(values: Iterable[Any]) -> Any:
         return [_make_saved_tensor(one, is_output=False) if isinstance(one, torch.Tensor) else one for one in values]
     values = list(values)
     anchor = torch.empty(0, requires_grad=True)
-    node = _Inputs.apply(anchor, *[one for one in values if isinstance(one, torch.Tensor)]).grad_fn
+    output: Any = _Inputs.apply(anchor, *[one for one in values if isinstance(one, torch.Tensor)])  # type: ignore[no-untyped-call]
+    node = output.grad_fn
     return node, [_Inputs if isinstance(one, torch.Tensor) else one for one in values]
 
 
