@@ -128,8 +128,7 @@ def checkpoint(
             f"its own, which does the saving, and reentrant checkpointing has no place for one. Pass "
             f"use_reentrant=False and no context_fn; what is saved is said by policy=..."
         )
-    if determinism_check not in ("default", "none"):
-        raise FastacError(f'checkpoint(determinism_check={determinism_check!r}): there are "default" and "none"')
+    check_determinism("checkpoint", determinism_check)
     policy = resolve(policy)
     if not policy.checkpoints:
         if not torch.compiler.is_compiling() and engine.thread.scope is None and torch_private.innermost_checkpoint():
@@ -156,6 +155,12 @@ def checkpoint(
         return function(*args, **kwargs)
     hooks = torch_private.saved_tensors_hooks() if respect_saved_tensors_hooks else None
     return _Call(function, args, kwargs, policy).run(hooks, **options)
+
+
+def check_determinism(call: str, given: str) -> None:
+    """Raise FastacError for a `determinism_check` that there is not; `call` is the public function that was given it."""
+    if given not in ("default", "none"):
+        raise FastacError(f'{call}(determinism_check={given!r}): there are "default" and "none".')
 
 
 def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

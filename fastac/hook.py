@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fastac import models
 from fastac.backends.availability import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
-from fastac.checkpoint import checkpoint, state
+from fastac.checkpoint import check_determinism, checkpoint, state
 from fastac.engine import linear
 from fastac.engine.blocks import CHECKPOINT_WRAPPED, FSDP1_WRAPPED, describe, inside, kind_of, known_record, record_of
 from fastac.engine.tape import engine
@@ -79,7 +79,7 @@ class Forward:
 class Enabled:
     """How the blocks of one model are checkpointed, and what was there before.
 
-    blocks: by qualified name, without wrappers. forwards: of the blocks, by name, where that is the host. switches:
+    determinism_check: as `fastac.checkpoint` takes it. blocks: by qualified name, without wrappers. forwards: of the blocks, by name, where that is the host. switches:
     modules with the flag of gradient checkpointing, their flag and function before. wrappers: CheckpointWrappers, and
     their functions before. opened: regions of the forward that runs. saved: something of a region was saved, or
     nothing is to be.
@@ -87,6 +87,7 @@ class Enabled:
 
     model: torch.nn.Module
     policy: Policy | BlockPolicies
+    determinism_check: str
     blocks: dict[str, torch.nn.Module]
     by_forward: bool
     forwards: dict[str, Forward] = dataclasses.field(default_factory=dict)
@@ -98,6 +99,11 @@ class Enabled:
     def __post_init__(self) -> None:
         self.function = functools.partial(_run, self)  # what the model is given to call
         self.saved = saves_nothing(self.policy)
+
+    def checkpoint(self, function: Any, block: Any, args: Any, kwargs: Any) -> Any:
+        """Checkpoint a call of a block. function: what runs it."""
+        policy = self.policy_of(block)
+        return checkpoint(function, *args, policy=policy, determinism_check=self.determinism_check, **kwargs)
 
     def policy_of(self, function: Any) -> Policy:
         """The policy of a block that is called: itself, by a bound method, or compiled."""
@@ -276,7 +282,7 @@ def _run(enabled: Enabled, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         enabled.take_over(wrapper)
     if wrappers:
         return function(*args, **kwargs)  # it calls us, for what is inside it
-    return checkpoint(function, *args, policy=enabled.policy_of(function), **kwargs)
+    return enabled.checkpoint(function, function, args, kwargs)
 
 
 def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
@@ -297,7 +303,7 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
                 f"of its own. Rename that argument of the block, or pass it by position."
             )
     # by the block: dynamo does not know what a method is bound to
-    outputs = checkpoint(own.forward, *args, policy=own.enabled.policy_of(own.block), **kwargs)
+    outputs = own.enabled.checkpoint(own.forward, own.block, args, kwargs)
     if not (torch.compiler.is_compiling() or own.enabled.saved):
         own.enabled.check_once_all_ran()
     return outputs
@@ -313,6 +319,7 @@ def enable(
     policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
     *,
     blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
+    determinism_check: str = "default",
 ) -> None:
     """Checkpoint a model's blocks, saving what `policy` names and recomputing the rest.
 
@@ -326,6 +333,7 @@ def enable(
         blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
             module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. Left
             out, it is the module list whose members hold attention, where there is one.
+        determinism_check: "default" compares recompute with the forward, as `checkpoint` does; "none" does not.
 
     Raises:
         UnsupportedBackendError: the attention backend of a module cannot be honoured. The model is left as it was.
@@ -336,6 +344,7 @@ def enable(
         >>> fastac.enable(transformer, policy="long_attn_only")
     """
     check_module(model, "enable")
+    check_determinism("enable", determinism_check)
     outer, model = model, models.unwrapped(model)
     by_forward = is_by_forward(model, blocks)
     containers = choose(model, blocks, outer)
@@ -348,7 +357,7 @@ def enable(
     for module in model.modules():
         if _is_wrapper(module) and inside(module) in named.values():
             _refuse_other(module, class_name(inside(module)))
-    enabled = Enabled(model, selected, named, by_forward)
+    enabled = Enabled(model, selected, determinism_check, named, by_forward)
     linear.check_names({block: enabled.policy_of(block) for block in named.values()})
     before = enabled_on(model)
     disable(model)

@@ -26,6 +26,7 @@ from fastac.checkpoint import checkpoint, state
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.eager_look import buffers_preserved, generators_preserved
+from fastac.engine import fingerprints
 from fastac.engine.blocks import forget, known_record
 from fastac.engine.collectives import Communication
 from fastac.engine.ranks import Group, OtherRankFailed
@@ -175,12 +176,13 @@ def report(model: torch.nn.Module) -> Report:
         the graph was traced.
 
     Raises:
-        FastacError: what is no module.
+        FastacError: what is no module; a recompute on an accelerator that was not what the forward was.
 
     Example:
         >>> print(fastac.report(transformer))
     """
     hook.check_module(model, "report")
+    fingerprints.check_pending()
     model = models.unwrapped(model)
     hook.check_no_part(model, "report")
     enabled = hook.enabled_on(model)

@@ -60,6 +60,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
     *,
     blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
+    determinism_check: str = "default",
     **options: Any,
 ) -> Compilation:
     """Enable fastac on a model and compile its blocks in place, each inside its own checkpoint.
@@ -72,6 +73,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
         model: as in `fastac.enable`, which this calls.
         policy: as in `fastac.enable`.
         blocks: as in `fastac.enable`.
+        determinism_check: as in `fastac.enable`.
         options: those of torch.compile, for every block.
 
     Returns:
@@ -84,7 +86,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
         >>> print(fastac.compile(transformer, policy="attn_only"))
     """
     ready = _ready(options)
-    hook.enable(model, policy, blocks=blocks)
+    hook.enable(model, policy, blocks=blocks, determinism_check=determinism_check)
     inner = models.unwrapped(model)
     enabled = hook.enabled_on(inner)
     assert enabled is not None

@@ -94,6 +94,7 @@ class Region:
         self.autocast = _autocast()
         self.default_device = torch_private.default_device()
 
+    @torch_private.without_dynamo
     def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
         """Call the function, and drop what autograd would save. observer: is open while the function runs."""
         with saved_tensors_hooks(self._checkpoint_hook, self._unpack):
@@ -119,6 +120,7 @@ class Region:
         tensor = slot.pop(backward, None)
         return self._recompute(slot, backward) if tensor is None else tensor
 
+    @torch_private.without_dynamo
     def _recompute(self, slot: Slot, backward: Any) -> torch.Tensor:
         """Run the function again for a backward, and return what goes into a slot."""
         if backward in self.recomputed:

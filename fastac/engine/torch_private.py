@@ -106,7 +106,7 @@ _REQUIRED = (
 require(_REQUIRED)
 
 Op = torch._ops.OpOverload | torch._ops.HigherOrderOperator
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
 COMPILED_NODE = "CompiledFunctionBackward"
@@ -219,6 +219,7 @@ def is_composite(qualified_name: str) -> bool:
 
 
 _SKIP_FRAME = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+_SKIP_ALL = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 
 
 def run_eagerly(modules: Iterable[types.ModuleType]) -> None:
@@ -230,7 +231,8 @@ def run_eagerly(modules: Iterable[types.ModuleType]) -> None:
         for value in list(vars(module).values()):
             if getattr(value, "__module__", None) == module.__name__:
                 for code in _codes(value):
-                    if code.co_filename == module.__file__:  # not what a decorator of another module wraps around
+                    # Not what a decorator of another module wraps around.
+                    if code.co_filename == module.__file__ and code not in _WITHOUT_DYNAMO:
                         _eval_frame.set_code_exec_strategy(code, _SKIP_FRAME)
 
 
@@ -246,6 +248,19 @@ def _codes(value: object) -> Iterator[types.CodeType]:
     elif value is not None:
         function = getattr(value, "fget", None) or getattr(value, "__func__", value)
         yield from _codes(getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None)
+
+
+_WITHOUT_DYNAMO: set[types.CodeType] = set()
+
+
+def without_dynamo(function: Function) -> Function:
+    """Let dynamo compile nothing of what a function calls, as torch.compiler.disable does, at no cost per call.
+
+    A block that is compiled itself (`block.compile()`) runs its compiled code.
+    """
+    _WITHOUT_DYNAMO.add(function.__code__)
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALL)
+    return function
 
 
 def constant_under_dynamo(function: Callable[..., None]) -> Callable[..., None]:
@@ -405,7 +420,7 @@ def _top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def as_checkpoint_hook(hook: Hook) -> Hook:
+def as_checkpoint_hook(hook: Function) -> Function:
     """Mark a method as the hook of a checkpoint, so that torch (2.14) does not take it for the user's own."""
     hook._checkpoint_internal, hook._user_hooks = True, None  # type: ignore[attr-defined]
     return hook
