@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import types
 from typing import Any, NamedTuple
 
 import torch
@@ -70,10 +71,10 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
             values = torch.view_as_real(values.resolve_conj())
         longest = sorted(range(values.dim()), key=lambda dim: values.shape[dim])[-2:]
         sums = [_weighted_sum(values, dim, wide) for dim in longest] or [values.to(wide)]
-        norm = 0 if wide is torch.int64 else torch.linalg.vector_norm(values, dtype=wide)
+        numbers = [*sums, values.new_zeros(()) if wide is torch.int64 else torch.linalg.vector_norm(values, dtype=wide)]
         if tensor.device.type == "cpu":
-            sums, norm = [one.item() for one in sums], float(norm)
-    return Fingerprint(tensor.dtype, sums, norm)
+            numbers = [one.item() for one in numbers]
+    return Fingerprint(tensor.dtype, numbers[:-1], numbers[-1])
 
 
 def _weighted_sum(values: torch.Tensor, dim: int, wide: torch.dtype) -> torch.Tensor:
@@ -139,15 +140,23 @@ def report(function: str, differences: list[Difference]) -> None:
         check(function, differences)
 
 
-def place(module: torch.nn.Module | None, tensor: torch.Tensor) -> str:
-    """What has computed a tensor that autograd is about to save, and which module inside `module` saves it."""
+def place(module: torch.nn.Module | None, tensor: torch.Tensor, ends: types.CodeType) -> str | None:
+    """What has computed a tensor that autograd is about to save, and which module inside `module` saves it.
+
+    ends: code of the frame that the search for a module ends with. Reading the local variables of frames beyond it
+    would keep them alive. None for running statistics: batch norm writes them, and in training does not use them in
+    backward.
+    """
     names = {} if module is None else {inner: name for name, inner in module.named_modules()}
     op = "" if tensor.grad_fn is None else re.sub(r"Backward\d*$", "", tensor.grad_fn.name())
     result = f"the result of {op}" if op else f"a tensor {tuple(tensor.shape)}"
     frame: Any = sys._getframe(1)
-    while frame is not None:
+    while frame.f_code is not ends:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module) and (module is None or owner in names):
-            return f"{result} in {names.get(owner) or class_name(owner)}"
+        if isinstance(owner, torch.nn.Module):
+            if any(tensor is getattr(owner, name, None) for name in ("running_mean", "running_var")):
+                return None
+            if module is None or owner in names:
+                return f"{result} in {names.get(owner) or class_name(owner)}"
         frame = frame.f_back
     return result

@@ -182,8 +182,8 @@ class _Recompute:
 
     __slots__ = (
         "again",
+        "allowed",
         "backward",
-        "buffers",
         "compares",
         "differences",
         "last",
@@ -203,8 +203,7 @@ class _Recompute:
         self.module = module_of(region.function)
         self.again = None if region.fingerprints is None else iter(region.fingerprints)
         self.differences: list[Difference] = []
-        if self.again is not None and self.module is not None:
-            self.buffers = [torch_private.memory(one) for one in self.module.buffers()]
+        self.allowed = 0.0  # the noise of the coarsest type so far, which is in all that follows
 
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
         # Without its graph, which would hold whatever else it saved. The recompute's own graph may be used inside it.
@@ -235,17 +234,22 @@ class _Recompute:
         if isinstance(written, torch.nn.Parameter):  # what is made anew may well be written more or less often
             names = () if self.module is None else self.module.named_parameters()
             name = next((name for name, one in names if one is written), f"a parameter {tuple(written.shape)}")
-            self.wrong = f"uses {name} as it is now: it was written between forward and backward"
+            self.wrong = (
+                f"uses {name} otherwise than the forward did: it was written between forward and backward, or another "
+                f"adapter is active"
+            )
 
     def _compare(self, forward: Fingerprint, tensor: torch.Tensor) -> None:
         again = fingerprints.fingerprint(tensor)
-        # A buffer of the block, such as running statistics, may well be another. What is computed by it is compared.
-        if (
-            again is not None
-            and fingerprints.may_differ(forward, again)
-            and (self.module is None or torch_private.memory(tensor) not in self.buffers)
-        ):
-            self.differences.append(Difference(forward, again, fingerprints.place(self.module, tensor)))
+        if again is None:
+            return
+        allowed = fingerprints.tolerance(forward.dtype)
+        if allowed:
+            allowed = self.allowed = max(self.allowed, allowed)
+        if fingerprints.may_differ(forward, again, allowed):
+            where = fingerprints.place(self.module, tensor, Region._recompute.__code__)
+            if where is not None:
+                self.differences.append(Difference(forward, again, allowed, where))
 
     def check(self, region: Region) -> None:
         """Raise RecomputeError when the recompute was not what the forward was."""

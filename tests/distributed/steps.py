@@ -88,12 +88,12 @@ def _events(profiled: profile) -> list[Any]:
 def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) -> int:
     """Executions of a kernel. A call whose output is replayed is an event, too, and may copy what was kept.
 
-    One that runs allocates its output by itself.
+    One that runs allocates its output by itself. What autograd saves of a call is added up in some steps.
     """
     events = _events(profiled)
     names = (attention,) if isinstance(attention, str) else attention
     calls = [event for event in events if event.name() in names]
-    copies = [event for event in events if event.name() == "aten::clone"]
+    copies = [event for event in events if event.name() in ("aten::clone", "aten::sum", "aten::to", "aten::arange")]
     allocations = [event for event in events if event.name().startswith("aten::empty")]
     allocations = [one for one in allocations if not any(_inside(one, copy) for copy in copies)]
     # Where one call is inside another, the inner one allocates for both.

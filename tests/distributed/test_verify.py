@@ -121,7 +121,7 @@ def _broken_on_one_rank() -> tuple[str, str]:
 
 def test_a_difference_on_one_rank() -> None:
     (first, message), (second, own) = ranks.run(_broken_on_one_rank)
-    assert (first, second) == ("FastacError", "FastacError")
+    assert (first, second) == ("FastacError", "RecomputeError")
     assert message.startswith("rank 0 of 2: ")
     assert own in message
 
