@@ -158,7 +158,7 @@ def checkpoint(
 
 
 def check_determinism(call: str, given: str) -> None:
-    """Raise FastacError for a `determinism_check` that there is not; `call` is the public function that was given it."""
+    """Raise FastacError for a `determinism_check` that there is not. call: the public function that was given it."""
     if given not in ("default", "none"):
         raise FastacError(f'{call}(determinism_check={given!r}): there are "default" and "none".')
 

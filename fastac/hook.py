@@ -79,10 +79,10 @@ class Forward:
 class Enabled:
     """How the blocks of one model are checkpointed, and what was there before.
 
-    determinism_check: as `fastac.checkpoint` takes it. blocks: by qualified name, without wrappers. forwards: of the blocks, by name, where that is the host. switches:
-    modules with the flag of gradient checkpointing, their flag and function before. wrappers: CheckpointWrappers, and
-    their functions before. opened: regions of the forward that runs. saved: something of a region was saved, or
-    nothing is to be.
+    determinism_check: as `fastac.checkpoint` takes it. blocks: by qualified name, without wrappers. forwards: of the
+    blocks, by name, where that is the host. switches: modules with the flag of gradient checkpointing, their flag and
+    function before. wrappers: CheckpointWrappers, and their functions before. opened: regions of the forward that
+    runs. saved: something of a region was saved, or nothing is to be.
     """
 
     model: torch.nn.Module

@@ -180,7 +180,18 @@ class Region:
 class _Recompute:
     """Fills the slots of a region for one backward. It does not hold the region, which what it makes may outlive."""
 
-    __slots__ = ("again", "backward", "compares", "differences", "last", "module", "slots", "surplus", "wrong")
+    __slots__ = (
+        "again",
+        "backward",
+        "buffers",
+        "compares",
+        "differences",
+        "last",
+        "module",
+        "slots",
+        "surplus",
+        "wrong",
+    )
 
     def __init__(self, region: Region, backward: Any) -> None:
         self.backward = backward
@@ -189,9 +200,11 @@ class _Recompute:
         self.compares = region.compares
         self.surplus = 0  # tensors that the forward did not save
         self.wrong = ""  # the first tensor that is not as in the forward, in words
+        self.module = module_of(region.function)
         self.again = None if region.fingerprints is None else iter(region.fingerprints)
         self.differences: list[Difference] = []
-        self.module = module_of(region.function)
+        if self.again is not None and self.module is not None:
+            self.buffers = [torch_private.memory(one) for one in self.module.buffers()]
 
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
         # Without its graph, which would hold whatever else it saved. The recompute's own graph may be used inside it.
@@ -226,13 +239,13 @@ class _Recompute:
 
     def _compare(self, forward: Fingerprint, tensor: torch.Tensor) -> None:
         again = fingerprints.fingerprint(tensor)
-        if again is not None and not self._is_buffer(tensor):
+        # A buffer of the block, such as running statistics, may well be another. What is computed by it is compared.
+        if (
+            again is not None
+            and fingerprints.may_differ(forward, again)
+            and (self.module is None or torch_private.memory(tensor) not in self.buffers)
+        ):
             self.differences.append(Difference(forward, again, fingerprints.place(self.module, tensor)))
-
-    def _is_buffer(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a buffer of the block, such as running statistics. What is computed by it is compared."""
-        buffers = () if self.module is None else self.module.buffers()
-        return any(torch_private.memory(one) == torch_private.memory(tensor) for one in buffers)
 
     def check(self, region: Region) -> None:
         """Raise RecomputeError when the recompute was not what the forward was."""
