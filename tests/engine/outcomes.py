@@ -59,7 +59,7 @@ class Run:
         called = function if isinstance(function, torch.nn.Module) else counted
         return run_checkpointed(called, *args, policy=self.policy, **options, **kwargs)
 
-    def torch(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False) -> Any:
+    def by_torch(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False) -> Any:
         """Under torch's own checkpoint, whatever the policy."""
         if self.policy == "none":
             return function(*args)
@@ -164,14 +164,16 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "a region dropped": lambda run: (run.region(), run.region())[1],
     "three deep": lambda run: run(lambda one: run(lambda two: run(run.parts, run(run.parts, two)[1]), one), run.video),
     "side by side": lambda run: run(lambda one: run(run.parts, one)[0] * run(run.other, one, run.text), run.video),
-    "torch inside": lambda run: run(lambda one: run.torch(run.block.ffn, run.attention(one)).sin(), run.video),
-    "torch around": lambda run: run.torch(
+    "torch inside": lambda run: run(lambda one: run.by_torch(run.block.ffn, run.attention(one)).sin(), run.video),
+    "torch around": lambda run: run.by_torch(
         lambda one: run(run.block.ffn, F.dropout(run(run.block.ffn, one))), run.video
     ),
     "reentrant inside": lambda run: run(
-        lambda one: run.torch(run.block.ffn, run.attention(one), use_reentrant=True), run.video
+        lambda one: run.by_torch(run.block.ffn, run.attention(one), use_reentrant=True), run.video
     ),
-    "reentrant around": lambda run: run.torch(lambda one: run(run.block.ffn, one).sin(), run.video, use_reentrant=True),
+    "reentrant around": lambda run: run.by_torch(
+        lambda one: run(run.block.ffn, one).sin(), run.video, use_reentrant=True
+    ),
     "a region in a function": lambda run: RegionInside.apply(run, run.video.sin()),
     "a region in a function in a region": lambda run: run(lambda one: RegionInside.apply(run, one.sin()), run.video),
     "jvp inside": lambda run: run(lambda one: torch.func.jvp(run.smooth, (one,), (one.cos(),)), run.video),
@@ -468,12 +470,12 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "early stop off": lambda: torch_module.set_checkpoint_early_stop(False),
     "save_on_cpu": save_on_cpu,
     "saved_tensors_hooks": lambda: saved_tensors_hooks(lambda tensor: [tensor.clone()], lambda held: held[0]),
-    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
 }
 CASES |= {name.replace("_", " "): one for name, one in vars(Cases).items() if not name.startswith("_")}
 for _name, _context in CONTEXTS.items():
     for _place in ("function", "forward", "backward", "everything"):
         CASES[f"{_name} around {_place}"] = functools.partial(around, _context, _place)
+CASES["anomaly detection"] = functools.partial(around, lambda: torch.autograd.set_detect_anomaly(True), "everything")
 
 RUN_ONCE = {"nothing requires grad", "nothing is saved", "jvp around", "gradients off around"}
 """The function runs no second time."""
