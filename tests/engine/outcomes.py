@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_mode
 import torch.nn.functional as F
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
 from torch.utils import checkpoint as torch_module
 
 from tests import support
@@ -176,6 +176,8 @@ CASES: dict[str, Callable[[Any], Any]] = {
     ),
     "a region in a function": lambda run: RegionInside.apply(run, run.video.sin()),
     "a region in a function in a region": lambda run: run(lambda one: RegionInside.apply(run, one.sin()), run.video),
+    "sparse": lambda run: run(lambda one: torch.sparse.mm(run.plain.diag().to_sparse(), one[0].sin().T), run.video),
+    "complex": lambda run: run(lambda one: torch.view_as_complex(one.unflatten(-1, (8, 2))).sin().abs(), run.video),
     "jvp inside": lambda run: run(lambda one: torch.func.jvp(run.smooth, (one,), (one.cos(),)), run.video),
     "jvp around": lambda run: run.found.extend(torch.func.jvp(lambda one: run(run.smooth, one), *[(run.plain,)] * 2)),
     "torch.func.grad inside": lambda run: run(torch.func.grad(lambda one: run.smooth(one).sum()), run.video),
@@ -475,7 +477,8 @@ CASES |= {name.replace("_", " "): one for name, one in vars(Cases).items() if no
 for _name, _context in CONTEXTS.items():
     for _place in ("function", "forward", "backward", "everything"):
         CASES[f"{_name} around {_place}"] = functools.partial(around, _context, _place)
-CASES["anomaly detection"] = functools.partial(around, lambda: torch.autograd.set_detect_anomaly(True), "everything")
+for _context in (torch.autograd.detect_anomaly, allow_mutation_on_saved_tensors):
+    CASES[_context.__name__] = functools.partial(around, _context, "everything")
 
 RUN_ONCE = {"nothing requires grad", "nothing is saved", "jvp around", "gradients off around"}
 """The function runs no second time."""
