@@ -2,10 +2,11 @@
 
 Checkpointing assumes that a block computes the same again. What it reads besides its arguments may have changed before
 backward (an adapter, its scale, a cache, a context variable), and then shapes agree and gradients are wrong. A
-fingerprint is the sum of a tensor and its 2-norm, of whole numbers the sum. Which regions have fingerprints is
-decided by `fastac.checkpoint`: few of them, so that the cost vanishes.
+fingerprint is a tensor's 2-norm, and its sum with weights that grow from 1 to 2 along a dimension, for its two longest
+dimensions: tokens that change places are seen as well. Whole numbers have exact sums. Which regions have fingerprints
+is decided by `fastac.checkpoint`: few of them, so that the cost vanishes.
 
-A change of every element by a relative d, with signs of its own, moves both numbers by about d times the norm; so does
+A change of every element by a relative d, with signs of its own, moves all three by about d times the norm; so does
 the noise of kernels that add up in another order. `tolerance` is what such noise can reach. On a CPU the comparison
 raises in the backward that recomputes; on an accelerator nothing waits for it: `check_pending` reads it later.
 """
@@ -23,87 +24,96 @@ from fastac.engine import torch_private
 from fastac.engine.tape import RecomputeError, engine
 from fastac.errors import class_name
 
+_WIDE = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16, torch.complex64), torch.float32),
+    **dict.fromkeys((torch.float64, torch.complex128), torch.float64),
+    **dict.fromkeys((torch.bool, torch.int8, torch.int16, torch.int32, torch.int64), torch.int64),
+}
+"""Types that have fingerprints, with those they are added up in. Without: float8 and smaller, which torch adds up only
+as copies, and bytes (uint8), which hold workspaces of kernels and packed weights."""
+
 
 class Fingerprint(NamedTuple):
-    """Of one tensor. Numbers of a tensor on an accelerator are tensors there, which nobody has waited for."""
+    """Of one tensor. Numbers of a tensor on an accelerator are tensors there, which nobody has waited for.
+
+    norm: 0 for whole numbers.
+    """
 
     dtype: torch.dtype
-    total: Any
+    sums: list[Any]
     norm: Any
 
 
 class Difference(NamedTuple):
-    """Two fingerprints of a tensor, of forward and recompute. where: what computed it, for messages."""
+    """Two fingerprints of a tensor, of forward and recompute. allowed: noise. where: what computed it, for messages."""
 
     forward: Fingerprint
     again: Fingerprint
+    allowed: float
     where: str
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
-    """The fingerprint of a tensor; None for one without plain values.
+    """The fingerprint of a tensor; None for one without plain values: a subclass, sparse, empty, on "meta".
 
-    Those are subclasses, sparse, empty, fake and meta tensors, and bytes (uint8), which hold the workspaces of kernels.
+    None as well for one or two whole numbers: attention kernels save a seed that they leave unset where they draw
+    nothing.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel() or tensor.is_meta:
+    wide = _WIDE.get(tensor.dtype)
+    if wide is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return None
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype is torch.uint8:
+    if tensor.layout is not torch.strided or tensor.numel() <= (2 if wide is torch.int64 else 0):
         return None
     with torch_private.without_modes(), torch.no_grad():
-        values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-        total: Any
-        norm: Any = None
-        if not values.is_floating_point():
-            total = values.sum()
-        else:
-            if values.element_size() == 1:  # float8, which nothing is added up in
-                values = values.float()
-            wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-            total, norm = values.sum(dtype=wide), torch.linalg.vector_norm(values, dtype=wide)
+        values = tensor.detach()
+        if values.is_complex():
+            values = torch.view_as_real(values.resolve_conj())
+        longest = sorted(range(values.dim()), key=lambda dim: values.shape[dim])[-2:]
+        sums = [_weighted_sum(values, dim, wide) for dim in longest] or [values.to(wide)]
+        norm = 0 if wide is torch.int64 else torch.linalg.vector_norm(values, dtype=wide)
         if tensor.device.type == "cpu":
-            total, norm = total.item(), None if norm is None else norm.item()
-    return Fingerprint(tensor.dtype, total, norm)
+            sums, norm = [one.item() for one in sums], float(norm)
+    return Fingerprint(tensor.dtype, sums, norm)
+
+
+def _weighted_sum(values: torch.Tensor, dim: int, wide: torch.dtype) -> torch.Tensor:
+    others = [other for other in range(values.dim()) if other != dim]
+    along = values.sum(others, dtype=wide) if others else values.to(wide)
+    weights = torch.arange(len(along), 2 * len(along), dtype=wide, device=values.device)
+    return (along * weights).sum() / (1 if wide is torch.int64 else len(along))
 
 
 def tolerance(dtype: torch.dtype) -> float:
     """How far apart, relative to the norm, the numbers of equal computations may be.
 
-    4 units in the last place, for results that are rounded again and again, and 1024 of the type that sums are
-    accumulated in: a million terms, added up in another order, differ by the square root of that. Whole numbers are
-    equal or not.
+    4 units in the last place: about 40 roundings of every element, each of which may go either way. And 1024 units of
+    the type that sums are accumulated in: a million terms, added up in another order, differ by the square root of
+    that. Whole numbers are equal or not.
     """
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return 0.0
-    accumulated = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-    return 4 * torch.finfo(dtype).eps + 1024 * torch.finfo(accumulated).eps
+    wide = _WIDE[dtype]
+    return 0.0 if wide is torch.int64 else 4 * torch.finfo(dtype).eps + 1024 * torch.finfo(wide).eps
 
 
 def relative_difference(forward: Fingerprint, again: Fingerprint) -> float:
     """How far apart two fingerprints are, relative to the norm: 0 where they are equal, infinite for whole numbers."""
-    if forward.norm is None or again.norm is None:
-        return 0.0 if forward.total == again.total else math.inf
-    largest = 0.0
-    for one, other in ((float(forward.total), float(again.total)), (float(forward.norm), float(again.norm))):
-        if one == other or (math.isnan(one) and math.isnan(other)):
-            continue
-        scale = max(float(forward.norm), float(again.norm))
-        apart = abs(one - other) / scale
-        largest = max(largest, math.inf if math.isnan(apart) else apart)
+    largest, scale = 0.0, max(float(forward.norm), float(again.norm))
+    pairs = zip((*forward.sums, forward.norm), (*again.sums, again.norm), strict=True)
+    for one, other in ((float(one), float(other)) for one, other in pairs):
+        if one != other and not (math.isnan(one) and math.isnan(other)):
+            apart = abs(one - other) / scale if scale else math.inf
+            largest = max(largest, math.inf if math.isnan(apart) else apart)
     return largest
 
 
-def may_differ(forward: Fingerprint, again: Fingerprint) -> bool:
+def may_differ(forward: Fingerprint, again: Fingerprint, allowed: float) -> bool:
     """Whether two fingerprints are further apart than noise, or are on an accelerator, which nothing waits for here."""
-    if isinstance(forward.total, torch.Tensor):
-        return True
-    return relative_difference(forward, again) > tolerance(forward.dtype)
+    return isinstance(forward.norm, torch.Tensor) or relative_difference(forward, again) > allowed
 
 
 def check(function: str, differences: list[Difference]) -> None:
     """Raise RecomputeError where fingerprints of a function's recompute are not those of its forward."""
-    for forward, again, where in differences:
+    for forward, again, allowed, where in differences:
         apart = relative_difference(forward, again)
-        allowed = tolerance(forward.dtype)
         if apart > allowed:
             seen = f"relative difference {apart:.1e}, {allowed:.1e} is noise" if allowed else "whole numbers differ"
             raise RecomputeError(
@@ -123,21 +133,21 @@ def check_pending() -> None:
 
 def report(function: str, differences: list[Difference]) -> None:
     """Check what a recompute found, at once where that waits for no device."""
-    if any(isinstance(one.forward.total, torch.Tensor) for one in differences):
+    if any(torch.Tensor in map(type, one.forward.sums) for one in differences):
         engine.pending.append((function, differences))
     else:
         check(function, differences)
 
 
-def place(module: Any, tensor: torch.Tensor) -> str:
+def place(module: torch.nn.Module | None, tensor: torch.Tensor) -> str:
     """What has computed a tensor that autograd is about to save, and which module inside `module` saves it."""
-    names = {inner: name for name, inner in module.named_modules()} if isinstance(module, torch.nn.Module) else {}
+    names = {} if module is None else {inner: name for name, inner in module.named_modules()}
     op = "" if tensor.grad_fn is None else re.sub(r"Backward\d*$", "", tensor.grad_fn.name())
     result = f"the result of {op}" if op else f"a tensor {tuple(tensor.shape)}"
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, torch.nn.Module):
+        if isinstance(owner, torch.nn.Module) and (module is None or owner in names):
             return f"{result} in {names.get(owner) or class_name(owner)}"
         frame = frame.f_back
     return result

@@ -1,0 +1,325 @@
+"""What is no change before backward raises nothing, in steps whose values are compared and in those between.
+
+Gradients are those without checkpointing, bit for bit; where the block itself computes with noise, but for the noise.
+In each case a real change is shown to be an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastac
+from tests import support
+from tests.support import TEXT_TOKENS, VIDEO_TOKENS, WIDTH, AttentionBlock, Tensors, loss_of, run_checkpointed
+
+Operation = Callable[[torch.Tensor], torch.Tensor]
+Call = Callable[..., torch.Tensor]
+Way = Callable[["Block", Call, Mapping[str, torch.Tensor]], object]
+
+STEPS = 5
+"""Of these, the values of 0, 1, 2 and 4 are compared."""
+
+of_policies = pytest.mark.parametrize("policy", ["attn_only", "full"])
+
+
+class Block(AttentionBlock):
+    """A block that begins with an operation. multiplier: what a test changes before backward."""
+
+    multiplier = 1.0
+    failing_calls: tuple[int, ...] = ()
+    calls = 0
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls in self.failing_calls:
+            raise torch.OutOfMemoryError("of the test")
+        return super().forward(self.operation(video * self.multiplier), text)
+
+
+# Ways of a step
+
+
+def step(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
+    loss_of(call(**inputs)).backward()
+
+
+def after_sampling(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        call(**inputs)
+    step(block, call, inputs)
+
+
+def accumulated(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
+    step(block, call, inputs)
+    step(block, call, {name: tensor * 2 for name, tensor in inputs.items()})
+
+
+def two_forwards(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
+    output = call(**inputs)
+    (loss_of(output) + loss_of(call(output, inputs["text"] * 2))).backward()
+
+
+def two_backwards(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
+    loss = loss_of(call(**inputs))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def nested(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
+    step(block, functools.partial(fastac.checkpoint, lambda **tensors: call(**tensors) * 2, policy="full"), inputs)
+
+
+def autocast(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
+    step(block, torch.autocast("cpu", torch.bfloat16)(call), inputs)
+
+
+def retried(block: Block, call: Call, inputs: Mapping[str, torch.Tensor], failing_call: int) -> None:
+    """The step begins again when memory ran out, in its forward (call 1) or in its recompute (call 2)."""
+    block.calls, block.failing_calls = 0, (failing_call,)
+    for _ in range(2):
+        for tensor in support.leaves_of(block, inputs).values():
+            tensor.grad = None
+        try:
+            return step(block, call, inputs)
+        except torch.OutOfMemoryError:
+            continue
+    raise AssertionError("memory ran out twice")
+
+
+WAYS: list[Way] = [
+    after_sampling,
+    accumulated,
+    two_forwards,
+    two_backwards,
+    nested,
+    autocast,
+    functools.partial(retried, failing_call=1),
+    functools.partial(retried, failing_call=2),
+]
+
+
+# Operations, made anew for each training
+
+
+class Dequantized(torch.nn.Module):
+    """A frozen linear layer of int8, or of pairs of 4 bits in uint8."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        columns = WIDTH if dtype is torch.int8 else WIDTH // 2
+        numbers = torch.iinfo(dtype)
+        self.register_buffer("weight", torch.randint(numbers.min, numbers.max + 1, (WIDTH, columns), dtype=dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if weight.dtype is torch.uint8:
+            weight = torch.cat([weight & 15, weight >> 4], 1)
+        return hidden + F.linear(hidden, weight.to(hidden.dtype) / 256)
+
+
+class Added(torch.autograd.Function):
+    """The product with a matrix, added up in another order at each call; the halves are rounded before they meet."""
+
+    order = torch.Generator()  # and other things that differ at each call
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        order = torch.randperm(hidden.shape[-1], generator=Added.order)
+        return sum(hidden[..., half] @ weight[half] for half in order.chunk(2))  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return grad @ weight.T, torch.einsum("bti,bto->io", hidden, grad)
+
+
+class Noise(torch.nn.Module):
+    """Two layers with noise, and a norm in another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.wide = torch.nn.Parameter(torch.randn(WIDTH, 512) / 4)
+        self.narrow = torch.nn.Parameter(torch.randn(512, WIDTH) / 23)
+        self.dtype = dtype
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        added = Added.apply(torch.tanh(Added.apply(hidden, self.wide)), self.narrow)
+        return F.silu(F.layer_norm(added.to(self.dtype), (WIDTH,))).to(hidden.dtype)
+
+
+class Saves(torch.autograd.Function):
+    """Saves a tensor for backward, which does not need it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(saved)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        assert len(ctx.saved_tensors) == 1
+        return grad, None
+
+
+def random_state(hidden: torch.Tensor) -> torch.Tensor:
+    """Without dropout, CUDA kernels of attention save seed and offset as `at::empty`: whatever is in that memory."""
+    for shape, dtype in (((), torch.int64), ((2,), torch.uint64)):
+        hidden = Saves.apply(hidden, torch.randint(2**62, shape, generator=Added.order).to(dtype))
+    return hidden
+
+
+def hooked() -> torch.nn.Module:
+    """Hooks write into the output of a layer, in place."""
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+    layer.register_forward_hook(lambda module, args, output: output.add_(1))
+    layer.register_forward_hook(lambda module, args, output: setattr(module, "seen", output[:, ::2].mul_(2).detach()))
+    return layer
+
+
+def rotate(hidden: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(hidden.double().unflatten(-1, (-1, 2)))
+    angles = torch.arange(pairs[0].numel(), dtype=torch.float64).view(pairs.shape[1:])
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(2).to(hidden.dtype)
+
+
+def masked(hidden: torch.Tensor) -> torch.Tensor:
+    """Scores of minus infinity, that are saved; a NaN that is ignored is saved too."""
+    scores = hidden @ hidden.mT + torch.full((VIDEO_TOKENS, VIDEO_TOKENS), -math.inf).triu(1).to(hidden.dtype)
+    background = torch.full_like(hidden, math.nan)
+    return torch.fmax(hidden, background) + torch.logsumexp(scores, -1, keepdim=True) * scores.sigmoid().mean(-1, True)
+
+
+def indexed(hidden: torch.Tensor) -> torch.Tensor:
+    """Saves int64 and bool, and where there is nothing."""
+    order = hidden.detach().argsort(1)
+    largest, _ = torch.where(hidden > 0, hidden, hidden / 2).gather(1, order).topk(WIDTH)
+    return torch.cat([largest, hidden[:, :0] * hidden[:, :0].exp()], 1)
+
+
+def outliers(hidden: torch.Tensor) -> torch.Tensor:
+    """One channel is large, as in trained transformers."""
+    return F.silu(hidden * torch.tensor([1000.0] + [1.0] * (WIDTH - 1), dtype=hidden.dtype))
+
+
+HALF, BF16, DOUBLE = torch.float16, torch.bfloat16, torch.float64
+
+OPERATIONS: dict[str, tuple[Callable[[], Operation], torch.dtype]] = {
+    "dropout": (lambda: torch.nn.Dropout(0.3), torch.float32),
+    "dropout in float64": (lambda: torch.nn.Dropout(0.3), DOUBLE),
+    "batch norm": (lambda: torch.nn.BatchNorm1d(VIDEO_TOKENS), torch.float32),
+    "int8": (lambda: Dequantized(torch.int8), torch.float32),
+    "uint8": (lambda: Dequantized(torch.uint8), BF16),
+    "hooks in place": (hooked, torch.float32),
+    "complex": (lambda: rotate, torch.float32),
+    "infinite and NaN": (lambda: masked, torch.float32),
+    "int, bool, empty": (lambda: indexed, torch.float32),
+    "uint4": (lambda: lambda hidden: Saves.apply(hidden, torch.empty(4, dtype=torch.uint4)), torch.float32),
+    "random state": (lambda: random_state, torch.float32),
+    "outliers in float16": (lambda: outliers, HALF),
+    "outliers in bfloat16": (lambda: outliers, BF16),
+    "sums that cancel": (lambda: lambda hidden: F.silu(F.layer_norm(hidden, (WIDTH,))), torch.float32),
+    "noise in float32": (lambda: Noise(torch.float32), torch.float32),
+    "noise in float64": (lambda: Noise(DOUBLE), DOUBLE),
+    "noise in bfloat16": (lambda: Noise(BF16), BF16),
+    "noise in bfloat16, norm in float32": (lambda: Noise(torch.float32), BF16),
+    "noise in float32, norm in float64": (lambda: Noise(DOUBLE), torch.float32),
+}
+
+
+def made(operation: Callable[[], Operation], dtype: torch.dtype) -> tuple[Block, dict[str, torch.Tensor]]:
+    """A block and its inputs, the same at every call."""
+    torch.manual_seed(0)
+    Added.order.manual_seed(0)
+    return Block(operation()).to(dtype), support.stack_inputs(dtype=dtype)
+
+
+def train(
+    operation: Callable[[], Operation], policy: str, dtype: torch.dtype = torch.float32, way: Way = step
+) -> Tensors:
+    """The gradients of every step."""
+    block, inputs = made(operation, dtype)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
+    leaves, found = support.leaves_of(block, inputs), {}
+    for number in range(STEPS):
+        for tensor in leaves.values():
+            tensor.grad = None
+        way(block, functools.partial(run_checkpointed, block, policy=policy), inputs)
+        found |= {f"step {number}: {name}": tensor for name, tensor in support.gradients(leaves).items()}
+        optimizer.step()
+    return found
+
+
+@of_policies
+@pytest.mark.parametrize("way", WAYS)
+def test_ways(way: Way, policy: str) -> None:
+    retries = isinstance(way, functools.partial)  # and so would draw other numbers
+    operation = hooked if retries else OPERATIONS["dropout"][0]
+    support.assert_same(train(operation, policy, way=way), train(operation, "none", way=way))
+
+
+@of_policies
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(name: str, policy: str) -> None:
+    operation, dtype = OPERATIONS[name]
+    found, expected = train(operation, policy, dtype), train(operation, "none", dtype)
+    if not name.startswith("noise"):
+        support.assert_same(found, expected)
+    for key, gradient in found.items():
+        assert support.relative_error(gradient, expected[key]) < torch.finfo(dtype).eps ** 0.5, key
+    block, inputs = made(operation, dtype)
+    loss = loss_of(fastac.checkpoint(block, **inputs, policy=policy))
+    block.multiplier = 1.5
+    with pytest.raises(fastac.FastacError, match="does not compute what the forward did"):
+        loss.backward()
+
+
+@of_policies
+def test_everything_is_nan(policy: str) -> None:
+    """Training that diverged is not reported as a change."""
+    found = train(lambda: lambda hidden: hidden / 0 - math.inf, policy)
+    assert found["step 4: gradient of ffn.0.weight"].isnan().all()
+
+
+class CachedBlock(AttentionBlock):
+    """Writes its tokens into a cache, in place, and attends to those before them too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.zeros(1, TEXT_TOKENS + 3 * VIDEO_TOKENS, WIDTH)
+
+    def forward(self, video: torch.Tensor, start: int) -> torch.Tensor:
+        end = start + video.shape[1]
+        self.cache[:, start:end] = video.detach()
+        return super().forward(video, torch.cat([self.cache[:, :start], video], 1))
+
+
+@of_policies
+def test_cache_that_is_appended_to(policy: str) -> None:
+    """Three chunks of a video, then one backward."""
+
+    def trained(policy: str) -> Tensors:
+        torch.manual_seed(0)
+        block, found = CachedBlock(), {}
+        for number in range(STEPS):
+            block.zero_grad()
+            video = support.stack_inputs(number)["video"]
+            for chunk in range(3):
+                video = run_checkpointed(block, video, TEXT_TOKENS + chunk * VIDEO_TOKENS, policy=policy)
+            loss_of(video).backward()
+            gradients = support.gradients(support.leaves_of(block, {}))
+            found |= {f"step {number}: {name}": tensor for name, tensor in gradients.items()}
+        return found
+
+    support.assert_same(trained(policy), trained("none"))
