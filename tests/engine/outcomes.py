@@ -186,6 +186,10 @@ CASES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def copying_hooks() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: [tensor.clone()], lambda held: held[0])
+
+
 class Cases(Run):
     """Longer cases. Each returns outputs; calling `self` checkpoints."""
 
@@ -329,7 +333,7 @@ class Cases(Run):
         def function(video: torch.Tensor) -> torch.Tensor:
             with save_on_cpu():
                 hidden = self.attention(video).sin()
-            with saved_tensors_hooks(lambda tensor: [tensor.clone()], lambda held: held[0]):
+            with copying_hooks():
                 hidden = self.block.ffn(hidden)
             return hidden.cos()
 
@@ -471,12 +475,12 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "the CPU as default device": lambda: torch.device("cpu"),
     "early stop off": lambda: torch_module.set_checkpoint_early_stop(False),
     "save_on_cpu": save_on_cpu,
-    "saved_tensors_hooks": lambda: saved_tensors_hooks(lambda tensor: [tensor.clone()], lambda held: held[0]),
 }
 CASES |= {name.replace("_", " "): one for name, one in vars(Cases).items() if not name.startswith("_")}
 for _name, _context in CONTEXTS.items():
     for _place in ("function", "forward", "backward", "everything"):
         CASES[f"{_name} around {_place}"] = functools.partial(around, _context, _place)
+CASES["saved tensors hooks around"] = functools.partial(around, copying_hooks, "everything")
 for _context in (torch.autograd.detect_anomaly, allow_mutation_on_saved_tensors):
     CASES[_context.__name__] = functools.partial(around, _context, "everything")
 
