@@ -1,0 +1,499 @@
+"""Situations in which a checkpoint is to be exact, most of them those of torch's own tests of checkpointing.
+
+`CASES` has them by name: each is called with a `Run`, and returns outputs. tests/engine/test_outcomes.py runs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_mode
+import torch.nn.functional as F
+from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
+from torch.utils import checkpoint as torch_module
+
+from tests import support
+from tests.support import WIDTH, AttentionBlock, Tensors, run_checkpointed
+
+NOTHING = contextlib.nullcontext()
+
+
+class Run:
+    """One run of a case: blocks, inputs and random numbers are the same in each.
+
+    policy: "none" without checkpointing, "torch" for torch's own, else one of fastac. calls: of what is checkpointed
+    and of the modules. found: gradients beside those of the leaves.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy, self.calls = policy, 0
+        self.found: list[torch.Tensor] = []
+        torch.manual_seed(0)
+        self.block, self.other = AttentionBlock(dropout=0.2), AttentionBlock(dropout=0.2)
+        self.scale, self.plain = torch.randn(WIDTH, requires_grad=True), torch.randn(WIDTH)
+        self.video, self.text = support.stack_inputs().values()
+        for module in (self.block, self.block.ffn, self.other):
+            module.register_forward_pre_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+    def __call__(self, function: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> Any:
+        """Checkpoint a call, with these options of torch's checkpoint."""
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return function(*args, **kwargs)
+
+        options = options if options and self.policy != "none" else {}
+        called = function if isinstance(function, torch.nn.Module) else counted
+        return run_checkpointed(called, *args, policy=self.policy, **options, **kwargs)
+
+    def by_torch(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False) -> Any:
+        """Under torch's own checkpoint, whatever the policy."""
+        if self.policy == "none":
+            return function(*args)
+        return torch_module.checkpoint(function, *args, use_reentrant=use_reentrant)
+
+    def region(self) -> torch.Tensor:
+        """The simplest one."""
+        return self(self.block, self.video, self.text)
+
+    def attention(self, video: torch.Tensor) -> torch.Tensor:
+        return self.block._attention(*self.block.qkv(video).chunk(3, dim=-1))
+
+    def parts(self, video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.attention(video).sin()
+        return hidden, self.block.ffn(hidden)
+
+    def eval(self) -> None:
+        """Without dropout."""
+        self.block.eval()
+        self.other.eval()
+
+    def smooth(self, video: torch.Tensor) -> torch.Tensor:
+        """Unlike attention, it can be differentiated any number of times."""
+        return torch.tanh(self.block.qkv(video)).square() * video.norm(dim=-1, keepdim=True).sin()
+
+    def grad(self, output: torch.Tensor, *leaves: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Gradients that are compared. Returns the first."""
+        found = torch.autograd.grad(output.square().sum(), leaves, **{"retain_graph": True} | options)
+        self.found += found
+        return found[0]
+
+    def step(self, case: Callable[[Run], Any]) -> Tensors:
+        """Outputs, gradients, and what is drawn afterwards. Outputs that require grad are backpropagated."""
+        torch.manual_seed(1)
+        outputs = support.flat_tensors(case(self), "output")
+        found = {name: one.detach().clone() for name, one in outputs.items()}
+        if roots := {name: one for name, one in outputs.items() if one.requires_grad}:
+            support.loss_of(roots).backward()
+        inputs = {"video": self.video, "text": self.text, "scale": self.scale}
+        leaves = support.leaves_of(torch.nn.ModuleList([self.block, self.other]), inputs)
+        found |= {f"gradient {number}": one.detach() for number, one in enumerate(self.found)}
+        return found | support.gradients(leaves) | {"drawn": torch.rand(3)}
+
+
+@dataclasses.dataclass
+class Arguments:
+    """Tensors where no checkpoint looks for any."""
+
+    video: torch.Tensor
+    more: dict[str, list[torch.Tensor]]
+
+
+class Saving(torch.autograd.Function):
+    """Its backward reads what it saved so often, says whether it is the very tensor, and runs a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, reads: int, same: list[bool]) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        ctx.y, ctx.reads, ctx.same = weakref.ref(y), reads, same
+        return x * y + y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, y = [ctx.saved_tensors for _ in range(ctx.reads)][-1]
+        ctx.same.append(y is ctx.y())
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (square,) = torch.autograd.grad((inner * y).sin().sum(), inner)
+        return gradient * y + square, None, None, None
+
+
+class RegionInside(torch.autograd.Function):
+    """A region whose backward runs in the backward of another function."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, video: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            ctx.leaf = video.detach().requires_grad_()
+            ctx.output = run(run.block, ctx.leaf, run.text.detach())
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, torch.autograd.grad(ctx.output, ctx.leaf, gradient)[0]
+
+
+def in_two_threads(function: Callable[[Any], Any], values: Any) -> list[Any]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(function, values))
+
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    "a block": Run.region,
+    "a bound forward": lambda run: run(run.block.forward, run.video, run.text),
+    "a partial": lambda run: run(functools.partial(run.other, text=run.text), run.region()),
+    "a closure": lambda run: run(lambda: run.block(run.video, run.text) * run.scale),
+    "no argument requires grad": lambda run: run(run.block, run.video.detach(), run.text.detach()),
+    "nothing is saved": lambda run: run(lambda video: video * 2 + 1, run.video),
+    "an argument returned": lambda run: run(lambda video, _: (run.attention(video), video), run.video, run.text),
+    "written in place": lambda run: run(lambda video: run.attention(video).sin().mul_(run.scale), run.video).mul_(2),
+    "an output dropped": lambda run: run(run.parts, run.video)[0],
+    "a region dropped": lambda run: (run.region(), run.region())[1],
+    "three deep": lambda run: run(lambda one: run(lambda two: run(run.parts, run(run.parts, two)[1]), one), run.video),
+    "side by side": lambda run: run(lambda one: run(run.parts, one)[0] * run(run.other, one, run.text), run.video),
+    "torch inside": lambda run: run(lambda one: run.by_torch(run.block.ffn, run.attention(one)).sin(), run.video),
+    "torch around": lambda run: run.by_torch(
+        lambda one: run(run.block.ffn, F.dropout(run(run.block.ffn, one))), run.video
+    ),
+    "reentrant inside": lambda run: run(
+        lambda one: run.by_torch(run.block.ffn, run.attention(one), use_reentrant=True), run.video
+    ),
+    "reentrant around": lambda run: run.by_torch(
+        lambda one: run(run.block.ffn, one).sin(), run.video, use_reentrant=True
+    ),
+    "a region in a function": lambda run: RegionInside.apply(run, run.video.sin()),
+    "a region in a function in a region": lambda run: run(lambda one: RegionInside.apply(run, one.sin()), run.video),
+    "sparse": lambda run: run(lambda one: torch.sparse.mm(run.plain.diag().to_sparse(), one[0].sin().T), run.video),
+    "complex": lambda run: run(lambda one: torch.view_as_complex(one.unflatten(-1, (8, 2))).sin().abs(), run.video),
+    "jvp inside": lambda run: run(lambda one: torch.func.jvp(run.smooth, (one,), (one.cos(),)), run.video),
+    "jvp around": lambda run: run.found.extend(torch.func.jvp(lambda one: run(run.smooth, one), *[(run.plain,)] * 2)),
+    "torch.func.grad inside": lambda run: run(torch.func.grad(lambda one: run.smooth(one).sum()), run.video),
+    "torch.func.grad around": lambda run: torch.func.grad(lambda one: run(run.smooth, one).sum())(run.video),
+    "vmap around": lambda run: torch.vmap(lambda one: run(run.smooth, one))(run.video),
+}
+
+
+def copying_hooks() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: [tensor.clone()], lambda held: held[0])
+
+
+class Cases(Run):
+    """Longer cases. Each returns outputs; calling `self` checkpoints."""
+
+    def nested_values(self) -> Any:
+        def function(first: Any, *, scale: torch.Tensor, second: Arguments, number: int) -> Any:
+            output = self.block(first[0], second.more["text"][0]) * scale
+            return {"video": [output, None, (output.tanh(), number)]}, Arguments(second.video.sin(), {"all": [output]})
+
+        second = Arguments(self.video / 2, {"text": [self.text]})
+        nested, arguments = self(function, (second.video, 1), scale=self.scale, second=second, number=3)
+        return nested, arguments.video, arguments.more["all"][0] * nested["video"][2][1]
+
+    def nothing_requires_grad(self) -> Any:
+        return self(self.block.requires_grad_(False), self.video.detach(), self.text.detach()) * self.scale
+
+    def buffers_written_by_a_closure(self) -> Any:
+        norm = torch.nn.BatchNorm1d(support.VIDEO_TOKENS)
+        return self(lambda video: norm(self.attention(video)), self.video)
+
+    def argument_written_before_backward(self) -> Any:
+        video = self.video.detach().clone()
+        output = self(lambda video: self.scale.sin() * 2 + video, video)
+        video.add_(1)
+        return output
+
+    def every_exception_caught_inside(self) -> Any:
+        def function(video: torch.Tensor) -> Any:
+            with contextlib.suppress(Exception):
+                return self.attention(video).sin().cos()
+            return video.sin()
+
+        return self(function, self.video)
+
+    def options(self) -> Any:
+        self.eval()
+        options = {"preserve_rng_state": False, "determinism_check": "none", "early_stop": False}
+        return self(self.block, self.video, self.text, options=options)
+
+    def early_stop_of_inner_and_outer(self) -> Any:
+        def function(video: torch.Tensor, stops: bool) -> torch.Tensor:
+            return self(self.block, video, self.text, options={"early_stop": stops}).sin()
+
+        options = [(inner, outer) for inner in (True, False) for outer in (True, False)]
+        return [self(function, self.video, inner, options={"early_stop": outer}) for inner, outer in options]
+
+    # Which gradients are asked for, and how often
+
+    def some_leaves(self) -> Any:
+        output = self.region()
+        self.grad(output, self.text)
+        self.grad(output, self.block.ffn[2].weight, self.block.norms[0].weight)
+        output.sum().backward(inputs=[self.video, self.block.qkv.weight], retain_graph=True)
+        return output
+
+    def two_losses(self) -> Any:
+        first, second = self(self.parts, self.video)
+        first.sum().backward(retain_graph=True)
+        second.sum().backward(retain_graph=True)
+        return first * second
+
+    def read_outside_backward(self) -> Any:
+        output = self(lambda video: self.attention(video).sin().exp(), self.video)
+        node, sine = output.grad_fn, output.grad_fn.next_functions[0][0]
+        self.found += [node._saved_result, sine._saved_self, node._saved_result]
+        self.grad(output, self.video)
+        self.found.append(node._saved_result)
+        return output
+
+    def read_before_its_node_runs(self) -> Any:
+        output = self(lambda video: self.attention(video).exp(), self.video)
+        node = output.grad_fn
+        node.register_prehook(lambda gradients: self.found.append(node._saved_result))
+        return output
+
+    def double_backward(self) -> Any:
+        output = self(lambda video: self(self.smooth, self(lambda one: one.sin().exp(), video)), self.video)
+        return output, self.grad(self.grad(output, self.video, create_graph=True), self.video, create_graph=True)
+
+    def jacobian_and_batched_gradients(self) -> Any:
+        self.found.append(torch.autograd.functional.jacobian(lambda one: self(self.smooth, one), self.plain))
+        output = self(self.smooth, self.video)
+        vectors = torch.randn(3, *output.shape)
+        self.found += torch.autograd.grad(output, self.video, vectors, is_grads_batched=True)
+
+    def gradients_taken_inside(self) -> Any:
+        def function(video: torch.Tensor) -> torch.Tensor:
+            hidden = self.attention(video).sin()
+            (inner,) = torch.autograd.grad(hidden.sum(), video, retain_graph=True)
+            (freed,) = torch.autograd.grad(video.sin().cos().sum(), video)
+            (smooth,) = torch.autograd.grad(self.smooth(video).sum(), video, create_graph=True)
+            return (
+                self.block(hidden, self.text) * inner * freed + self.attention(smooth) + self(self.smooth, video).sum()
+            )
+
+        return self(function, self.video)
+
+    def group_of_backwards(self) -> Any:
+        hidden, output = self(self.parts, self.video)
+        with torch_module.GraphExecGroup():  # these do not overlap, and share a recompute
+            hidden.backward(self.grad(output, hidden))
+
+    def group_of_backwards_that_overlap(self) -> Any:
+        output = self.region()
+        with torch_module.GraphExecGroup():
+            self.grad(output, self.video)
+            self.grad(output, self.video)
+
+    def gradient_of_a_dual_number(self) -> Any:
+        with forward_mode.dual_level():
+            dual = forward_mode.make_dual(self.video, self.video.detach().cos())
+            output = self(self.smooth, dual)
+            self.found += forward_mode.unpack_dual(torch.autograd.grad(output.sum(), dual)[0])
+            return forward_mode.unpack_dual(output).tangent.detach()
+
+    # Hooks, contexts and functions of the user's own, inside
+
+    def hooks_that_change_gradients(self) -> Any:
+        def function(video: torch.Tensor) -> torch.Tensor:
+            hidden, output = self.parts(video)
+            hidden.register_hook(lambda gradient: self.count() or gradient * 3)
+            output.grad_fn.register_hook(lambda inputs, _: tuple(one if one is None else one / 2 for one in inputs))
+            seen.append(hidden)
+            hidden.retain_grad()
+            return output
+
+        seen: list[torch.Tensor] = []
+        ffn = self.block.ffn
+        ffn.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+        ffn[0].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 5,))
+        ffn[0].weight.register_hook(lambda gradient: self.count() or gradient * 7)
+        ffn[2].weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", weight.grad * 11))
+        ffn[1].register_forward_hook(lambda module, inputs, output: output * 1.5)
+        output = self(function, self.video)
+        output.register_hook(lambda gradient: self.count() or gradient * 13)
+        output.sum().backward(retain_graph=True)
+        self.found.append(seen[0].grad.clone())
+        return output
+
+    def saved_tensors_hooks_inside(self) -> Any:
+        def function(video: torch.Tensor) -> torch.Tensor:
+            with save_on_cpu():
+                hidden = self.attention(video).sin()
+            with copying_hooks():
+                hidden = self.block.ffn(hidden)
+            return hidden.cos()
+
+        return self(function, self.video)
+
+    def saved(self, reads: int = 1) -> Any:
+        same: list[bool] = []
+        output = self(lambda video, y: Saving.apply(self.attention(video), y, reads, same), self.video, self.plain)
+        self.grad(output, self.video)
+        return output, torch.tensor(same)
+
+    def saved_and_read_twice(self) -> Any:
+        return self.saved(reads=2)
+
+    def functional_call_and_vmap_inside(self) -> Any:
+        def function(video: torch.Tensor, values: Any) -> torch.Tensor:
+            hidden = torch.func.functional_call(self.block.ffn, values, (self.attention(video),))
+            return torch.vmap(lambda token: token.sin() * self.scale, in_dims=1, out_dims=1)(hidden)
+
+        return self(function, self.video, {name: one * 2 for name, one in self.block.ffn.named_parameters()})
+
+    # Where gradients are off
+
+    def gradients_off_inside(self) -> Any:
+        def function(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                held = self.other(video, text)
+            with torch.inference_mode():
+                number = float(self.attention(video.detach()).sum())
+            return self.block(video, text) * held * number
+
+        return self(function, self.video, self.text)
+
+    def gradients_off_around(self) -> Any:
+        with torch.no_grad():
+            first = self.region()
+        with torch.inference_mode():
+            second = self.region()
+        return first * self.scale, second.clone()
+
+    # Threads
+
+    def backward_in_another_thread(self) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("cpu"):
+            output = self(lambda video: self.block(video, self.text) * torch.ones(WIDTH), self.video)
+        in_two_threads(torch.Tensor.backward, [output.float().sum()])
+
+    def two_threads_in_one_region(self) -> Any:
+        self.eval()
+        both = threading.Barrier(2, timeout=60)
+
+        def function(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if threading.current_thread() is not threading.main_thread():
+                both.wait()  # both recompute at the same time
+            return self.parts(video)
+
+        def step(output: torch.Tensor) -> Any:
+            return torch.autograd.grad(output.sum(), [self.video, self.block.qkv.weight], retain_graph=True)
+
+        self.found += sum(in_two_threads(step, self(function, self.video)), ())
+
+    def two_threads_in_two_regions(self) -> Any:
+        self.eval()
+        both = threading.Barrier(2, timeout=60)
+
+        def step(factor: int) -> Any:
+            both.wait()
+            output = self(self.block, self(self.parts, self.video * factor)[1], self.text)
+            both.wait()
+            return torch.autograd.grad(output.sum(), [self.video, self.block.qkv.weight])
+
+        self.found += sum(in_two_threads(step, [1, 2]), ())
+
+    # Exceptions, after which everything works
+
+    def exception_in_the_forward(self) -> Any:
+        with pytest.raises(ZeroDivisionError):
+            self(lambda video: self.attention(video).sin() * (1 // 0), self.video)
+        return self.region()
+
+    def exception_in_the_recompute(self, in_hook: bool = False) -> Any:
+        def fail(*_: Any) -> None:
+            calls.append(True)
+            if len(calls) == (1 if in_hook else 2):
+                raise KeyError
+
+        def function(video: torch.Tensor) -> torch.Tensor:
+            hidden = F.dropout(self.attention(video), 0.3)
+            hidden.register_hook(fail) if in_hook else fail()
+            return self(self.block, hidden, self.text).sin()
+
+        calls: list[bool] = []
+        output = self(function, self.video)
+        with NOTHING if self.policy == "none" and not in_hook else pytest.raises(KeyError):
+            torch.autograd.grad(output.sum(), self.video, retain_graph=True)
+        self.grad(output, self.video)
+        return output
+
+    def exception_in_a_hook(self) -> Any:
+        return self.exception_in_the_recompute(in_hook=True)
+
+    # Contexts in the forward, and others in the backward
+
+    def default_device_of_the_forward(self) -> Any:
+        with torch.device("cpu"):
+            output = self(lambda video: self.attention(video) * torch.rand(WIDTH), self.video)
+        with torch.device("meta"):
+            output.backward(torch.ones_like(output))
+
+    def autocast_of_the_forward(self) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            before = self.block.ffn(self.video)  # casts weights into the cache
+            with torch.autocast("cpu", enabled=False):
+                exact = self.region()
+            loss = self(lambda video: self.block.ffn(self.attention(video)), exact).float().sum() + before.float().sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            loss.backward()
+        return exact.detach()
+
+
+def around(context: Callable[[], Any], place: str, run: Run) -> Any:
+    """Two regions, one in the other, with a context around a part of the step."""
+
+    def function(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        with context() if place == "function" else NOTHING:
+            return run(run.other, run.block(video, text) * torch.ones(WIDTH), text).float()
+
+    with context() if place == "everything" else NOTHING:
+        with context() if place == "forward" else NOTHING:
+            output = run(function, run.video * 1, run.text)
+        with context() if place == "backward" else NOTHING:
+            output.sum().backward()
+    return output.detach()
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "the CPU as default device": lambda: torch.device("cpu"),
+    "early stop off": lambda: torch_module.set_checkpoint_early_stop(False),
+    "save_on_cpu": save_on_cpu,
+}
+CASES |= {name.replace("_", " "): one for name, one in vars(Cases).items() if not name.startswith("_")}
+for _name, _context in CONTEXTS.items():
+    for _place in ("function", "forward", "backward", "everything"):
+        CASES[f"{_name} around {_place}"] = functools.partial(around, _context, _place)
+CASES["saved tensors hooks around"] = functools.partial(around, copying_hooks, "everything")
+for _context in (torch.autograd.detect_anomaly, allow_mutation_on_saved_tensors):
+    CASES[_context.__name__] = functools.partial(around, _context, "everything")
+
+RUN_ONCE = {"nothing requires grad", "nothing is saved", "jvp around", "gradients off around"}
+"""The function runs no second time."""
+MAY_RAISE = {
+    "argument written before backward",
+    "every exception caught inside",
+    "group of backwards that overlap",
+    "read before its node runs",
+    "saved and read twice",
+    "torch.func.grad inside",
+    "torch.func.grad around",
+    "vmap around",
+}
+NEW = {"group of backwards", "group of backwards that overlap"}
+"""They need a torch that has a GraphExecGroup."""
+assert CASES.keys() >= RUN_ONCE | MAY_RAISE | NEW

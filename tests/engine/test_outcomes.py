@@ -1,0 +1,209 @@
+"""fastac.checkpoint is exact wherever torch's own checkpoint is.
+
+Each case of tests/engine/outcomes.py runs without checkpointing, with torch's own and with a policy of fastac. Where
+torch's own is exact, fastac is exact, bit for bit, and runs the function as often; where torch's own raises, fastac
+raises or is exact. Then: recomputes that go wrong, and memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils import checkpoint as torch_module
+
+from fastac import FastacError
+from tests import support
+from tests.engine.outcomes import CASES, MAY_RAISE, NEW, NOTHING, RUN_ONCE, Cases, Run
+from tests.marks import needs_torch
+from tests.support import CPU_ATTENTION, WIDTH, AttentionBlock, Tensors, assert_same, run_checkpointed
+
+POLICIES = pytest.mark.parametrize("policy", ["full", "attn_only"])
+IN_A_GROUP = "one output, in a group"
+
+
+def parameters(names: Any) -> Any:
+    return pytest.mark.parametrize(
+        "name", [pytest.param(one, marks=[needs_torch("2.10")] * (one in {*NEW, IN_A_GROUP})) for one in names]
+    )
+
+
+@functools.cache
+def expected_of(name: str) -> tuple[Tensors, int, int | None]:
+    """What a case gives without checkpointing, with how many calls of attention, and how often torch's calls functions.
+
+    The last is None where torch's own checkpoint raises.
+    """
+    plain, theirs = Cases("none"), Cases("torch")
+    support.executions.clear()
+    expected = plain.step(CASES[name])
+    executions = support.executions[CPU_ATTENTION]
+    assert any(key.startswith("gradient") and one.count_nonzero() for key, one in expected.items())
+    try:
+        found = theirs.step(CASES[name])
+    except Exception:
+        if name not in MAY_RAISE:
+            raise
+        return expected, executions, None
+    assert_same(found, expected)
+    assert theirs.calls > plain.calls or name in RUN_ONCE
+    return expected, executions, theirs.calls
+
+
+@pytest.mark.filterwarnings("ignore")
+@POLICIES
+@parameters(CASES)
+def test_outcome(name: str, policy: str, attention_executions: Counter[str]) -> None:
+    expected, executions, calls = expected_of(name)
+    twice = policy == "attn_only" and not isinstance(CASES[name], functools.partial)  # where it is more than a context
+    for _ in range(1 + twice):  # the first region of its kind is watched
+        run = Cases(policy)
+        attention_executions.clear()
+        try:
+            found = run.step(CASES[name])
+        except (RuntimeError, FastacError):
+            if calls is None:
+                return
+            raise
+        assert_same(found, expected)
+        assert calls is None or run.calls == calls
+        assert policy == "full" or attention_executions[CPU_ATTENTION] == executions
+
+
+MISMATCHES: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
+    "fewer": lambda hidden, again: hidden if again else hidden.sin(),
+    "more": lambda hidden, again: hidden.sin().cos() if again else hidden.sin(),
+    "another shape": lambda hidden, again: hidden[..., : 3 if again else 5].sin(),
+    "another dtype": lambda hidden, again: hidden.to(torch.float64 if again else torch.float32).sin(),
+    "another device": lambda hidden, again: hidden.to("meta" if again else "cpu").sin(),
+    "attention of another shape": lambda hidden, again: F.scaled_dot_product_attention(
+        *[hidden[..., again:]] * 3
+    ).sin(),
+}
+
+
+@POLICIES
+@pytest.mark.parametrize("early_stop", [True, False])
+@parameters(MISMATCHES)
+def test_recompute_that_saves_something_else(name: str, early_stop: bool, policy: str) -> None:
+    """It is an error that torch's CheckpointError catches as well; without the mismatch, backward works afterwards."""
+    run, again = Run(policy), False
+
+    def function(video: torch.Tensor) -> torch.Tensor:
+        return MISMATCHES[name](run.attention(video).unsqueeze(1), again)
+
+    expected = torch.autograd.grad(function(run.video).sum(), run.video)
+    output = run(function, run.video, options={"early_stop": early_stop})
+    again = True
+    harmless = name == "more" and early_stop  # it stops before
+    with NOTHING if harmless else pytest.raises(torch_module.CheckpointError) as raised:
+        torch.autograd.grad(output.sum(), run.video, retain_graph=True)
+    assert harmless or issubclass(raised.type, FastacError)
+    again = False
+    assert torch.equal(*torch.autograd.grad(output.sum(), run.video), *expected)
+    assert run.calls == 3
+
+
+# Memory
+
+
+class Watch(list[Any]):
+    """Which tensors are alive, by the names that a test gives them and by weak references to their memory."""
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.append((name, weakref.ref(tensor.untyped_storage())))
+        return tensor
+
+    def alive(self, *names: str) -> list[str]:
+        return [name for name, storage in self if storage() is not None and name in (names or name)]
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    """No garbage is collected meanwhile: what is in a cycle stays."""
+    gc.disable()
+    yield Watch()
+    gc.enable()
+
+
+def branches(watch: Watch, policy: str, hook: Callable[[torch.Tensor], None]) -> list[torch.Tensor]:
+    """Two outputs of a region, "left" and "right", after attention, whose gradient the hook gets."""
+    block = AttentionBlock()
+
+    def function(video: torch.Tensor) -> list[torch.Tensor]:
+        attention = watch("attention", block._attention(*block.qkv(video).chunk(3, dim=-1)))
+        attention.register_hook(hook)
+        return [watch("left", attention * 2).sin(), watch("right", attention * 3).sin()]
+
+    video = watch("argument", torch.randn(1, support.VIDEO_TOKENS, WIDTH)).requires_grad_()
+    return run_checkpointed(function, video, policy=policy)
+
+
+def in_a_group(outputs: list[torch.Tensor]) -> None:
+    with torch_module.GraphExecGroup():
+        outputs[0].sum().backward(retain_graph=True)
+
+
+USES: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "not used": len,
+    "both outputs": lambda outputs: (outputs[0] + outputs[1]).sum().backward(),
+    "one output": lambda outputs: outputs[0].sum().backward(),
+    "one output, retained": lambda outputs: outputs[1].sum().backward(retain_graph=True),
+    IN_A_GROUP: in_a_group,
+    "read": lambda outputs: (outputs[0].grad_fn._saved_self, outputs[0].grad_fn._saved_self),
+    "a hook raises": lambda outputs: outputs[0].sum().backward(torch.tensor(0.0)),
+}
+
+
+@POLICIES
+@parameters(USES)
+def test_what_is_kept(name: str, policy: str, watch: Watch) -> None:
+    """Nothing that was recomputed outlives a backward that ended well, and nothing at all outlives the graph."""
+
+    def hook(gradient: torch.Tensor) -> None:
+        if not gradient.count_nonzero():
+            raise KeyError
+
+    outputs = branches(watch, policy, hook)
+    assert watch.alive("left", "right") == []
+    with pytest.raises(KeyError) if name == "a hook raises" else NOTHING:
+        USES[name](outputs)
+    assert name in ("a hook raises", IN_A_GROUP) or watch.alive("left", "right") == []
+    assert len(watch) == (4 if name == "not used" else 10 if name == "read" else 7)
+    del outputs
+    assert watch.alive() == []
+
+
+@POLICIES
+@pytest.mark.parametrize("kept", [1, 2])
+def test_part_of_the_graph_that_was_dropped(kept: int, policy: str, watch: Watch) -> None:
+    """What is recomputed for it is not kept, not even during the backward."""
+    seen: list[list[str]] = []
+    outputs = branches(watch, policy, lambda gradient: seen.append(watch.alive("left", "right")))[:kept]
+    for _ in range(2):
+        outputs[0].sum().backward(retain_graph=True)
+    assert seen == [["right"] * (kept - 1)] * 2
+
+
+@POLICIES
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_recomputed_tensors_go_one_by_one(retain_graph: bool, policy: str, watch: Watch) -> None:
+    seen: list[list[str]] = []
+
+    def function(hidden: torch.Tensor) -> torch.Tensor:
+        for name in ("first", "second", "third"):
+            hidden = watch(name, hidden * 2)
+            hidden.register_hook(lambda gradient: seen.append(watch.alive()))
+            hidden = hidden.sin()
+        return hidden
+
+    output = run_checkpointed(function, torch.randn(5, requires_grad=True), policy=policy)
+    output.sum().backward(retain_graph=retain_graph)
+    assert seen == [["first", "second"], ["first"], []]
