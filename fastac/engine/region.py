@@ -186,8 +186,8 @@ class _Recompute:
         "backward",
         "compares",
         "differences",
+        "function",
         "last",
-        "module",
         "slots",
         "surplus",
         "wrong",
@@ -200,7 +200,7 @@ class _Recompute:
         self.compares = region.compares
         self.surplus = 0  # tensors that the forward did not save
         self.wrong = ""  # the first tensor that is not as in the forward, in words
-        self.module = module_of(region.function)
+        self.function = region.function
         self.again = None if region.fingerprints is None else iter(region.fingerprints)
         self.differences: list[Difference] = []
         self.allowed = 0.0  # the noise of the coarsest type so far, which is in all that follows
@@ -232,7 +232,8 @@ class _Recompute:
             return
         written = tensor if tensor._base is None else tensor._base  # a Linear module saves a view of its weight
         if isinstance(written, torch.nn.Parameter):  # what is made anew may well be written more or less often
-            names = () if self.module is None else self.module.named_parameters()
+            module = module_of(self.function)
+            names = () if module is None else module.named_parameters()
             name = next((name for name, one in names if one is written), f"a parameter {tuple(written.shape)}")
             self.wrong = (
                 f"uses {name} otherwise than the forward did: it was written between forward and backward, or another "
@@ -247,28 +248,29 @@ class _Recompute:
         if allowed:
             allowed = self.allowed = max(self.allowed, allowed)
         if fingerprints.may_differ(forward, again, allowed):
-            where = fingerprints.place(self.module, tensor, Region._recompute.__code__)
+            where = fingerprints.place(module_of(self.function), tensor, Region._recompute.__code__)
             if where is not None:
                 self.differences.append(Difference(forward, again, allowed, where))
 
     def check(self, region: Region) -> None:
         """Raise RecomputeError when the recompute was not what the forward was."""
-        where = describe(region.function)
         if self.surplus and not region.complete:
             return  # a gradient taken inside the forward: the recompute ran beyond it
         missing = sum(1 for _ in self.slots)
         if self.surplus or missing:
             count = len(region.slots)
             raise RecomputeError(
-                f"{where}: recompute saved {count - missing + self.surplus} tensors for backward where the forward "
-                f"saved {count}: the function took another path. Make it depend on its arguments alone."
+                f"{describe(self.function)}: recompute saved {count - missing + self.surplus} tensors for backward "
+                f"where the forward saved {count}: the function took another path. Make it depend on its arguments "
+                f"alone."
             )
         if self.wrong:
             raise RecomputeError(
-                f"{where}: recompute {self.wrong}.\nMake it depend on its arguments alone, and leave weights as they "
-                f'are until backward is done; determinism_check="none" switches this check off.'
+                f"{describe(self.function)}: recompute {self.wrong}.\nMake it depend on its arguments alone, and leave "
+                f'weights as they are until backward is done; determinism_check="none" switches this check off.'
             )
-        fingerprints.report(where, self.differences)
+        if self.differences:
+            fingerprints.report(describe(self.function), self.differences)
 
 
 def _readable(metadata: tuple[Any, ...]) -> str:
