@@ -1,12 +1,11 @@
 """A region: one call of a block under checkpointing, from its forward to its recomputes.
 
 The mechanism is that of torch.utils.checkpoint with use_reentrant=False, and exact where that is. In the forward,
-saved-tensor hooks put an empty `Slot` in the place of each tensor that autograd would save. The first slot that a
-backward asks for runs the function again, under hooks that fill the slots in the order in which they were made. Nested
-regions need no rule: the arguments of the inner one are saved by autograd, and so are slots of the outer one.
+saved-tensor hooks put a `Slot` in the place of each tensor that autograd would save. The first slot that a backward
+asks for runs the function again, under hooks that note what belongs into each slot, in the order in which they were
+made. Nested regions need no rule: the arguments of the inner one are saved by autograd, and so are slots of the outer.
 
-A slot is held by the autograd node that it was made for, and holds what recompute put into it: what is freed, or was
-never used, takes its tensors along.
+A slot is held by the autograd node that it was made for: of a node that is gone nothing is kept.
 """
 
 from __future__ import annotations
@@ -36,11 +35,10 @@ class _Stop(Exception):  # noqa: N818 it ends a recompute that has all that is n
     pass
 
 
-class Slot(dict[Any, torch.Tensor]):
-    """Stands in an autograd node for a tensor that it saved. Holds it between recompute and use, by backward."""
+class Slot:
+    """Stands in an autograd node for a tensor that it saved."""
 
-    __slots__ = ("__weakref__", "metadata")
-    metadata: tuple[Any, ...]
+    __slots__ = ("__weakref__",)
 
 
 class Region:
@@ -58,7 +56,7 @@ class Region:
         "function",
         "generators",
         "kwargs",
-        "preserves_generators",
+        "metadata",
         "recomputed",
         "record",
         "slots",
@@ -86,7 +84,8 @@ class Region:
         self.early_stop = torch_private.early_stop(early_stop)
         self.complete = False
         self.slots: list[weakref.ref[Slot]] = []
-        self.recomputed: set[Any] = set()  # backwards that have done so
+        self.metadata: list[tuple[Any, ...]] = []
+        self.recomputed: dict[Any, dict[Slot, torch.Tensor]] = {}  # by backward: what it has not asked for yet
         self.fingerprints: list[Fingerprint | None] | None = [] if has_fingerprints else None
         # What the recompute is to find as the forward does.
         self.args = torch_private.save(args)
@@ -109,28 +108,30 @@ class Region:
     @torch_private.as_checkpoint_hook
     def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
         slot = Slot()
-        slot.metadata = _metadata(tensor)
         self.slots.append(weakref.ref(slot))
+        self.metadata.append(_metadata(tensor))
         if self.fingerprints is not None:
             self.fingerprints.append(fingerprints.fingerprint(tensor))
         return slot
 
     def _unpack(self, slot: Slot) -> torch.Tensor:
         backward = torch_private.backward_key()
-        tensor = slot.pop(backward, None)
-        return self._recompute(slot, backward) if tensor is None else tensor
-
-    @torch_private.without_dynamo
-    def _recompute(self, slot: Slot, backward: Any) -> torch.Tensor:
-        """Run the function again for a backward, and return what goes into a slot."""
-        if backward in self.recomputed:
+        recomputed = self.recomputed.get(backward)
+        if recomputed is None:
+            recomputed = self._recompute(backward)
+        try:
+            return recomputed.pop(slot)
+        except KeyError:
             raise RecomputeError(
                 f"{describe(self.function)}: a saved tensor was asked for twice in one backward. Read "
                 f"ctx.saved_tensors once in the backward of an autograd.Function; backwards that overlap cannot share "
                 f"a GraphExecGroup."
-            )
-        in_backward = backward != -1  # else somebody reads a saved tensor of the graph
-        recompute = _Recompute(self, backward if in_backward else object())
+            ) from None
+
+    @torch_private.without_dynamo
+    def _recompute(self, backward: Any) -> dict[Slot, torch.Tensor]:
+        """Run the function again for a backward. Returns what goes into the slots."""
+        recompute = _Recompute(self)
         args = torch_private.unpack(self.args)
         before = [(device, generators.generator_state(device)) for device, _ in self.generators]
         try:
@@ -145,15 +146,12 @@ class Region:
             for device, state in before:
                 set_generator_state(state, device)
         self.record.recomputed = True
-        if in_backward:
-            self.recomputed.add(backward)
         recompute.check(self)
-        tensor = slot.pop(recompute.backward)
-        if not in_backward:
-            self.forget(recompute.backward)
-        elif isinstance(backward, int):
-            torch_private.at_end_of_backward(functools.partial(_forget, weakref.ref(self), backward))
-        return tensor
+        if backward != -1:  # else somebody reads one saved tensor of the graph
+            self.recomputed[backward] = recompute.tensors
+            if isinstance(backward, int):
+                torch_private.at_end_of_backward(functools.partial(_forget, weakref.ref(self), backward))
+        return recompute.tensors
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         """Autocast and the default device as the forward had them."""
@@ -168,34 +166,26 @@ class Region:
             stack.enter_context(device)
         return stack
 
-    def forget(self, backward: Any) -> None:
-        """Let go of what was recomputed for a backward and nobody asked for."""
-        for reference in self.slots:
-            slot = reference()
-            if slot is not None:
-                slot.pop(backward, None)
-        self.recomputed.discard(backward)
-
 
 class _Recompute:
-    """Fills the slots of a region for one backward. It does not hold the region, which what it makes may outlive."""
+    """Finds out what goes into the slots of a region. It does not hold the region, which what it makes may outlive."""
 
     __slots__ = (
         "again",
         "allowed",
-        "backward",
         "compares",
         "differences",
+        "expected",
         "function",
         "last",
-        "slots",
         "surplus",
+        "tensors",
         "wrong",
     )
 
-    def __init__(self, region: Region, backward: Any) -> None:
-        self.backward = backward
-        self.slots = iter(region.slots)
+    def __init__(self, region: Region) -> None:
+        self.tensors: dict[Slot, torch.Tensor] = {}
+        self.expected = zip(region.slots, region.metadata, strict=True)
         self.last = region.slots[-1] if region.early_stop else None
         self.compares = region.compares
         self.surplus = 0  # tensors that the forward did not save
@@ -208,15 +198,16 @@ class _Recompute:
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
         # Without its graph, which would hold whatever else it saved. The recompute's own graph may be used inside it.
         kept = tensor.data if tensor.requires_grad else tensor
-        reference = next(self.slots, None)
-        if reference is None:
+        expected = next(self.expected, None)
+        if expected is None:
             self.surplus += 1
             return kept
+        reference, metadata = expected
         slot = reference()
         if slot is not None:
-            slot[self.backward] = kept
-            if self.compares and slot.metadata != _metadata(tensor) and not self.wrong:
-                self._find_wrong(slot.metadata, tensor)
+            self.tensors[slot] = kept
+            if self.compares and metadata != _metadata(tensor) and not self.wrong:
+                self._find_wrong(metadata, tensor)
         if self.again is not None:
             forward = next(self.again)
             if slot is not None and forward is not None:
@@ -256,7 +247,7 @@ class _Recompute:
         """Raise RecomputeError when the recompute was not what the forward was."""
         if self.surplus and not region.complete:
             return  # a gradient taken inside the forward: the recompute ran beyond it
-        missing = sum(1 for _ in self.slots)
+        missing = sum(1 for _ in self.expected)
         if self.surplus or missing:
             count = len(region.slots)
             raise RecomputeError(
@@ -281,7 +272,7 @@ def _readable(metadata: tuple[Any, ...]) -> str:
 def _forget(reference: weakref.ref[Region], backward: int) -> None:
     region = reference()
     if region is not None:
-        region.forget(backward)
+        region.recomputed.pop(backward, None)
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
