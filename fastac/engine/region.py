@@ -56,7 +56,6 @@ class Region:
         "function",
         "generators",
         "kwargs",
-        "metadata",
         "recomputed",
         "record",
         "slots",
@@ -83,8 +82,7 @@ class Region:
         self.compares = compares
         self.early_stop = torch_private.early_stop(early_stop)
         self.complete = False
-        self.slots: list[weakref.ref[Slot]] = []
-        self.metadata: list[tuple[Any, ...]] = []
+        self.slots: list[tuple[weakref.ref[Slot], tuple[Any, ...]]] = []  # with the metadata of their tensors
         self.recomputed: dict[Any, dict[Slot, torch.Tensor]] = {}  # by backward: what it has not asked for yet
         self.fingerprints: list[Fingerprint | None] | None = [] if has_fingerprints else None
         # What the recompute is to find as the forward does.
@@ -108,8 +106,7 @@ class Region:
     @torch_private.as_checkpoint_hook
     def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
         slot = Slot()
-        self.slots.append(weakref.ref(slot))
-        self.metadata.append(_metadata(tensor))
+        self.slots.append((weakref.ref(slot), _metadata(tensor)))
         if self.fingerprints is not None:
             self.fingerprints.append(fingerprints.fingerprint(tensor))
         return slot
@@ -159,9 +156,10 @@ class Region:
         if self.autocast == _autocast() and device == torch_private.default_device():
             return _NOTHING
         stack = contextlib.ExitStack()
-        caches, *casting = self.autocast
-        for kind, is_on, dtype in casting:
-            stack.enter_context(torch.amp.autocast(kind, enabled=is_on, dtype=dtype, cache_enabled=caches))
+        on = {kind: (dtype, caches) for kind, dtype, caches in self.autocast}
+        for kind in _kinds_of_autocast():
+            dtype, caches = on.get(kind, (None, None))
+            stack.enter_context(torch.amp.autocast(kind, dtype, kind in on, caches))
         if device is not None:
             stack.enter_context(device)
         return stack
@@ -185,7 +183,7 @@ class _Recompute:
 
     def __init__(self, region: Region) -> None:
         self.tensors: dict[Slot, torch.Tensor] = {}
-        self.expected = zip(region.slots, region.metadata, strict=True)
+        self.expected = iter(region.slots)
         self.last = region.slots[-1] if region.early_stop else None
         self.compares = region.compares
         self.surplus = 0  # tensors that the forward did not save
@@ -212,7 +210,7 @@ class _Recompute:
             forward = next(self.again)
             if slot is not None and forward is not None:
                 self._compare(forward, tensor)
-        if reference is self.last:
+        if expected is self.last:
             raise _Stop
         return kept
 
@@ -279,13 +277,17 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _autocast() -> tuple[Any, ...]:
-    """Whether autocast caches, and for the CPU and the accelerator whether it is on, and in which dtype."""
+def _autocast() -> list[tuple[str, torch.dtype, bool]]:
+    """Where autocast is on, of the CPU and the accelerator: the kind, the type it casts to, and whether it caches."""
+    return [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+        for kind in _kinds_of_autocast()
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
+@functools.cache
+def _kinds_of_autocast() -> list[str]:
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    casting = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in kinds
-        if torch.amp.is_autocast_available(kind)
-    ]
-    return torch.is_autocast_cache_enabled(), *casting
+    return [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
