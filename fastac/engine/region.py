@@ -38,7 +38,8 @@ class _Stop(Exception):  # noqa: N818 it ends a recompute that has all that is n
 class Slot:
     """Stands in an autograd node for a tensor that it saved."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "metadata")
+    metadata: tuple[Any, ...]
 
 
 class Region:
@@ -82,7 +83,7 @@ class Region:
         self.compares = compares
         self.early_stop = torch_private.early_stop(early_stop)
         self.complete = False
-        self.slots: list[tuple[weakref.ref[Slot], tuple[Any, ...]]] = []  # with the metadata of their tensors
+        self.slots: list[weakref.ref[Slot]] = []
         self.recomputed: dict[Any, dict[Slot, torch.Tensor]] = {}  # by backward: what it has not asked for yet
         self.fingerprints: list[Fingerprint | None] | None = [] if has_fingerprints else None
         # What the recompute is to find as the forward does.
@@ -106,7 +107,8 @@ class Region:
     @torch_private.as_checkpoint_hook
     def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
         slot = Slot()
-        self.slots.append((weakref.ref(slot), _metadata(tensor)))
+        slot.metadata = _metadata(tensor)
+        self.slots.append(weakref.ref(slot))
         if self.fingerprints is not None:
             self.fingerprints.append(fingerprints.fingerprint(tensor))
         return slot
@@ -173,9 +175,9 @@ class _Recompute:
         "allowed",
         "compares",
         "differences",
-        "expected",
         "function",
         "last",
+        "slots",
         "surplus",
         "tensors",
         "wrong",
@@ -183,7 +185,7 @@ class _Recompute:
 
     def __init__(self, region: Region) -> None:
         self.tensors: dict[Slot, torch.Tensor] = {}
-        self.expected = iter(region.slots)
+        self.slots = iter(region.slots)
         self.last = region.slots[-1] if region.early_stop else None
         self.compares = region.compares
         self.surplus = 0  # tensors that the forward did not save
@@ -196,21 +198,20 @@ class _Recompute:
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
         # Without its graph, which would hold whatever else it saved. The recompute's own graph may be used inside it.
         kept = tensor.data if tensor.requires_grad else tensor
-        expected = next(self.expected, None)
-        if expected is None:
+        reference = next(self.slots, None)
+        if reference is None:
             self.surplus += 1
             return kept
-        reference, metadata = expected
         slot = reference()
         if slot is not None:
             self.tensors[slot] = kept
-            if self.compares and metadata != _metadata(tensor) and not self.wrong:
-                self._find_wrong(metadata, tensor)
+            if self.compares and slot.metadata != _metadata(tensor) and not self.wrong:
+                self._find_wrong(slot.metadata, tensor)
         if self.again is not None:
             forward = next(self.again)
             if slot is not None and forward is not None:
                 self._compare(forward, tensor)
-        if expected is self.last:
+        if reference is self.last:
             raise _Stop
         return kept
 
@@ -245,7 +246,7 @@ class _Recompute:
         """Raise RecomputeError when the recompute was not what the forward was."""
         if self.surplus and not region.complete:
             return  # a gradient taken inside the forward: the recompute ran beyond it
-        missing = sum(1 for _ in self.expected)
+        missing = sum(1 for _ in self.slots)
         if self.surplus or missing:
             count = len(region.slots)
             raise RecomputeError(
