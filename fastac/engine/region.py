@@ -113,6 +113,7 @@ class Region:
             self.fingerprints.append(fingerprints.fingerprint(tensor))
         return slot
 
+    @torch_private.without_dynamo
     def _unpack(self, slot: Slot) -> torch.Tensor:
         backward = torch_private.backward_key()
         recomputed = self.recomputed.get(backward)
@@ -127,7 +128,6 @@ class Region:
                 f"a GraphExecGroup."
             ) from None
 
-    @torch_private.without_dynamo
     def _recompute(self, backward: Any) -> dict[Slot, torch.Tensor]:
         """Run the function again for a backward. Returns what goes into the slots."""
         recompute = _Recompute(self)

@@ -256,9 +256,10 @@ _WITHOUT_DYNAMO: set[types.CodeType] = set()
 def without_dynamo(function: Function) -> Function:
     """Let dynamo compile nothing of what a function calls, as torch.compiler.disable does, at no cost per call.
 
-    A block that is compiled itself (`block.compile()`) runs its compiled code.
+    A block that is compiled itself (`block.compile()`) runs its compiled code. Compiled autograd calls the function.
     """
     _WITHOUT_DYNAMO.add(function.__code__)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP_ALL)
     return function
 
