@@ -24,7 +24,7 @@ from fastac.backends.plugins import prepare
 from fastac.compile import graphs, tracing
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
-from fastac.engine import fingerprints, interception, linear, torch_private
+from fastac.engine import comparison, interception, linear, torch_private
 from fastac.engine.blocks import (
     MANY,
     BlockRecord,
@@ -190,7 +190,7 @@ class _Call:
         is_sampled = False
         if not torch_private.in_backward():  # a nested region, in the recompute of another, is itself no step
             if engine.pending:
-                fingerprints.check_pending()
+                comparison.check_pending()
             is_sampled = record.is_sampled()
         known, tape, observer = None, None, None
         if not policy.saves_nothing:

@@ -26,7 +26,7 @@ from fastac.checkpoint import checkpoint, state
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.eager_look import buffers_preserved, generators_preserved
-from fastac.engine import fingerprints
+from fastac.engine import comparison
 from fastac.engine.blocks import forget, known_record
 from fastac.engine.collectives import Communication
 from fastac.engine.ranks import Group, OtherRankFailed
@@ -182,7 +182,7 @@ def report(model: torch.nn.Module) -> Report:
         >>> print(fastac.report(transformer))
     """
     hook.check_module(model, "report")
-    fingerprints.check_pending()
+    comparison.check_pending()
     model = models.unwrapped(model)
     hook.check_no_part(model, "report")
     enabled = hook.enabled_on(model)

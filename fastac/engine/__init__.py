@@ -1,4 +1,5 @@
-"""The tape: attention outputs recorded in a region's forward, handed back in its recompute. Imports nothing above it.
+"""Regions and their tapes: how a block is run and run again, and what is kept in between. Imports nothing above it.
 
-Reading order: `tape` (what is recorded and replayed), `interception` (how ops get there), `generators`.
+Reading order: `region` (forward and recompute), `tape` (what is recorded and replayed), `interception` (how ops get
+there), `generators`, `comparison` (of recompute with forward).
 """

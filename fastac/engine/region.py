@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -21,14 +20,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastac.engine import fingerprints, generators, torch_private
-from fastac.engine.blocks import BlockRecord, describe, module_of
-from fastac.engine.fingerprints import Difference, Fingerprint
+from fastac.engine import generators, torch_private
+from fastac.engine.blocks import BlockRecord, describe
+from fastac.engine.comparison import Comparison, Fingerprint, Metadata, changed, fingerprint, metadata
 from fastac.engine.generators import set_generator_state
 from fastac.engine.tape import RecomputeError, Replay, Tape
 
 _NOTHING = contextlib.nullcontext()
-_metadata = operator.attrgetter("shape", "dtype", "device", "_version")
 
 
 class _Stop(Exception):  # noqa: N818 it ends a recompute that has all that is needed
@@ -39,29 +37,11 @@ class Slot:
     """Stands in an autograd node for a tensor that it saved."""
 
     __slots__ = ("__weakref__", "metadata")
-    metadata: tuple[Any, ...]
+    metadata: Metadata
 
 
 class Region:
     """One call of a function under checkpointing. It lives as long as its autograd graph."""
-
-    __slots__ = (
-        "__weakref__",
-        "args",
-        "autocast",
-        "compares",
-        "complete",
-        "default_device",
-        "early_stop",
-        "fingerprints",
-        "function",
-        "generators",
-        "kwargs",
-        "recomputed",
-        "record",
-        "slots",
-        "tape",
-    )
 
     def __init__(
         self,
@@ -107,10 +87,10 @@ class Region:
     @torch_private.as_checkpoint_hook
     def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
         slot = Slot()
-        slot.metadata = _metadata(tensor)
+        slot.metadata = metadata(tensor)
         self.slots.append(weakref.ref(slot))
         if self.fingerprints is not None:
-            self.fingerprints.append(fingerprints.fingerprint(tensor))
+            self.fingerprints.append(fingerprint(tensor))
         return slot
 
     @torch_private.without_dynamo
@@ -145,7 +125,8 @@ class Region:
             for device, state in before:
                 set_generator_state(state, device)
         self.record.recomputed = True
-        recompute.check(self)
+        if self.complete or not recompute.surplus:  # else a gradient taken inside the forward: it ran beyond that
+            recompute.check()
         if backward != -1:  # else somebody reads one saved tensor of the graph
             self.recomputed[backward] = recompute.tensors
             if isinstance(backward, int):
@@ -170,31 +151,20 @@ class Region:
 class _Recompute:
     """Finds out what goes into the slots of a region. It does not hold the region, which what it makes may outlive."""
 
-    __slots__ = (
-        "again",
-        "allowed",
-        "compares",
-        "differences",
-        "function",
-        "last",
-        "slots",
-        "surplus",
-        "tensors",
-        "wrong",
-    )
-
     def __init__(self, region: Region) -> None:
+        self.function = region.function
         self.tensors: dict[Slot, torch.Tensor] = {}
+        self.count = len(region.slots)
         self.slots = iter(region.slots)
         self.last = region.slots[-1] if region.early_stop else None
-        self.compares = region.compares
         self.surplus = 0  # tensors that the forward did not save
-        self.wrong = ""  # the first tensor that is not as in the forward, in words
-        self.function = region.function
-        self.again = None if region.fingerprints is None else iter(region.fingerprints)
-        self.differences: list[Difference] = []
-        self.allowed = 0.0  # the noise of the coarsest type so far, which is in all that follows
+        self.compares = region.compares
+        self.error: RecomputeError | None = None  # for the first tensor that is not as in the forward
+        self.comparison: Comparison | None = None
+        if region.fingerprints is not None:
+            self.comparison = Comparison(self.function, region.fingerprints, Region._recompute.__code__)
 
+    @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
         # Without its graph, which would hold whatever else it saved. The recompute's own graph may be used inside it.
         kept = tensor.data if tensor.requires_grad else tensor
@@ -205,67 +175,27 @@ class _Recompute:
         slot = reference()
         if slot is not None:
             self.tensors[slot] = kept
-            if self.compares and slot.metadata != _metadata(tensor) and not self.wrong:
-                self._find_wrong(slot.metadata, tensor)
-        if self.again is not None:
-            forward = next(self.again)
-            if slot is not None and forward is not None:
-                self._compare(forward, tensor)
+            if self.compares and slot.metadata != metadata(tensor) and self.error is None:
+                self.error = changed(self.function, slot.metadata, tensor)
+        if self.comparison is not None:
+            self.comparison.add(tensor, slot is not None)
         if reference is self.last:
             raise _Stop
         return kept
 
-    def _find_wrong(self, forward: tuple[Any, ...], tensor: torch.Tensor) -> None:
-        again = _metadata(tensor)
-        if forward[:-1] != again[:-1]:
-            self.wrong = f"saves {_readable(again)} where the forward saved {_readable(forward)}"
-            return
-        written = tensor if tensor._base is None else tensor._base  # a Linear module saves a view of its weight
-        if isinstance(written, torch.nn.Parameter):  # what is made anew may well be written more or less often
-            module = module_of(self.function)
-            names = () if module is None else module.named_parameters()
-            name = next((name for name, one in names if one is written), f"a parameter {tuple(written.shape)}")
-            self.wrong = (
-                f"uses {name} otherwise than the forward did: it was written between forward and backward, or another "
-                f"adapter is active"
-            )
-
-    def _compare(self, forward: Fingerprint, tensor: torch.Tensor) -> None:
-        again = fingerprints.fingerprint(tensor)
-        if again is None:
-            return
-        allowed = fingerprints.tolerance(forward.dtype)
-        if allowed:
-            allowed = self.allowed = max(self.allowed, allowed)
-        if fingerprints.may_differ(forward, again, allowed):
-            where = fingerprints.place(module_of(self.function), tensor, Region._recompute.__code__)
-            if where is not None:
-                self.differences.append(Difference(forward, again, allowed, where))
-
-    def check(self, region: Region) -> None:
+    def check(self) -> None:
         """Raise RecomputeError when the recompute was not what the forward was."""
-        if self.surplus and not region.complete:
-            return  # a gradient taken inside the forward: the recompute ran beyond it
         missing = sum(1 for _ in self.slots)
         if self.surplus or missing:
-            count = len(region.slots)
             raise RecomputeError(
-                f"{describe(self.function)}: recompute saved {count - missing + self.surplus} tensors for backward "
-                f"where the forward saved {count}: the function took another path. Make it depend on its arguments "
-                f"alone."
+                f"{describe(self.function)}: recompute saved {self.count - missing + self.surplus} tensors for "
+                f"backward where the forward saved {self.count}: the function took another path. Make it depend on its "
+                f"arguments alone."
             )
-        if self.wrong:
-            raise RecomputeError(
-                f"{describe(self.function)}: recompute {self.wrong}.\nMake it depend on its arguments alone, and leave "
-                f'weights as they are until backward is done; determinism_check="none" switches this check off.'
-            )
-        if self.differences:
-            fingerprints.report(describe(self.function), self.differences)
-
-
-def _readable(metadata: tuple[Any, ...]) -> str:
-    shape, dtype, device, _ = metadata
-    return f"a tensor {tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
+        if self.error is not None:
+            raise self.error
+        if self.comparison is not None:
+            self.comparison.check()
 
 
 def _forget(reference: weakref.ref[Region], backward: int) -> None:

@@ -1,4 +1,4 @@
-"""Recompute compared with the forward by value: a fingerprint of every tensor that autograd saves in a region.
+"""Recompute compared with the forward: metadata of every tensor that autograd saves in a region, and its values.
 
 Checkpointing assumes that a block computes the same again. What it reads besides its arguments may have changed before
 backward (an adapter, its scale, a cache, a context variable), and then shapes agree and gradients are wrong. A
@@ -14,16 +14,52 @@ raises in the backward that recomputes; on an accelerator nothing waits for it: 
 from __future__ import annotations
 
 import math
+import operator
 import re
 import sys
 import types
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from fastac.engine import torch_private
+from fastac.engine.blocks import describe, module_of
 from fastac.engine.tape import RecomputeError, engine
 from fastac.errors import class_name
+
+Metadata = tuple[torch.Size, torch.dtype, torch.device, int]
+
+metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dtype", "device", "_version")
+"""What is compared of every tensor in every step. The last counts how often it was written."""
+
+
+def changed(function: Any, forward: Metadata, tensor: torch.Tensor) -> RecomputeError | None:
+    """The error for a tensor whose metadata is not that of the forward; None for one that was only written again.
+
+    What a recompute makes anew may well be written more or less often. A Parameter may not.
+    """
+    again = metadata(tensor)
+    if forward[:-1] != again[:-1]:
+        what = f"saves {_readable(again)} where the forward saved {_readable(forward)}"
+    else:
+        written = tensor if tensor._base is None else tensor._base  # a Linear module saves a view of its weight
+        if not isinstance(written, torch.nn.Parameter):
+            return None
+        module = module_of(function)
+        names = () if module is None else module.named_parameters()
+        name = next((name for name, one in names if one is written), f"a parameter {tuple(written.shape)}")
+        what = f"uses {name} otherwise than the forward did: it was written between forward and backward, or another "
+        what += "adapter is active"
+    return RecomputeError(
+        f"{describe(function)}: recompute {what}.\nMake it depend on its arguments alone, and leave weights as they "
+        f'are until backward is done; determinism_check="none" switches this check off.'
+    )
+
+
+def _readable(one: Metadata) -> str:
+    return f"a tensor {tuple(one[0])} {str(one[1]).removeprefix('torch.')} on {one[2]}"
+
 
 _WIDE = {
     **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16, torch.complex64), torch.float32),
@@ -44,14 +80,10 @@ class Fingerprint(NamedTuple):
     sums: list[Any]
     norm: Any
 
-
-class Difference(NamedTuple):
-    """Two fingerprints of a tensor, of forward and recompute. allowed: noise. where: what computed it, for messages."""
-
-    forward: Fingerprint
-    again: Fingerprint
-    allowed: float
-    where: str
+    @property
+    def is_read_later(self) -> bool:
+        """Whether its numbers are on an accelerator."""
+        return isinstance(self.norm, torch.Tensor)
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
@@ -106,13 +138,57 @@ def relative_difference(forward: Fingerprint, again: Fingerprint) -> float:
     return largest
 
 
-def may_differ(forward: Fingerprint, again: Fingerprint, allowed: float) -> bool:
-    """Whether two fingerprints are further apart than noise, or are on an accelerator, which nothing waits for here."""
-    return isinstance(forward.norm, torch.Tensor) or relative_difference(forward, again) > allowed
+class Difference(NamedTuple):
+    """Two fingerprints of a tensor, of forward and recompute. allowed: noise. where: what computed it, for messages."""
+
+    forward: Fingerprint
+    again: Fingerprint
+    allowed: float
+    where: str
 
 
-def check(function: str, differences: list[Difference]) -> None:
-    """Raise RecomputeError where fingerprints of a function's recompute are not those of its forward."""
+class Comparison:
+    """Compares what one recompute saves with the fingerprints of its forward, in their order.
+
+    function: that runs again, for messages. ends: code of the frame that calls it.
+    """
+
+    def __init__(self, function: Any, fingerprints: Iterable[Fingerprint | None], ends: types.CodeType) -> None:
+        self.function = function
+        self.ends = ends
+        self._fingerprints = iter(fingerprints)
+        self._allowed = 0.0  # the noise of the coarsest type so far, which is in all that follows
+        self._differences: list[Difference] = []
+
+    def add(self, tensor: torch.Tensor, is_needed: bool) -> None:
+        """Compare the next tensor that is saved, unless nobody needs it any more."""
+        forward = next(self._fingerprints)
+        again = fingerprint(tensor) if is_needed and forward is not None else None
+        if forward is None or again is None:
+            return
+        allowed = tolerance(forward.dtype)
+        if allowed:
+            allowed = self._allowed = max(self._allowed, allowed)
+        if forward.is_read_later or relative_difference(forward, again) > allowed:
+            where = place(module_of(self.function), tensor, self.ends)
+            if where is not None:
+                self._differences.append(Difference(forward, again, allowed, where))
+
+    def check(self) -> None:
+        """Raise RecomputeError where something differs, at once where that waits for no device."""
+        if any(one.forward.is_read_later for one in self._differences):
+            engine.pending.append((describe(self.function), self._differences))
+        elif self._differences:
+            _check(describe(self.function), self._differences)
+
+
+def check_pending() -> None:
+    """Raise RecomputeError for recomputes on an accelerator that were not what the forward was. Waits for it."""
+    while engine.pending:
+        _check(*engine.pending.pop(0))
+
+
+def _check(function: str, differences: list[Difference]) -> None:
     for forward, again, allowed, where in differences:
         apart = relative_difference(forward, again)
         if apart > allowed:
@@ -124,20 +200,6 @@ def check(function: str, differences: list[Difference]) -> None:
                 f"Keep it until backward is done, or pass it as an argument; "
                 f'determinism_check="none" switches this comparison off.'
             )
-
-
-def check_pending() -> None:
-    """Raise RecomputeError for recomputes on an accelerator that were not what the forward was. Waits for it."""
-    while engine.pending:
-        check(*engine.pending.pop(0))
-
-
-def report(function: str, differences: list[Difference]) -> None:
-    """Check what a recompute found, at once where that waits for no device."""
-    if any(torch.Tensor in map(type, one.forward.sums) for one in differences):
-        engine.pending.append((function, differences))
-    else:
-        check(function, differences)
 
 
 def place(module: torch.nn.Module | None, tensor: torch.Tensor, ends: types.CodeType) -> str | None:
