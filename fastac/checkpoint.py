@@ -91,8 +91,9 @@ def checkpoint(
             decorator is returned.
         policy: "attn_only", "long_attn_only", "full", "none" or a fastac.Policy.
         preserve_rng_state, early_stop: as in torch's function.
-        determinism_check: "default" compares recompute with the forward: shapes and dtypes, versions of weights, and
-            values in sampled steps. "none" does not.
+        determinism_check: "default" compares recompute with the forward: shapes, dtypes and versions of weights in
+            every step, values in the first region of a kind and in the steps 0, 1, 2, 4, 8, ... of a block, unless
+            preserve_rng_state=False. "none" does not.
         respect_saved_tensors_hooks: True hands what is saved to the saved_tensors_hooks around the call, such as
             torch.autograd.graph.save_on_cpu, as torch 2.14 does under selective checkpointing.
         use_reentrant, context_fn: refused, unless as by default. debug: torch's debug mode, for policy "full" alone.
@@ -187,14 +188,14 @@ class _Call:
     def run(self, hooks: Hooks | None, preserve_rng_state: bool, determinism_check: str, early_stop: bool) -> Any:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
         function, policy, record = self.function, self.policy, self.record
-        is_sampled = False
-        if not torch_private.in_backward():  # a nested region, in the recompute of another, is itself no step
-            if engine.pending:
-                comparison.check_pending()
-            is_sampled = record.is_sampled()
+        is_nested = torch_private.in_backward()  # in the recompute of another region: is itself no step
+        if engine.pending and not is_nested:
+            comparison.check_pending()
+        is_sampled = not is_nested and record.begin_region()
         known, tape, observer = None, None, None
         if not policy.saves_nothing:
             known = self._known()
+            is_sampled = is_sampled or (known is None and not is_nested)
             tape = Tape(policy, preserve_rng_state, [] if known is None else None, hooks)
             if known is None and not is_compiled(function):
                 observer = Observer(module_of(function), (self.args, self.kwargs), policy, tape)

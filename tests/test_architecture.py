@@ -90,7 +90,7 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def floor_of(name: str) -> int:
-    """Of a dotted name without `fastac.`, such as engine.tape.Record."""
+    """Of a dotted name without `fastac.`, such as engine.tape.Tape."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         if ".".join(parts[:length]) in FLOORS:

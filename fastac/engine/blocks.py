@@ -32,8 +32,8 @@ class BlockRecord:
 
     name: qualified, with its model's class, where `enable` saw it. key, latest: of its latest region. communication:
     of that region's collectives, None where it had none. looked: when the autograd graph of a region was last searched
-    for compiled code, as compilations count. step: how many of its steps have ended; recomputed: this one is about to,
-    with the next forward.
+    for compiled code, as compilations count. step: how many of its steps have ended; recomputed: a backward came
+    through, so that the next region begins another.
     """
 
     name: str = ""
@@ -44,8 +44,11 @@ class BlockRecord:
     step: int = 0
     recomputed: bool = False
 
-    def is_sampled(self) -> bool:
-        """Whether a region that begins has its values compared: those of steps 0, 1, 2, 4, 8 and so on, all of them."""
+    def begin_region(self) -> bool:
+        """Whether the region that begins has its values compared: those of steps 0, 1, 2, 4, 8 and so on, all of them.
+
+        A step ends with a backward through the block.
+        """
         if self.recomputed:
             self.step, self.recomputed = self.step + 1, False
         return self.step & (self.step - 1) == 0

@@ -34,6 +34,8 @@ def devices_of(args: Iterable[object]) -> set[torch.device]:
             found.add(value.device)
         elif isinstance(value, (list, tuple)):
             found |= devices_of(value)
+        elif isinstance(value, dict):
+            found |= devices_of(value.values())
     return found
 
 
