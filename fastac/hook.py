@@ -370,7 +370,7 @@ def enable(
     for name, block in named.items():
         record = record_of(block)
         record.name, record.key, record.latest = f"{class_name(model)}.{name}", None, None
-        record.step, record.recomputed = 0, False
+        record.step, record.recomputed, record.writes = 0, False, None
         state.kinds.pop(kind_of(block), None)  # what was seen of its class may not be so of this one
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):

@@ -33,7 +33,8 @@ class BlockRecord:
     name: qualified, with its model's class, where `enable` saw it. key, latest: of its latest region. communication:
     of that region's collectives, None where it had none. looked: when the autograd graph of a region was last searched
     for compiled code, as compilations count. step: how many of its steps have ended; recomputed: a backward came
-    through, so that the next region begins another.
+    through, so that the next region begins another. writes: ids of the parameters that the block writes itself, once a
+    recompute has shown it.
     """
 
     name: str = ""
@@ -43,6 +44,7 @@ class BlockRecord:
     looked: int = -1
     step: int = 0
     recomputed: bool = False
+    writes: frozenset[int] | None = None
 
     def begin_region(self) -> bool:
         """Whether the region that begins has its values compared: those of steps 0, 1, 2, 4, 8 and so on, all of them.

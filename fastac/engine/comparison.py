@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import describe, module_of
+from fastac.engine.blocks import BlockRecord, describe, module_of
 from fastac.engine.tape import RecomputeError, engine
 from fastac.errors import class_name
 
@@ -34,27 +34,50 @@ metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dty
 """What is compared of every tensor in every step. The last counts how often it was written."""
 
 
-def changed(function: Any, forward: Metadata, tensor: torch.Tensor) -> RecomputeError | None:
+def changed(function: Any, forward: Metadata, tensor: torch.Tensor, writes: Writes) -> RecomputeError | None:
     """The error for a tensor whose metadata is not that of the forward; None for one that was only written again.
 
-    What a recompute makes anew may well be written more or less often. A Parameter may not.
+    What a recompute makes anew may well be written more or less often. A Parameter may not, but by the block itself.
     """
     again = metadata(tensor)
     if forward[:-1] != again[:-1]:
         what = f"saves {_readable(again)} where the forward saved {_readable(forward)}"
     else:
         written = tensor if tensor._base is None else tensor._base  # a Linear module saves a view of its weight
-        if not isinstance(written, torch.nn.Parameter):
+        if not isinstance(written, torch.nn.Parameter) or writes.include(written):
             return None
         module = module_of(function)
         names = () if module is None else module.named_parameters()
         name = next((name for name, one in names if one is written), f"a parameter {tuple(written.shape)}")
-        what = f"uses {name} otherwise than the forward did: it was written between forward and backward (by the block "
-        what += "itself, perhaps), or another adapter is active"
+        what = f"uses {name} otherwise than the forward did: it was written between forward and backward, or another "
+        what += "adapter is active"
     return RecomputeError(
         f"{describe(function)}: recompute {what}.\nMake it depend on its arguments alone, and leave weights as they "
         f'are until backward is done; determinism_check="none" switches this check off.'
     )
+
+
+class Writes:
+    """Which of its parameters a block writes itself, in a recompute of it: made when that begins.
+
+    The first one finds out, and leaves it on the block's record.
+    """
+
+    def __init__(self, function: Any, record: BlockRecord) -> None:
+        self.record = record
+        module = module_of(function) if record.writes is None else None
+        self._versions = {} if module is None else {one: one._version for one in module.parameters()}
+
+    def include(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the block writes a parameter."""
+        if self.record.writes is None:
+            return self._versions.get(parameter, parameter._version) != parameter._version
+        return id(parameter) in self.record.writes
+
+    def end(self) -> None:
+        """The recompute has ended."""
+        if self.record.writes is None:
+            self.record.writes = frozenset(id(one) for one in self._versions if self.include(one))
 
 
 def _readable(one: Metadata) -> str:

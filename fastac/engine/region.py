@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fastac.engine import generators, torch_private
 from fastac.engine.blocks import BlockRecord, describe
-from fastac.engine.comparison import Comparison, Fingerprint, Metadata, changed, fingerprint, metadata
+from fastac.engine.comparison import Comparison, Fingerprint, Metadata, Writes, changed, fingerprint, metadata
 from fastac.engine.generators import set_generator_state
 from fastac.engine.tape import RecomputeError, Replay, Tape
 
@@ -125,6 +125,7 @@ class Region:
             for device, state in before:
                 set_generator_state(state, device)
         self.record.recomputed = True
+        recompute.writes.end()
         if self.complete or not recompute.surplus:  # else a gradient taken inside the forward: it ran beyond that
             recompute.check()
         if backward != -1:  # else somebody reads one saved tensor of the graph
@@ -159,6 +160,7 @@ class _Recompute:
         self.last = region.slots[-1] if region.early_stop else None
         self.surplus = 0  # tensors that the forward did not save
         self.compares = region.compares
+        self.writes = Writes(self.function, region.record)
         self.error: RecomputeError | None = None  # for the first tensor that is not as in the forward
         self.comparison: Comparison | None = None
         if region.fingerprints is not None:
@@ -176,7 +178,7 @@ class _Recompute:
         if slot is not None:
             self.tensors[slot] = kept
             if self.compares and slot.metadata != metadata(tensor) and self.error is None:
-                self.error = changed(self.function, slot.metadata, tensor)
+                self.error = changed(self.function, slot.metadata, tensor, self.writes)
         if self.comparison is not None:
             self.comparison.add(tensor, slot is not None)
         if reference is self.last:

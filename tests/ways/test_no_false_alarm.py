@@ -128,6 +128,18 @@ class Dequantized(torch.nn.Module):
         return hidden + F.linear(hidden, weight.to(hidden.dtype) / 256)
 
 
+class Clamped(torch.nn.Linear):
+    """A layer that writes its own weight: keeps it within bounds, which changes nothing the second time."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(hidden)
+
+
 class Added(torch.autograd.Function):
     """The product with a matrix, added up in another order at each call; the halves are rounded before they meet."""
 
@@ -222,6 +234,7 @@ OPERATIONS: dict[str, tuple[Callable[[], Operation], torch.dtype]] = {
     "int8": (lambda: Dequantized(torch.int8), torch.float32),
     "uint8": (lambda: Dequantized(torch.uint8), BF16),
     "hooks in place": (hooked, torch.float32),
+    "weight in place": (Clamped, torch.float32),
     "complex": (lambda: rotate, torch.float32),
     "infinite and NaN": (lambda: masked, torch.float32),
     "int, bool, empty": (lambda: indexed, torch.float32),
