@@ -179,7 +179,7 @@ class _Recompute:
             self.tensors[slot] = kept
             if self.compares and slot.metadata != metadata(tensor) and self.error is None:
                 self.error = changed(self.function, slot.metadata, tensor, self.writes)
-        if self.comparison is not None:
+        if self.comparison is not None and self.error is None:  # values of the same shape
             self.comparison.add(tensor, slot is not None)
         if reference is self.last:
             raise _Stop

@@ -81,6 +81,7 @@ MISMATCHES: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
     "fewer": lambda hidden, again: hidden if again else hidden.sin(),
     "more": lambda hidden, again: hidden.sin().cos() if again else hidden.sin(),
     "another shape": lambda hidden, again: hidden[..., : 3 if again else 5].sin(),
+    "more dimensions": lambda hidden, again: (hidden[None, 0] if again else hidden[0, 0, 0]).sin(),
     "another dtype": lambda hidden, again: hidden.to(torch.float64 if again else torch.float32).sin(),
     "another device": lambda hidden, again: hidden.to("meta" if again else "cpu").sin(),
     "attention of another shape": lambda hidden, again: F.scaled_dot_product_attention(
