@@ -453,16 +453,15 @@ def save(values: Iterable[Any]) -> Any:
     values = list(values)
     anchor = torch.empty(0, requires_grad=True)
     output: Any = _Inputs.apply(anchor, *[one for one in values if isinstance(one, torch.Tensor)])  # type: ignore[no-untyped-call]
-    node = output.grad_fn
-    return node, [_Inputs if isinstance(one, torch.Tensor) else one for one in values]
+    return output, [_Inputs if isinstance(one, torch.Tensor) else one for one in values]  # it alone holds the node
 
 
 def unpack(saved: Any) -> list[Any]:
     """The values that `save` was given."""
     if _make_saved_tensor is not None:
         return [one.unpack() if isinstance(one, torch._C._autograd.SavedTensor) else one for one in saved]
-    node, values = saved
-    tensors = iter(node.saved_tensors)
+    output, values = saved
+    tensors = iter(output.grad_fn.saved_tensors)
     return [next(tensors) if one is _Inputs else one for one in values]
 
 

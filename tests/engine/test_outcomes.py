@@ -30,9 +30,9 @@ IN_A_GROUP = "one output, in a group"
 
 
 def parameters(names: Any) -> Any:
-    return pytest.mark.parametrize(
-        "name", [pytest.param(one, marks=[needs_torch("2.10")] * (one in {*NEW, IN_A_GROUP})) for one in names]
-    )
+    needed = {IN_A_GROUP: "2.10", **NEW}
+    marked = [pytest.param(one, marks=[needs_torch(needed[one])] if one in needed else ()) for one in names]
+    return pytest.mark.parametrize("name", marked)
 
 
 @functools.cache
