@@ -306,11 +306,7 @@ class _Call:
 
 
 def _record_of_function(function: Any) -> BlockRecord:
-    kind = kind_of(function)
-    record = state.functions.get(kind)
-    if record is None:
-        record = state.functions[kind] = BlockRecord()
-    return record
+    return state.functions.setdefault(kind_of(function), BlockRecord())
 
 
 def _kinds(function: Any) -> dict[Any, RegionResult]:

@@ -25,10 +25,11 @@ from fastac.backends.plugins import prepare
 from fastac.checkpoint import checkpoint, state
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
-from fastac.diagnosis.eager_look import buffers_preserved, generators_preserved
+from fastac.diagnosis.eager_look import buffers_preserved
 from fastac.engine import comparison
 from fastac.engine.blocks import forget, known_record
 from fastac.engine.collectives import Communication
+from fastac.engine.generators import generators_preserved
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.engine.tape import Call, Product, RegionResult, engine
 from fastac.engine.torch_private import tree_leaves, tree_map

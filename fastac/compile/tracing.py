@@ -207,10 +207,10 @@ def run_in_dynamo(
     """The same where dynamo traces the call. It puts the region into its graph."""
     if policy.saves_nothing:
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-    if not IS_POSSIBLE:
-        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=need_torch, **options, **kwargs)
-    _prepare_trace()
-    context_fn = functools.partial(_contexts_in_graph, policy)
+    context_fn = need_torch
+    if IS_POSSIBLE:
+        _prepare_trace()
+        context_fn = functools.partial(_contexts_in_graph, policy)
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from fastac.diagnosis.autograd_graph import hidden_functions, nodes_between, ten
 from fastac.diagnosis.observer import Observer
 from fastac.engine import torch_private
 from fastac.engine.blocks import module_of
-from fastac.engine.generators import devices_of, generator_state, set_generator_state
+from fastac.engine.generators import devices_of, generators_preserved
+from fastac.engine.region import unchanged
 from fastac.engine.tape import Tape, thread
 from fastac.policy import Policy
 from fastac.registry import BoundOp
@@ -45,7 +46,7 @@ def look(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy
             generators_preserved(devices_of(tensors_of((args, kwargs)))),
             buffers_preserved(module),
             # Nothing of this run may reach the hooks of a checkpoint around the region, which counts what is saved.
-            torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _as_it_is),
+            torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unchanged),
             tape,
             observer,
             _compiled_parts_eager(module),
@@ -80,10 +81,6 @@ class _Unkept(Tape):
         return outputs
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
 def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     with torch.compiler.set_stance("force_eager"):  # for compiled functions that are called inside
         return function(*args, **kwargs)
@@ -106,17 +103,6 @@ def _compiled_parts_eager(module: torch.nn.Module | None) -> Iterator[None]:
             inner._compiled_call_impl = call
         for wrapper, forward in wrappers:
             wrapper.forward = forward
-
-
-@contextlib.contextmanager
-def generators_preserved(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Leave the generators of the CPU and of these devices as they are now."""
-    before = [(device, generator_state(device)) for device in {torch.device("cpu"), *devices}]
-    try:
-        yield
-    finally:
-        for device, state in before:
-            set_generator_state(state, device)
 
 
 @contextlib.contextmanager

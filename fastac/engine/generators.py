@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
+
+_CPU = torch.device("cpu")
 
 States = list[tuple[torch.device, torch.Tensor]]
 """Generators, by device, with their states."""
@@ -28,7 +31,7 @@ def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
 
 def devices_of(args: Iterable[object]) -> set[torch.device]:
     """Devices on which a kernel may draw random numbers: those of its tensors, and the CPU, where seeds are drawn."""
-    found = {torch.device("cpu")}
+    found = {_CPU}
     for value in args:
         if isinstance(value, torch.Tensor):
             found.add(value.device)
@@ -39,12 +42,15 @@ def devices_of(args: Iterable[object]) -> set[torch.device]:
     return found
 
 
-def is_initialized(accelerator: torch.device | None) -> bool:
-    """Whether an accelerator is in use in this process, so that its generators may be read. None: there is none."""
-    if accelerator is None:
-        return False
-    module = torch.get_device_module(accelerator)
-    return bool(module.is_initialized() if hasattr(module, "is_initialized") else torch.accelerator.is_available())
+@contextlib.contextmanager
+def generators_preserved(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Leave the generators of the CPU and of these devices as they are now."""
+    before = [(device, generator_state(device)) for device in {torch.device("cpu"), *devices}]
+    try:
+        yield
+    finally:
+        for device, state in before:
+            set_generator_state(state, device)
 
 
 def current_states(args: Iterable[object]) -> States:
@@ -53,11 +59,13 @@ def current_states(args: Iterable[object]) -> States:
     Those of the CPU and, once the accelerator is in use, of its current device and of the devices of the arguments.
     """
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not is_initialized(accelerator):
+    if accelerator is None or not _is_initialized(accelerator):
         return [(_CPU, torch.get_rng_state())]
     current = torch.device(accelerator.type, torch.accelerator.current_device_index())
     devices = {device for device in devices_of(args) if device.type == current.type} | {_CPU, current}
     return [(device, generator_state(device)) for device in devices]
 
 
-_CPU = torch.device("cpu")
+def _is_initialized(accelerator: torch.device) -> bool:
+    module = torch.get_device_module(accelerator)
+    return bool(module.is_initialized() if hasattr(module, "is_initialized") else torch.accelerator.is_available())

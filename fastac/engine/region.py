@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastac.engine import generators, torch_private
+from fastac.engine import torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.comparison import Comparison, Fingerprint, Metadata, Writes, changed, fingerprint, metadata
-from fastac.engine.generators import set_generator_state
+from fastac.engine.generators import current_states, generators_preserved, set_generator_state
 from fastac.engine.tape import RecomputeError, Replay, Tape
 
 _NOTHING = contextlib.nullcontext()
@@ -68,7 +68,7 @@ class Region:
         self.fingerprints: list[Fingerprint | None] | None = [] if has_fingerprints else None
         # What the recompute is to find as the forward does.
         self.args = torch_private.save(args)
-        self.generators = generators.current_states((*args, *kwargs.values())) if preserve_rng_state else []
+        self.generators = current_states((*args, *kwargs.values())) if preserve_rng_state else []
         self.autocast = _autocast()
         self.default_device = torch_private.default_device()
 
@@ -112,18 +112,19 @@ class Region:
         """Run the function again for a backward. Returns what goes into the slots."""
         recompute = _Recompute(self)
         args = torch_private.unpack(self.args)
-        before = [(device, generators.generator_state(device)) for device, _ in self.generators]
+        devices = [device for device, _ in self.generators]  # none with preserve_rng_state=False
         try:
-            with saved_tensors_hooks(recompute._recomputation_hook, _unchanged), torch.enable_grad():
+            with (
+                generators_preserved(devices) if devices else _NOTHING,
+                saved_tensors_hooks(recompute._recomputation_hook, unchanged),
+                torch.enable_grad(),
+            ):
                 for device, state in self.generators:
                     set_generator_state(state, device)
                 with self._as_in_forward(), _NOTHING if self.tape is None else Replay(self.tape):
                     self.function(*args, **self.kwargs)
         except _Stop:
             pass
-        finally:
-            for device, state in before:
-                set_generator_state(state, device)
         self.record.recomputed = True
         recompute.writes.end()
         if self.complete or not recompute.surplus:  # else a gradient taken inside the forward: it ran beyond that
@@ -206,7 +207,8 @@ def _forget(reference: weakref.ref[Region], backward: int) -> None:
         region.recomputed.pop(backward, None)
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+def unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, as it is: what unpacks what was packed as a tensor."""
     return tensor
 
 
