@@ -21,12 +21,13 @@ def generator_state(device: torch.device) -> torch.Tensor:
     return state
 
 
-def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
-    """Put the generator of a device into a state that `generator_state` returned."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+def set_states(states: States) -> None:
+    """Put generators into states that they were in before."""
+    for device, state in states:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def devices_of(args: Iterable[object]) -> set[torch.device]:
@@ -45,12 +46,11 @@ def devices_of(args: Iterable[object]) -> set[torch.device]:
 @contextlib.contextmanager
 def generators_preserved(devices: Iterable[torch.device]) -> Iterator[None]:
     """Leave the generators of the CPU and of these devices as they are now."""
-    before = [(device, generator_state(device)) for device in {torch.device("cpu"), *devices}]
+    before = [(device, generator_state(device)) for device in {_CPU, *devices}]
     try:
         yield
     finally:
-        for device, state in before:
-            set_generator_state(state, device)
+        set_states(before)
 
 
 def current_states(args: Iterable[object]) -> States:

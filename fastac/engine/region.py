@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fastac.engine import torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.comparison import Comparison, Fingerprint, Metadata, Writes, changed, fingerprint, metadata
-from fastac.engine.generators import current_states, generators_preserved, set_generator_state
+from fastac.engine.generators import current_states, generator_state, set_states
 from fastac.engine.tape import RecomputeError, Replay, Tape
 
 _NOTHING = contextlib.nullcontext()
@@ -112,19 +112,20 @@ class Region:
         """Run the function again for a backward. Returns what goes into the slots."""
         recompute = _Recompute(self)
         args = torch_private.unpack(self.args)
-        devices = [device for device, _ in self.generators]  # none with preserve_rng_state=False
+        before = [(device, generator_state(device)) for device, _ in self.generators]
+        set_states(self.generators)
         try:
             with (
-                generators_preserved(devices) if devices else _NOTHING,
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                 torch.enable_grad(),
+                self._as_in_forward(),
+                _NOTHING if self.tape is None else Replay(self.tape),
             ):
-                for device, state in self.generators:
-                    set_generator_state(state, device)
-                with self._as_in_forward(), _NOTHING if self.tape is None else Replay(self.tape):
-                    self.function(*args, **self.kwargs)
+                self.function(*args, **self.kwargs)
         except _Stop:
             pass
+        finally:
+            set_states(before)
         self.record.recomputed = True
         recompute.writes.end()
         if self.complete or not recompute.surplus:  # else a gradient taken inside the forward: it ran beyond that

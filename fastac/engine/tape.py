@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastac.engine import releases, sparse, torch_private
 from fastac.engine.collectives import Communication
-from fastac.engine.generators import devices_of, generator_state, set_generator_state
+from fastac.engine.generators import devices_of, generator_state, set_states
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
@@ -485,8 +485,7 @@ class Replay(Scope):
             if op.kind == "exchange" and communication is not None:
                 communication.repeat(outputs)
             return outputs
-        for device, state in entry.generators:
-            set_generator_state(state, device)  # what runs next must draw what it drew before
+        set_states(entry.generators)  # what runs next must draw what it drew before
         for counter in engine.answered if op.is_attention else ():
             counter[op.qualified_name.partition(".")[0]] += 1
         if entry.selection is not None:
