@@ -6,7 +6,8 @@ the CPU time of the process: on an idle machine that is the time that passes, an
 of others. All variants take a step in every round, in an order drawn anew, so that a slower spell of the
 machine meets all of them; garbage is collected between steps, never within one. The figure of a variant is its fastest
 step, relative to the fastest of `full`, which is torch's checkpoint as diffusers calls it; beside it stands the median
-over rounds of the ratio within a round. `reentrant` is torch's older checkpoint.
+over rounds of the ratio within a round. `reentrant` is torch's older checkpoint. `hooks alone` is the floor: no region
+of this kind takes less.
 
 Torch's selective checkpointing (SAC) appears twice with the same policy, around each block, deciding by a part of the
 op's name: once with a cache in front and once without.
@@ -17,6 +18,7 @@ op's name: once with a cache in front and once without.
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -28,6 +30,7 @@ import torch.utils.checkpoint
 from diffusers import WanTransformer3DModel
 from rich.console import Console
 from rich.table import Table
+from torch.autograd.graph import saved_tensors_hooks
 
 import fastac
 from common import build_model, finish, parser, positive
@@ -71,12 +74,32 @@ TEXT = (1, 12, 16)  # batch, tokens, width
 Enable = Callable[[Any], None]
 
 
+def hooks_alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The mechanism of a region and nothing else: what is saved gets a number, and one recompute fills a list.
+
+    The hooks of forward and recompute are C functions. Nothing is compared, no generator or autocast put back, no
+    recompute ends early, a second backward or one inside the forward is wrong.
+    """
+    saved: list[Any] = []
+
+    def unpack(number: int) -> Any:
+        if not saved:
+            with saved_tensors_hooks(saved.append, saved.append), torch.enable_grad():
+                function(*args, **kwargs)
+        tensor, saved[number] = saved[number], None
+        return tensor
+
+    with saved_tensors_hooks(functools.partial(next, itertools.count()), unpack):
+        return function(*args, **kwargs)
+
+
 VARIANTS: dict[str, Enable] = {
     "none": lambda model: model.disable_gradient_checkpointing(),
     "full": lambda model: model.enable_gradient_checkpointing(),
     "reentrant": lambda model: model.enable_gradient_checkpointing(
         functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
     ),
+    "hooks alone": lambda model: model.enable_gradient_checkpointing(hooks_alone),
     "fastac full": lambda model: fastac.enable(model, policy="full"),
     "attn_only": lambda model: fastac.enable(model, policy="attn_only"),
     "torch SAC, cached": lambda model: enable_torch_sac(model, functools.cache(is_attention_by_name)),

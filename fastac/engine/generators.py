@@ -21,7 +21,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
     return state
 
 
-def set_states(states: States) -> None:
+def set_states(states: Iterable[tuple[torch.device, torch.Tensor]]) -> None:
     """Put generators into states that they were in before."""
     for device, state in states:
         if device.type == "cpu":

@@ -78,6 +78,14 @@ def test_host_time(run: Run) -> None:
         assert measured["full"]["ratio_of_fastest"] == 1
 
 
+@pytest.mark.soak
+def test_region_steps(run: Run) -> None:
+    for shares in run("region_steps", "--rounds", "2")["of_torch_100"].values():
+        first, *_, last = shares.values()
+        assert first == 100
+        assert last < first
+
+
 @pytest.mark.parametrize("option", ["--layers", "--calls", "--rounds"])
 def test_nothing_to_measure_is_refused(
     option: str, run: Run, capsys: pytest.CaptureFixture[str], benchmark: Callable[[str], Any]
