@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,51 +23,15 @@ from fastac.backends.plugins import prepare
 from fastac.compile import graphs, tracing
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
-from fastac.engine import comparison, interception, linear, torch_private
-from fastac.engine.blocks import (
-    MANY,
-    BlockRecord,
-    block_of,
-    describe,
-    is_compiled,
-    kind_of,
-    module_of,
-    modules_in,
-    record_of,
-    signature,
-)
+from fastac.engine import comparison, interception, kinds, linear, torch_private
+from fastac.engine.blocks import block_of, describe, is_compiled, module_of, modules_in, record_of, signature
 from fastac.engine.region import Region
-from fastac.engine.tape import Hooks, RegionResult, Tape, engine
+from fastac.engine.result import RegionResult
+from fastac.engine.tape import Hooks, Tape, engine
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy, resolve
 
 logger = logging.getLogger("fastac")
-
-
-class _State:
-    """What is known in this process of regions of one kind: block class, or code of a function, policy and inputs."""
-
-    kinds: weakref.WeakKeyDictionary[Any, dict[Any, RegionResult]]
-    """The first region of each kind, by block class (or code)."""
-    warned: weakref.WeakKeyDictionary[Any, set[str]]
-    """Warnings that were logged already, by block class (or code)."""
-    functions: weakref.WeakKeyDictionary[Any, BlockRecord]
-    """What is known of functions that are no block, by their code."""
-    of_one_block = False
-    """Kinds are those of a block, not of its class (fastac.verify)."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget every kind: the next region of each is its first."""
-        self.kinds = weakref.WeakKeyDictionary()
-        self.warned = weakref.WeakKeyDictionary()
-        self.functions = weakref.WeakKeyDictionary()
-        self.of_one_block = False
-
-
-state = _State()
 
 
 def checkpoint(
@@ -183,7 +146,7 @@ class _Call:
         self.kwargs = kwargs
         self.policy = policy
         self.block = block_of(function)
-        self.record = _record_of_function(function) if self.block is None else record_of(self.block)
+        self.record = kinds.record_of_function(function) if self.block is None else record_of(self.block)
 
     def run(self, hooks: Hooks | None, preserve_rng_state: bool, determinism_check: str, early_stop: bool) -> Any:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
@@ -225,7 +188,7 @@ class _Call:
         self.key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, held)
         if self.block is not None and record.key == self.key:  # cheaper than hashing the key
             return record.latest
-        known = _kinds(function).get(self.key)
+        known = kinds.first_result(function, self.key)
         if known is None:
             prepare()
         if policy.linear:
@@ -269,20 +232,17 @@ class _Call:
         self._note(known, outputs, tape)
 
     def _remember(self, result: RegionResult) -> None:
-        kinds = _kinds(self.function)
-        if len(kinds) >= MANY:
-            kinds.clear()
-        kinds[self.key] = result
+        kinds.remember(self.function, self.key, result)
         ops = ", ".join(dict.fromkeys(call.op for call in result.calls)) or "none"
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
         enabled = self.block is not None and self.record.name  # by its model, which looks at all of its blocks
         if not enabled and result.calls and not (saved or result.products):
-            _warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
+            kinds.warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
 
     def _warn_of_fewer(self, made: int, before: int) -> None:
-        if _warn_once(
+        if kinds.warn_once(
             self.function,
             "fewer",
             f"{describe(self.function)}: {made} attention calls and saved products, where there were {before} before "
@@ -303,27 +263,6 @@ class _Call:
             record.communication = tape.communication
             if record.latest is not result or record.key is not self.key:
                 record.latest, record.key = result, self.key
-
-
-def _record_of_function(function: Any) -> BlockRecord:
-    return state.functions.setdefault(kind_of(function), BlockRecord())
-
-
-def _kinds(function: Any) -> dict[Any, RegionResult]:
-    kind = (block_of(function) if state.of_one_block else None) or kind_of(function)
-    found = state.kinds.get(kind)
-    if found is None:
-        found = state.kinds[kind] = {}
-    return found
-
-
-def _warn_once(function: Any, what: str, message: str) -> bool:
-    said = state.warned.setdefault(kind_of(function), set())
-    if what in said:
-        return False
-    said.add(what)
-    logger.warning("%s", message)
-    return True
 
 
 # By the name of torch's function

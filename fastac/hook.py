@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import models
 from fastac.backends.availability import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
-from fastac.checkpoint import check_determinism, checkpoint, state
-from fastac.engine import linear
-from fastac.engine.blocks import CHECKPOINT_WRAPPED, FSDP1_WRAPPED, describe, inside, kind_of, known_record, record_of
+from fastac.checkpoint import check_determinism, checkpoint
+from fastac.engine import kinds, linear, wrappers
+from fastac.engine.blocks import describe, known_record, record_of
 from fastac.engine.tape import engine
+from fastac.engine.wrappers import inside, is_wrapper, wrappers_around
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
 from fastac.policy import BlockPolicies, Policy, of_first, resolve, resolve_blocks, saves_nothing
@@ -33,7 +33,6 @@ from fastac.policy import BlockPolicies, Policy, of_first, resolve, resolve_bloc
 logger = logging.getLogger("fastac")
 
 _ENABLED = "_fastac"
-_ABSENT = "no function"  # a text: it is pickled with the model
 # what checkpoint takes for its own, and the block of that call would not see
 _OPTIONS = tuple(
     name
@@ -137,7 +136,7 @@ class Enabled:
                 # by vars: a class may have a __setattr__ of its own
                 vars(block)["forward"] = functools.partial(_run_forward, own)
         blocks = set(self.blocks.values())
-        for wrapper in [one for one in self.model.modules() if _is_wrapper(one) and inside(one) in blocks]:
+        for wrapper in [one for one in self.model.modules() if is_wrapper(one) and inside(one) in blocks]:
             self.take_over(wrapper)
         self.model.register_forward_pre_hook(self.before_forward)
         self.model.register_forward_hook(self.after_forward)
@@ -145,16 +144,18 @@ class Enabled:
     def _attach_function(self) -> None:
         """Give the model the function to call. Raises FastacError for a class of its own that drops it."""
         model: Any = self.model
-        self.switches = [(one, one.gradient_checkpointing, _function_of(one)) for one in switches(model)]
+        self.switches = [
+            (one, one.gradient_checkpointing, models.switch_function(one)) for one in models.switches(model)
+        ]
         with contextlib.suppress(TypeError):  # a class whose method takes no function
             model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)
-        if any(is_ours(_function_of(one)) for one, _, _ in self.switches):
+        if any(is_ours(models.switch_function(one)) for one, _, _ in self.switches):
             return
         for module, flag, function in self.switches:
-            set_switch(module, flag, function)
+            models.set_switch(module, flag, function)
         raise FastacError(
             f"enable: {class_name(model)} does not keep the gradient checkpointing function that it is given: its "
-            f"forward checkpoints by itself. {name_blocks(model, grouped(self.blocks))}"
+            f"forward checkpoints by itself. {models.name_blocks(model, grouped(self.blocks))}"
         )
 
     def take_over(self, wrapper: Any) -> None:
@@ -162,7 +163,7 @@ class Enabled:
         if _is_taken_over(wrapper):
             return
         self.wrappers.append((wrapper, wrapper.checkpoint_fn))
-        wrapper.checkpoint_fn = call_plainly if self.by_forward else self.function
+        wrapper.checkpoint_fn = wrappers.call_plainly if self.by_forward else self.function
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
@@ -180,8 +181,8 @@ class Enabled:
             else:
                 vars(own.block)["forward"] = own.before
         for module, flag, function in self.switches:
-            if is_ours(_function_of(module)):  # else somebody else's, which stays
-                set_switch(module, flag, function)
+            if is_ours(models.switch_function(module)):  # else somebody else's, which stays
+                models.set_switch(module, flag, function)
         for wrapper, function in self.wrappers:
             wrapper.checkpoint_fn = function
         self.switches, self.wrappers = [], []
@@ -208,7 +209,7 @@ class Enabled:
             self.check_saved()
         elif replaced or not (self.was_switched_off() or engine.traced):
             cause = "its forward checkpoints by itself, or it calls other modules"
-            way_out = name_blocks(model, grouped(self.blocks))
+            way_out = models.name_blocks(model, grouped(self.blocks))
             if replaced:
                 cause, way_out = "its gradient checkpointing function was replaced", "Call fastac.enable after that."
             elif self.by_forward:
@@ -269,18 +270,20 @@ class Enabled:
 
     def was_replaced(self) -> bool:
         """Whether gradient checkpointing is on with another function."""
-        return any(one.gradient_checkpointing and not is_ours(_function_of(one)) for one, _, _ in self.switches)
+        return any(
+            one.gradient_checkpointing and not is_ours(models.switch_function(one)) for one, _, _ in self.switches
+        )
 
 
 def _run(enabled: Enabled, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What a model calls for a block. Options of a CheckpointWrapper's torch checkpoint do not get here."""
     if not torch.compiler.is_compiling():
         enabled.opened += 1
-    wrappers = list(_wrappers_around(function)) if inside(function) is not function else ()
-    for wrapper in wrappers:  # they may have come after `enable`
+    around = list(wrappers_around(function)) if inside(function) is not function else ()
+    for wrapper in around:  # they may have come after `enable`
         _refuse_other(wrapper, describe(inside(function)))
         enabled.take_over(wrapper)
-    if wrappers:
+    if around:
         return function(*args, **kwargs)  # it calls us, for what is inside it
     return enabled.checkpoint(function, function, args, kwargs)
 
@@ -307,11 +310,6 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
     if not (torch.compiler.is_compiling() or own.enabled.saved):
         own.enabled.check_once_all_ran()
     return outputs
-
-
-def call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """What a CheckpointWrapper calls whose module checkpoints itself."""
-    return function(*args, **kwargs)
 
 
 def enable(
@@ -346,7 +344,7 @@ def enable(
     check_module(model, "enable")
     check_determinism("enable", determinism_check)
     outer, model = model, models.unwrapped(model)
-    by_forward = is_by_forward(model, blocks)
+    by_forward = models.is_by_forward(model, blocks)
     containers = choose(model, blocks, outer)
     if by_forward:
         _refuse_own(model)
@@ -355,7 +353,7 @@ def enable(
     prepare()
     check_backends(model, named, selected)
     for module in model.modules():
-        if _is_wrapper(module) and inside(module) in named.values():
+        if is_wrapper(module) and inside(module) in named.values():
             _refuse_other(module, class_name(inside(module)))
     enabled = Enabled(model, selected, determinism_check, named, by_forward)
     linear.check_names({block: enabled.policy_of(block) for block in named.values()})
@@ -371,7 +369,7 @@ def enable(
         record = record_of(block)
         record.name, record.key, record.latest = f"{class_name(model)}.{name}", None, None
         record.step, record.recomputed, record.writes = 0, False, None
-        state.kinds.pop(kind_of(block), None)  # what was seen of its class may not be so of this one
+        kinds.forget(block)  # what was seen of its class may not be so of this one
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
         _warn_once(class_name(model), remark)
@@ -449,27 +447,6 @@ def _warn_once(model: str, remark: str) -> None:
     logger.warning("%s: %s", model, remark)
 
 
-# The gradient checkpointing switch of a diffusers model
-
-
-def switches(model: torch.nn.Module) -> list[Any]:
-    """The modules of a model that have the flag of gradient checkpointing."""
-    return [module for module in model.modules() if models.has_switch(module)]
-
-
-def set_switch(module: Any, flag: Any, function: Any) -> None:
-    """Set the flag and the function of such a module."""
-    module.gradient_checkpointing = flag
-    if function != _ABSENT:
-        module._gradient_checkpointing_func = function
-    elif "_gradient_checkpointing_func" in vars(module):
-        del module._gradient_checkpointing_func
-
-
-def _function_of(module: torch.nn.Module) -> Any:
-    return vars(module).get("_gradient_checkpointing_func", _ABSENT)
-
-
 def is_ours(function: object) -> bool:
     """Whether a gradient checkpointing function is the one that `enable` sets."""
     return isinstance(function, functools.partial) and function.func is _run
@@ -484,44 +461,11 @@ def check_module(model: object, call: str) -> None:
         )
 
 
-def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:
-    """Whether the forward of blocks is the host: of named ones, or where no gradient checkpointing takes a function."""
-    supported = getattr(model, "_supports_gradient_checkpointing", False)
-    return blocks is not None or not (supported and hasattr(model, "enable_gradient_checkpointing"))
-
-
 # CheckpointWrapper
 
 
-def _is_wrapper(module: Any) -> bool:
-    loaded = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    return loaded is not None and isinstance(module, loaded.CheckpointWrapper)
-
-
 def _is_taken_over(wrapper: Any) -> bool:
-    return wrapper.checkpoint_fn is call_plainly or is_ours(wrapper.checkpoint_fn)
-
-
-def _wrappers_around(module: Any) -> Iterator[Any]:
-    """The CheckpointWrappers around a module's inner one, FSDP1's wrappers in between left out."""
-    while module is not None:
-        if _is_wrapper(module):
-            yield module
-        children = getattr(module, "_modules", {})
-        module = children.get(CHECKPOINT_WRAPPED, children.get(FSDP1_WRAPPED))
-
-
-@contextlib.contextmanager
-def wrappers_idle(model: torch.nn.Module) -> Iterator[None]:
-    """In which no CheckpointWrapper inside a model checkpoints."""
-    before: list[tuple[Any, Any]] = [(one, one.checkpoint_fn) for one in model.modules() if _is_wrapper(one)]
-    try:
-        for wrapper, _ in before:
-            wrapper.checkpoint_fn = call_plainly
-        yield
-    finally:
-        for wrapper, function in before:
-            wrapper.checkpoint_fn = function
+    return wrapper.checkpoint_fn is wrappers.call_plainly or is_ours(wrapper.checkpoint_fn)
 
 
 @contextlib.contextmanager
@@ -529,30 +473,22 @@ def checkpointing_preserved(model: torch.nn.Module) -> Iterator[None]:
     """Leave the checkpointing of a model as it is now, fastac's own or not."""
     enabled = enabled_on(model)
     disable(model)
-    flags = [(module, module.gradient_checkpointing, _function_of(module)) for module in switches(model)]
+    flags = [
+        (module, module.gradient_checkpointing, models.switch_function(module)) for module in models.switches(model)
+    ]
     try:
         yield
     finally:
         disable(model)
         for module, flag, function in flags:
-            set_switch(module, flag, function)
+            models.set_switch(module, flag, function)
         if enabled is not None:
             enabled.attach()
 
 
 def _refuse_other(wrapper: Any, where: str) -> None:
-    if _is_taken_over(wrapper):
-        return
-    function = wrapper.checkpoint_fn
-    keywords = function.keywords if isinstance(function, functools.partial) else {}
-    # the latter is patch_checkpoint's, while that is on
-    own = getattr(function, "func", None) not in (torch_checkpoint, torch.utils.checkpoint.checkpoint)
-    if own or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):
-        raise FastacError(
-            f"{where} is wrapped in a CheckpointWrapper that does not checkpoint as torch does by default "
-            f"({'another checkpoint_fn' if own else 'reentrant, with a context_fn or in debug mode'}), which fastac "
-            f"cannot take over. Wrap it without these options, or take the wrapper away."
-        )
+    if not _is_taken_over(wrapper):
+        wrappers.check_default(wrapper, where)
 
 
 def choose(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
@@ -560,12 +496,12 @@ def choose(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[
     if blocks is not None:
         return select(model, blocks, outer)
     found = without_wrappers(models.containers(model, models.row_of(model)))
-    if found and not is_by_forward(model, blocks):
+    if found and not models.is_by_forward(model, blocks):
         return found
     possible = models.possible_containers(model)
     if len(found) != 1 or len(possible) != 1:
         some = f"{len(possible)} module lists whose members may be its blocks" if found else "no list of attention"
-        raise FastacError(f"{class_name(model)} has {some}. {name_blocks(model, possible)}")
+        raise FastacError(f"{class_name(model)} has {some}. {models.name_blocks(model, possible)}")
     logger.info("%s: took the blocks in %r, its only module list of attention", class_name(model), found[0].name)
     return select(model, found[0].name, outer)
 
@@ -574,20 +510,19 @@ def _refuse_own(model: torch.nn.Module) -> None:
     """Raise FastacError where the model's own gradient checkpointing is on, or was before `enable`."""
     enabled = enabled_on(model)
     before = [flag for _, flag, _ in enabled.switches] if enabled is not None else []
-    if any([*before, *(one.gradient_checkpointing and not is_ours(_function_of(one)) for one in switches(model))]):
+    if any(
+        [
+            *before,
+            *(
+                one.gradient_checkpointing and not is_ours(models.switch_function(one))
+                for one in models.switches(model)
+            ),
+        ]
+    ):
         raise FastacError(
             f"gradient checkpointing of {class_name(model)} is on already, so its blocks would be checkpointed twice. "
             f"Switch it off first: {_off(model)}."
         )
-
-
-def name_blocks(model: torch.nn.Module, found: Iterable[BlockContainer]) -> str:
-    """The sentence that says how to name a model's blocks: those in what was found, else its module lists."""
-    names = [f'"{container.name}"' for container in found]
-    written = (f"[{', '.join(names)}]" if len(names) > 1 else names[0]) if names else '"..."'
-    return (
-        f"Name them, as in fastac.enable(model, blocks={written}).{'' if names else f' {models.module_lists(model)}'}"
-    )
 
 
 def _off(model: torch.nn.Module) -> str:

@@ -22,16 +22,18 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fastac import errors, hook, models, registry
 from fastac.backends.availability import ignored_backends
 from fastac.backends.plugins import prepare
-from fastac.checkpoint import checkpoint, state
+from fastac.checkpoint import checkpoint
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.eager_look import buffers_preserved
-from fastac.engine import comparison
+from fastac.engine import comparison, wrappers
 from fastac.engine.blocks import forget, known_record
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import generators_preserved
+from fastac.engine.kinds import state as kinds
 from fastac.engine.ranks import Group, OtherRankFailed
-from fastac.engine.tape import Call, Product, RegionResult, engine
+from fastac.engine.result import Call, Product, RegionResult
+from fastac.engine.tape import engine
 from fastac.engine.torch_private import tree_leaves, tree_map
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer
@@ -555,7 +557,7 @@ class _Subject:
 
     def _reference_step(self) -> Step:
         hook.disable(self.inner)
-        with hook.wrappers_idle(self.inner):
+        with wrappers.idle(self.inner):
             if self.blocks is not None and self.reference == "full":
                 hook.enable(self.inner, "full", blocks=self.blocks)
             elif self.reference == "full":
@@ -588,7 +590,7 @@ class _Subject:
         assert enabled is not None
         regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         hook.disable(self.inner)
-        with hook.wrappers_idle(self.inner):
+        with wrappers.idle(self.inner):
             self.inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
             _run_forward(self.model, self.args, self.kwargs)
         if not self.group.agree(len(regions)):
@@ -602,12 +604,12 @@ class _Subject:
         """One block, or a module that is taken as one."""
 
         def reference_step() -> Step:
-            function = _full_checkpoint if self.reference == "full" else hook.call_plainly
-            with hook.wrappers_idle(block):
+            function = _full_checkpoint if self.reference == "full" else wrappers.call_plainly
+            with wrappers.idle(block):
                 return run_step(block, function, (block, *args), kwargs)
 
         def policy_step() -> Step:
-            with hook.wrappers_idle(block):
+            with wrappers.idle(block):
                 return run_step(block, functools.partial(checkpoint, policy=policy), (block, *args), kwargs)
 
         return self._compare(reference_step, policy_step, policy)
@@ -746,12 +748,12 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     records = [(module, known_record(module)) for module in model.modules()]
     before = [(record, dataclasses.replace(record)) for _, record in records if record is not None]
-    kinds, state.kinds, state.of_one_block = state.kinds, weakref.WeakKeyDictionary(), True
+    results, kinds.results, kinds.of_one_block = kinds.results, weakref.WeakKeyDictionary(), True
     try:
         with generators_preserved(_devices(model)), buffers_preserved(model), hook.checkpointing_preserved(model):
             yield
     finally:
-        state.kinds, state.of_one_block = kinds, False
+        kinds.results, kinds.of_one_block = results, False
         for record, was in before:
             vars(record).update(vars(was))
         for module, found in records:

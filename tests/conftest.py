@@ -14,10 +14,10 @@ import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
 from fastac import registry
-from fastac.checkpoint import state as regions
 from fastac.compile import graphs
 from fastac.diagnosis import ran_again
 from fastac.engine import opaque, releases
+from fastac.engine.kinds import state as kinds
 from fastac.engine.tape import engine
 from tests import support
 
@@ -43,7 +43,7 @@ def _fresh() -> Iterator[None]:
 @contextmanager
 def as_in_a_fresh_process() -> Iterator[None]:
     """What one test made known does not change the next, and no test may leave anything open behind."""
-    regions.reset()
+    kinds.reset()
     before = sys.modules.get("diffusers.models.attention_dispatch")
     backend = before._AttentionBackendRegistry._active_backend if before is not None else None
     yield

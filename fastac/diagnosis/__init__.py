@@ -23,7 +23,8 @@ from fastac.diagnosis.eager_look import EagerLook, look
 from fastac.diagnosis.observer import Observer
 from fastac.engine import opaque, releases, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled
-from fastac.engine.tape import RegionResult, Tape, engine, thread
+from fastac.engine.result import RegionResult
+from fastac.engine.tape import Tape, engine, thread
 from fastac.errors import PolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.registry import AttentionOp, BoundOp

@@ -14,14 +14,11 @@ from typing import Any
 import torch
 
 from fastac.engine.collectives import Communication
-from fastac.engine.tape import RegionResult
+from fastac.engine.result import RegionResult
+from fastac.engine.wrappers import inside
 from fastac.errors import class_name
 
-MANY = 256
-"""Input signatures of a block's class that are remembered; with more than that, all are learned anew."""
-
 _RECORD = "_fastac_record"
-CHECKPOINT_WRAPPED, FSDP1_WRAPPED = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
 """The last is what hooks of diffusers before 0.40 put in the place of a forward, bound by a partial."""
 
@@ -60,26 +57,6 @@ class BlockRecord:
 
     def __reduce__(self) -> Any:
         return BlockRecord, (self.name,)
-
-
-def inside(module: Any) -> Any:
-    """What is inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); what is in none, itself."""
-    found = module
-    while True:  # asked for at every call of a block: no generator
-        children: Any = getattr(module, "_modules", ())
-        if CHECKPOINT_WRAPPED in children:
-            found = module = children[CHECKPOINT_WRAPPED]
-        elif FSDP1_WRAPPED in children:
-            module = children[FSDP1_WRAPPED]
-        else:
-            return found
-
-
-def plain_name(name: str) -> str:
-    """A qualified name as it is without activation wrappers."""
-    if CHECKPOINT_WRAPPED not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part not in (CHECKPOINT_WRAPPED, FSDP1_WRAPPED))
 
 
 def is_inside(name: str, block: str) -> bool:

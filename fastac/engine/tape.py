@@ -8,7 +8,6 @@ guard here was put in after a run with wrong gradients, a false alarm or a leak:
 from __future__ import annotations
 
 import collections
-import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 from fastac.engine import releases, sparse, torch_private
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import devices_of, generator_state, set_states
+from fastac.engine.result import Call, Product, RegionResult
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
@@ -106,45 +106,6 @@ def is_differentiable(args: Sequence[Any]) -> bool:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return True
     return False
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One attention call of a region. saved_bytes: memory its kept outputs hold, 0 when it is recomputed.
-
-    extra_bytes: how many of these hold what only an opaque kernel's backward needs.
-    """
-
-    op: str
-    keys: int
-    saved: bool
-    saved_bytes: int
-    extra_bytes: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """The output of one Linear module of a region that is saved. saved_bytes: memory that it holds."""
-
-    name: str
-    saved_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RegionResult:
-    """What the forward of one region did: its attention calls in order, and what was kept beside them.
-
-    made: the same calls as they are compared with later regions, by op and number of keys. choice_bytes: memory held
-    by the choices of sparse attention. compiled: it runs code that torch.compile made. writing: how many collectives
-    wrote a buffer of their caller's, as far as it was watched.
-    """
-
-    made: tuple[tuple[BoundOp, int], ...]
-    calls: tuple[Call, ...]
-    products: tuple[Product, ...] = ()
-    choice_bytes: int = 0
-    compiled: bool = False
-    writing: int = 0
 
 
 class Packed:

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
-from fastac.engine.blocks import inside, is_inside, plain_name
+from fastac.engine.blocks import is_inside
+from fastac.engine.wrappers import inside, plain_name
 from fastac.errors import FastacError, class_name
 from fastac.models.row import ModelRow
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 """What blocks stand in."""
+
+_FUNCTION = "_gradient_checkpointing_func"
+_ABSENT = "no function"  # a text: it is pickled with the model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +94,31 @@ def has_switch(module: torch.nn.Module) -> bool:
     """Whether a module has the flag by which gradient checkpointing is switched on."""
     name = "gradient_checkpointing"  # not hasattr(module, name): a PeftModel passes on what its inner model has
     return name in vars(module) or hasattr(type(module), name)
+
+
+def switches(model: torch.nn.Module) -> list[Any]:
+    """The modules of a model that have the flag of gradient checkpointing."""
+    return [module for module in model.modules() if has_switch(module)]
+
+
+def switch_function(module: torch.nn.Module) -> Any:
+    """The gradient checkpointing function that such a module calls."""
+    return vars(module).get(_FUNCTION, _ABSENT)
+
+
+def set_switch(module: Any, flag: Any, function: Any) -> None:
+    """Set the flag and the function of such a module."""
+    module.gradient_checkpointing = flag
+    if function != _ABSENT:
+        setattr(module, _FUNCTION, function)
+    else:
+        vars(module).pop(_FUNCTION, None)
+
+
+def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:
+    """Whether the forward of blocks is the host: of named ones, or where no gradient checkpointing takes a function."""
+    supported = getattr(model, "_supports_gradient_checkpointing", False)
+    return blocks is not None or not (supported and hasattr(model, "enable_gradient_checkpointing"))
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -196,3 +225,10 @@ def module_lists(model: torch.nn.Module) -> str:
     return (
         f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list: give modules."
     )
+
+
+def name_blocks(model: torch.nn.Module, found: Iterable[BlockContainer]) -> str:
+    """The sentence that says how to name a model's blocks: those in what was found, else its module lists."""
+    names = [f'"{container.name}"' for container in found]
+    written = (f"[{', '.join(names)}]" if len(names) > 1 else names[0]) if names else '"..."'
+    return f"Name them, as in fastac.enable(model, blocks={written}).{'' if names else f' {module_lists(model)}'}"

@@ -55,9 +55,9 @@ def subject(model: torch.nn.Module, inputs: Mapping[str, Any], blocks: Any = Non
     fake = _faked(models.unwrapped(model), known)
     hook.disable(fake)  # what is enabled on the model is not what is simulated
     containers = hook.choose(fake, blocks, fake)
-    for module in hook.switches(fake):
+    for module in models.switches(fake):
         module.gradient_checkpointing = False
-    return Subject(fake, {}, containers, hook.is_by_forward(fake, blocks), known).given(inputs)
+    return Subject(fake, {}, containers, models.is_by_forward(fake, blocks), known).given(inputs)
 
 
 def _faked(model: torch.nn.Module, known: KnownValues) -> torch.nn.Module:

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import noop_context_fn
 
 import fastac
 from fastac import FastacError
-from fastac.checkpoint import state as regions
 from fastac.cli.measuring import allocated_bytes
 from fastac.engine.blocks import record_of
+from fastac.engine.kinds import state as kinds
 from fastac.engine.tape import Entry
 from tests import support
 from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact
@@ -454,7 +454,7 @@ def held_bytes(block: torch.nn.Module, policy: Any, known: bool) -> tuple[int, i
     held = []
     for run in (forward, dropped):
         if not known:
-            regions.reset()
+            kinds.reset()
             record_of(block).key = None
         held.append(allocated(run))
     return held[0] - inputs["video"].nbytes, held[1]

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
 from fastac.backends.plugins import prepare
-from fastac.checkpoint import state as regions
+from fastac.engine.kinds import state as kinds
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.verify import executed_attention
 from tests import support
@@ -210,9 +210,9 @@ def test_every_block_is_watched() -> None:
 
 def test_what_verify_sees_is_forgotten() -> None:
     """It watches anew each time, and what regions outside of it know stays as it was."""
-    block, before = AttentionBlock(), regions.kinds
+    block, before = AttentionBlock(), kinds.results
     fastac.verify(block, **stack_inputs())
-    assert regions.kinds is before
+    assert kinds.results is before
     block.attend = support.attention_function(support.define_attention_op("verify_hidden_attention_later"))
     with pytest.raises(PolicyNotAppliedError, match="verify_hidden"):
         fastac.verify(block, **stack_inputs())

@@ -1,0 +1,86 @@
+"""The modules that torch puts around a block: CheckpointWrapper, OffloadWrapper, and FSDP1's own in between."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from fastac.errors import FastacError
+
+_CHECKPOINT, _FSDP1 = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
+
+
+def inside(module: Any) -> Any:
+    """What is inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); what is in none, itself."""
+    found = module
+    while True:  # asked for at every call of a block: no generator
+        children: Any = getattr(module, "_modules", ())
+        if _CHECKPOINT in children:
+            found = module = children[_CHECKPOINT]
+        elif _FSDP1 in children:
+            module = children[_FSDP1]
+        else:
+            return found
+
+
+def plain_name(name: str) -> str:
+    """A qualified name as it is without activation wrappers."""
+    if _CHECKPOINT not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part not in (_CHECKPOINT, _FSDP1))
+
+
+def is_wrapper(module: Any) -> bool:
+    """Whether a module is a CheckpointWrapper."""
+    loaded = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    return loaded is not None and isinstance(module, loaded.CheckpointWrapper)
+
+
+def wrappers_around(module: Any) -> Iterator[Any]:
+    """The CheckpointWrappers around a module's inner one, FSDP1's wrappers in between left out."""
+    while module is not None:
+        if is_wrapper(module):
+            yield module
+        children = getattr(module, "_modules", {})
+        module = children.get(_CHECKPOINT, children.get(_FSDP1))
+
+
+def call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What a CheckpointWrapper calls whose module checkpoints itself."""
+    return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def idle(model: torch.nn.Module) -> Iterator[None]:
+    """In which no CheckpointWrapper inside a model checkpoints."""
+    before: list[tuple[Any, Any]] = [(one, one.checkpoint_fn) for one in model.modules() if is_wrapper(one)]
+    try:
+        for wrapper, _ in before:
+            wrapper.checkpoint_fn = call_plainly
+        yield
+    finally:
+        for wrapper, function in before:
+            wrapper.checkpoint_fn = function
+
+
+def check_default(wrapper: Any, where: str) -> None:
+    """Raise FastacError for a CheckpointWrapper that does not checkpoint as torch does by default.
+
+    where: the block in it, for the message.
+    """
+    function = wrapper.checkpoint_fn
+    keywords = function.keywords if isinstance(function, functools.partial) else {}
+    # the latter is patch_checkpoint's, while that is on
+    own = getattr(function, "func", None) not in (torch_checkpoint, torch.utils.checkpoint.checkpoint)
+    if own or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):
+        raise FastacError(
+            f"{where} is wrapped in a CheckpointWrapper that does not checkpoint as torch does by default "
+            f"({'another checkpoint_fn' if own else 'reentrant, with a context_fn or in debug mode'}), which fastac "
+            f"cannot take over. Wrap it without these options, or take the wrapper away."
+        )
