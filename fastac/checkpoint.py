@@ -25,8 +25,8 @@ from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
 from fastac.engine import comparison, interception, kinds, linear, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled, module_of, modules_in, record_of, signature
+from fastac.engine.calls import RegionResult
 from fastac.engine.region import Region
-from fastac.engine.result import RegionResult
 from fastac.engine.tape import Hooks, Tape, engine
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy, resolve
@@ -72,18 +72,14 @@ def checkpoint(
     Example:
         >>> hidden = fastac.checkpoint(block, hidden, text, policy="attn_only")
     """
+    options: dict[str, Any] = {
+        "preserve_rng_state": preserve_rng_state,
+        "determinism_check": determinism_check,
+        "early_stop": early_stop,
+    }
     if function is None and not args and not kwargs:
-        return functools.partial(
-            _decorated,
-            policy=policy,
-            use_reentrant=use_reentrant,
-            preserve_rng_state=preserve_rng_state,
-            context_fn=context_fn,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
-            respect_saved_tensors_hooks=respect_saved_tensors_hooks,
-        )
+        options |= {"policy": policy, "use_reentrant": use_reentrant, "context_fn": context_fn, "debug": debug}
+        return functools.partial(_decorated, respect_saved_tensors_hooks=respect_saved_tensors_hooks, **options)
     if function is None:
         raise FastacError("checkpoint: inputs, or keywords that it does not know, were given without a function")
     if use_reentrant or context_fn is not noop_context_fn:
@@ -103,11 +99,6 @@ def checkpoint(
         return function(*args, **kwargs)
     if torch_private.in_export():
         return function(*args, **kwargs)  # what is exported recomputes nothing
-    options: dict[str, Any] = {
-        "preserve_rng_state": preserve_rng_state,
-        "determinism_check": determinism_check,
-        "early_stop": early_stop,
-    }
     if torch.compiler.is_dynamo_compiling():
         return tracing.run_in_dynamo(function, args, kwargs, policy, options)
     if torch_private.in_other_trace():

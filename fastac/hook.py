@@ -12,18 +12,17 @@ import dataclasses
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from fastac import models
+from fastac import diagnosis, models
 from fastac.backends.availability import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
 from fastac.checkpoint import check_determinism, checkpoint
 from fastac.engine import kinds, linear, wrappers
-from fastac.engine.blocks import describe, known_record, record_of
+from fastac.engine.blocks import describe, record_of
 from fastac.engine.tape import engine
 from fastac.engine.wrappers import inside, is_wrapper, wrappers_around
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
@@ -244,24 +243,13 @@ class Enabled:
         """Raise PolicyNotAppliedError where nothing was saved in any block."""
         if self.saved:
             return
-        records = [record for block in self.blocks.values() if (record := known_record(block)) is not None]
-        results = [record.latest for record in records if record.latest is not None]
-        communicated = any(record.communication is not None and record.communication.saved for record in records)
-        for container in grouped(self.blocks) if self.by_forward and results else ():
-            if not any(record_of(one).latest or self.policy_of(one).saves_nothing for one in container.blocks.values()):
-                _warn_once(class_name(self.model), f"none of the blocks in {container.name!r} was called")
-        ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
-        self.saved = communicated or any(one.products or any(call.saved for call in one.calls) for one in results)
-        if not ran and any(self.policy_of(block).saves(sys.maxsize) for block in self.blocks.values()):
-            self.saved = False  # attention was to be saved, and none was seen
-        if results and not self.saved and not any(one.compiled for one in results):
-            raise PolicyNotAppliedError(
-                f"{self.policy}: {'nothing' if ran else 'no attention'} is saved in any block of "
-                f"{class_name(self.model)}.\nAttention in its blocks: "
-                f"{ran or 'none seen (it is linear, written out in small ops, or a kernel without a row)'}.\n"
-                f"{'Use a smaller min_kv' if ran else 'Give its kernel a row: docs/adding_a_backend.md'}, or use "
-                f'policy="full" if that is meant.'
-            )
+        policies = {block: self.policy_of(block) for block in self.blocks.values()}
+        ran = {block for block in policies if record_of(block).latest}
+        for container in grouped(self.blocks) if self.by_forward and ran else ():
+            if not any(one in ran or policies[one].saves_nothing for one in container.blocks.values()):
+                remark = f"{class_name(self.model)}: none of the blocks in {container.name!r} was called"
+                kinds.warn_once(self.model, remark, remark)
+        self.saved = diagnosis.judge_model(self.model, str(self.policy), policies)
 
     def was_switched_off(self) -> bool:
         """Whether gradient checkpointing of the model, which was the host, is off now."""
@@ -372,7 +360,7 @@ def enable(
         kinds.forget(block)  # what was seen of its class may not be so of this one
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
-        _warn_once(class_name(model), remark)
+        kinds.warn_once(model, remark, f"{class_name(model)}: {remark}")
 
 
 def first_blocks(
@@ -440,11 +428,6 @@ def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
     if enabled is not None:
         return grouped(enabled.blocks)
     return without_wrappers(models.containers(model, models.row_of(model)))
-
-
-@functools.cache
-def _warn_once(model: str, remark: str) -> None:
-    logger.warning("%s: %s", model, remark)
 
 
 def is_ours(function: object) -> bool:

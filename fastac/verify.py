@@ -28,11 +28,11 @@ from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.eager_look import buffers_preserved
 from fastac.engine import comparison, wrappers
 from fastac.engine.blocks import forget, known_record
+from fastac.engine.calls import Call, Product, RegionResult
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import generators_preserved
 from fastac.engine.kinds import state as kinds
 from fastac.engine.ranks import Group, OtherRankFailed
-from fastac.engine.result import Call, Product, RegionResult
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import tree_leaves, tree_map
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name

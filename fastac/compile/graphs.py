@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fastac.compile import torch_private
 from fastac.compile.torch_private import compilations
 from fastac.engine import torch_private as engine_private
-from fastac.engine.result import Call
+from fastac.engine.calls import Call
 from fastac.engine.tape import engine
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy

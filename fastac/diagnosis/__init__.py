@@ -1,4 +1,4 @@
-"""What was not saved, in words: `judge` is asked once for the first region of a kind.
+"""What was not saved, in words: `judge` is asked for the first region of a kind, `judge_model` until something is.
 
 `observer` watched the region, `recognition` says what looks like attention, `autograd_graph` reads what the region
 left behind, `eager_look` runs compiled code once without its compiler.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,10 @@ from fastac.diagnosis.autograd_graph import (
 from fastac.diagnosis.eager_look import EagerLook, look
 from fastac.diagnosis.observer import Observer
 from fastac.engine import opaque, releases, torch_private
-from fastac.engine.blocks import block_of, describe, is_compiled
-from fastac.engine.result import RegionResult
+from fastac.engine.blocks import block_of, describe, is_compiled, known_record
+from fastac.engine.calls import RegionResult
 from fastac.engine.tape import Tape, engine, thread
-from fastac.errors import PolicyNotAppliedError
+from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import AttentionOp, BoundOp
 
@@ -73,6 +74,34 @@ def judge(
         raise not_applied(function, policy, list(dict.fromkeys(problems)), len(tape.made))
     _warn_of_cut_off(function, nodes)
     return tape.result(compiled, observer.writing if observer is not None else 0)
+
+
+def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
+    """Whether something was saved in a model whose forward has ended, and so is from now on.
+
+    Args:
+        policy: for messages.
+        blocks: with the policy of each.
+
+    Raises:
+        PolicyNotAppliedError: regions ran, and nothing was saved in any.
+    """
+    records = [record for record in map(known_record, blocks) if record is not None]
+    results = [record.latest for record in records if record.latest is not None]
+    ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
+    saved = any(record.communication is not None and record.communication.saved for record in records)
+    saved = saved or any(one.products or any(call.saved for call in one.calls) for one in results)
+    if not ran and any(one.saves(sys.maxsize) for one in blocks.values()):
+        saved = False  # attention was to be saved, and none was seen
+    if results and not saved and not any(one.compiled for one in results):
+        raise PolicyNotAppliedError(
+            f"{policy}: {'nothing' if ran else 'no attention'} is saved in any block of {class_name(model)}.\n"
+            f"Attention in its blocks: "
+            f"{ran or 'none seen (it is linear, written out in small ops, or a kernel without a row)'}.\n"
+            f"{'Use a smaller min_kv' if ran else 'Give its kernel a row: docs/adding_a_backend.md'}, or use "
+            f'policy="full" if that is meant.'
+        )
+    return saved
 
 
 def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fastac.engine.calls import RegionResult
 from fastac.engine.collectives import Communication
-from fastac.engine.result import RegionResult
 from fastac.engine.wrappers import inside
 from fastac.errors import class_name
 

@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from fastac.engine.blocks import BlockRecord, block_of, kind_of
-from fastac.engine.result import RegionResult
+from fastac.engine.calls import RegionResult
 
 logger = logging.getLogger("fastac")
 

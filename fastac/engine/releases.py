@@ -47,3 +47,8 @@ def need(feature: str, instead: str) -> None:
         raise FastacError(
             f"{feature} needs torch {FIRST_TORCH[feature]} or newer; this is torch {torch.__version__}. {instead}"
         )
+
+
+WHOLE_PRODUCT = "" if is_at_least("2.15") else "aten.addmm.default"
+"""The op whose output is that of the Linear module. To that of others it adds its bias in place, and hands it out under
+another version counter (aten::_unsafe_view), by which no change of it is noticed. Since 2.15 it does so with all."""

@@ -17,17 +17,13 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from fastac.engine import releases, sparse, torch_private
+from fastac.engine.calls import Call, Product, RegionResult, described, inputs_of, readable
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import devices_of, generator_state, set_states
-from fastac.engine.result import Call, Product, RegionResult
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.registry import BoundOp
-
-WHOLE_PRODUCT = "" if releases.is_at_least("2.15") else "aten.addmm.default"
-"""The op whose output is that of the Linear module. To that of others it adds its bias in place, and hands it out under
-another version counter (aten::_unsafe_view), by which no change of it is noticed. Since 2.15 it does so with all."""
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs a tensor that is saved, and unpacks it: torch.autograd.graph.saved_tensors_hooks."""
@@ -340,7 +336,7 @@ class Tape(Scope):
         # autograd guards the output of a differentiable call: an in-place change is noticed. Elsewhere nobody does:
         # inside an autograd.Function (compiled code, custom ops) buffers are reused, and where no input requires
         # grad the user may write into the output. Keep a copy there.
-        guarded = is_differentiable(args) and (not product or op.name == WHOLE_PRODUCT)
+        guarded = is_differentiable(args) and (not product or op.name == releases.WHOLE_PRODUCT)
         entry.keep(outputs, guarded, not guarded, self.hooks)
         if product:
             self.products.append(product)
@@ -429,7 +425,7 @@ class Replay(Scope):
         # A recompute ends early by an exception; one that came to its end must have made the same calls.
         if exception[0] is None and self.position != len(self.tape.entries):
             missing = self.tape.entries[self.position]
-            raise _another_path(f"ended before {_readable(missing.op, missing.inputs, missing.product)}", "made it")
+            raise _another_path(f"ended before {readable(missing.op, missing.inputs, missing.product)}", "made it")
 
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         if op.kind in ("decomposition", "wait"):
@@ -460,7 +456,7 @@ class Replay(Scope):
         if self.position >= len(self.tape.entries):
             if not self.tape.complete:
                 return Entry(op, 0, inputs)
-            raise _another_path(f"called {_readable(op, inputs, product)}", "had ended")
+            raise _another_path(f"called {readable(op, inputs, product)}", "had ended")
         entry = self.tape.entries[self.position]
         # By name: torch may hand out another object for the same op once an older definition of it is collected.
         if (
@@ -469,9 +465,9 @@ class Replay(Scope):
             or (entry.op is not op and entry.op.qualified_name != op.qualified_name)
         ):
             calls = (op, inputs, product), (entry.op, entry.inputs, entry.product)
-            here, forward = (_readable(*call) for call in calls)
+            here, forward = (readable(*call) for call in calls)
             if here == forward:
-                here, forward = (_readable(*call, strides=True) for call in calls)
+                here, forward = (readable(*call, strides=True) for call in calls)
             raise _another_path(f"called {here}", f"called {forward}")
         self.position += 1
         return entry
@@ -487,24 +483,3 @@ def _another_path(recompute: str, forward: str) -> RecomputeError:
         f"otherwise, or the attention backend changed in between, or a cache (use_cache=True) was filled. Make it "
         f"depend on its arguments alone."
     )
-
-
-def described(args: Sequence[Any]) -> list[Any]:
-    """What of a call's query, key and value must be alike in forward and recompute: for every call, so kept cheap."""
-    return [(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)]
-
-
-def inputs_of(args: Sequence[Any]) -> list[Any]:
-    """What of a collective's arguments must be alike in forward and recompute: tensors, splits, operation, group."""
-    first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    return [one for i in range(0, len(first), 3) for one in described(first[i : i + 3])] + list(args[1:])
-
-
-def _readable(op: BoundOp, inputs: Sequence[Any], product: str, strides: bool = False) -> str:
-    parts = [
-        f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')}" + f" with strides {one[1]}" * strides
-        if isinstance(one, tuple) and one and isinstance(one[0], torch.Size)
-        else str(one)
-        for one in inputs
-    ]
-    return f"{op.name}({', '.join(parts)})" + f" of the Linear module {product!r}" * bool(product)

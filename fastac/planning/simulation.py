@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fastac.engine import flops, torch_private
 from fastac.engine.blocks import block_of
 from fastac.engine.interception import LINEAR_OPS
-from fastac.engine.tape import WHOLE_PRODUCT, is_differentiable
+from fastac.engine.releases import WHOLE_PRODUCT
+from fastac.engine.tape import is_differentiable
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.planning.known_values import KnownValues

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fastac.engine.tape import WHOLE_PRODUCT
+from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.planning.forecast import Forecast, block_of
 from fastac.planning.knapsack import Choice
 from fastac.planning.simulation import GENERATOR_STATE
