@@ -1,0 +1,39 @@
+"""Fingerprints of single tensors: what they cost and what they tell apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastac.cli.measuring import allocated_bytes
+from fastac.engine.comparison import fingerprint, relative_difference
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    first, second = fingerprint(one), fingerprint(other)
+    assert first is not None
+    assert second is not None
+    return relative_difference(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
+def test_makes_no_copy(dtype: torch.dtype) -> None:
+    """The step whose values are compared has the peak of any other: nothing of a tensor's size is allocated."""
+    tensor = torch.ones(4, 1024, 512, dtype=dtype)
+    assert allocated_bytes(lambda: fingerprint(tensor)).peak < 2**20 < tensor.nbytes
+
+
+def test_whole_numbers_are_added_up_exactly() -> None:
+    one = torch.full((3, 5000), 2**31)
+    other = one.clone()
+    other[1, 17] += 1
+    assert difference(one, one.clone()) == 0
+    assert difference(one, other) == float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_change_places_are_seen(dtype: torch.dtype) -> None:
+    tensor = torch.randn(2, 600, 300, generator=torch.Generator().manual_seed(0)).to(dtype)  # in several parts
+    assert difference(tensor, tensor.clone()) == 0
+    assert difference(tensor, tensor.flip(1)) > 0.05
+    assert difference(tensor, tensor.flip(2)) > 0.05
