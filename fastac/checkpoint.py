@@ -56,7 +56,7 @@ def checkpoint(
         preserve_rng_state, early_stop: as in torch's function.
         determinism_check: "default" compares recompute with the forward: shapes, dtypes and versions of weights in
             every step, values in the first region of a kind and in the steps 0, 1, 2, 4, 8, ... of a block, unless
-            preserve_rng_state=False. "none" does not.
+            preserve_rng_state=False. "none" counts the tensors that are saved, and compares nothing else.
         respect_saved_tensors_hooks: True hands what is saved to the saved_tensors_hooks around the call, such as
             torch.autograd.graph.save_on_cpu, as torch 2.14 does under selective checkpointing.
         use_reentrant, context_fn: refused, unless as by default. debug: torch's debug mode, for policy "full" alone.
@@ -84,8 +84,8 @@ def checkpoint(
         raise FastacError("checkpoint: inputs, or keywords that it does not know, were given without a function")
     if use_reentrant or context_fn is not noop_context_fn:
         raise FastacError(
-            f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): fastac passes a context_fn of "
-            f"its own, which does the saving, and reentrant checkpointing has no place for one. Pass "
+            f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): a reentrant checkpoint has no "
+            f"gradients in its forward and can save nothing, and a context_fn would save in the place of fastac. Pass "
             f"use_reentrant=False and no context_fn; what is saved is said by policy=..."
         )
     check_determinism("checkpoint", determinism_check)
@@ -93,8 +93,8 @@ def checkpoint(
     if not policy.checkpoints:
         if not torch.compiler.is_compiling() and engine.thread.scope is None and torch_private.innermost_checkpoint():
             raise PolicyNotAppliedError(
-                f"none: {describe(function)} is not to be checkpointed, and runs in a checkpoint that is not fastac's. "
-                f"Switch the model's own checkpointing off."
+                f"none: {describe(function)} is not to be checkpointed, and runs in a checkpoint that saves nothing, "
+                f"torch's or one of policy 'full'. Switch the model's own checkpointing off."
             )
         return function(*args, **kwargs)
     if torch_private.in_export():
@@ -175,7 +175,7 @@ class _Call:
         if interception.loaded_modules() != engine.modules:
             prepare()
         function, policy, record = self.function, self.policy, self.record
-        held = modules_in(function) if self.block is None else None
+        held = tuple(map(type, modules_in(function))) if self.block is None else None
         self.key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, held)
         if self.block is not None and record.key == self.key:  # cheaper than hashing the key
             return record.latest

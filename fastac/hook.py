@@ -319,7 +319,8 @@ def enable(
         blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
             module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. Left
             out, it is the module list whose members hold attention, where there is one.
-        determinism_check: "default" compares recompute with the forward, as `checkpoint` does; "none" does not.
+        determinism_check: "default" compares recompute with the forward, as `checkpoint` does; "none" does not
+            (but counts the tensors that are saved).
 
     Raises:
         UnsupportedBackendError: the attention backend of a module cannot be honoured. The model is left as it was.

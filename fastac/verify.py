@@ -357,6 +357,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
                 raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
             with executed_attention() as (backward, _):
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
+        comparison.check_pending()
     finally:
         engine.collectors[:] = [one for one in engine.collectors if one is not regions]
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
@@ -519,6 +520,7 @@ class _Subject:
     blocks: Any
     reference: str
     per_block: bool
+    determinism_check: str = "default"
 
     def verify(self) -> Verification:
         """Take its steps and compare them. Raises as the function of that name."""
@@ -538,6 +540,8 @@ class _Subject:
             self.blocks = list(enabled.blocks.values())
         if self.policy is None:
             self.policy = "attn_only" if enabled is None else enabled.policy_as_given()
+        if enabled is not None:
+            self.determinism_check = enabled.determinism_check
         with _as_found(self.inner):
             if self.blocks is None and not hasattr(self.inner, "enable_gradient_checkpointing"):
                 result = self.verify_block(self.model, self.args, self.kwargs, resolve(self.policy))
@@ -550,16 +554,19 @@ class _Subject:
 
     def verify_model(self) -> Verification:
         """Steps of the whole model."""
-        hook.enable(self.inner, self.policy, blocks=self.blocks)
+        self._enable(self.policy)
         enabled = hook.enabled_on(self.inner)
         assert enabled is not None
         return self._compare(self._reference_step, self._policy_step, enabled.policy, self._eager_reference_step)
+
+    def _enable(self, policy: Any) -> None:
+        hook.enable(self.inner, policy, blocks=self.blocks, determinism_check=self.determinism_check)
 
     def _reference_step(self) -> Step:
         hook.disable(self.inner)
         with wrappers.idle(self.inner):
             if self.blocks is not None and self.reference == "full":
-                hook.enable(self.inner, "full", blocks=self.blocks)
+                self._enable("full")
             elif self.reference == "full":
                 self.inner.enable_gradient_checkpointing(_full_checkpoint)
             elif self.blocks is None:
@@ -574,7 +581,7 @@ class _Subject:
 
     def _policy_step(self) -> Step:
         if hook.enabled_on(self.inner) is None:  # once: a model that is compiled would be compiled again
-            hook.enable(self.inner, self.policy, blocks=self.blocks)
+            self._enable(self.policy)
         found = run_step(self.model, self.model, self.args, self.kwargs)
         if found.calls or not found.graphs:
             return found
@@ -610,7 +617,8 @@ class _Subject:
 
         def policy_step() -> Step:
             with wrappers.idle(block):
-                return run_step(block, functools.partial(checkpoint, policy=policy), (block, *args), kwargs)
+                function = functools.partial(checkpoint, policy=policy, determinism_check=self.determinism_check)
+                return run_step(block, function, (block, *args), kwargs)
 
         return self._compare(reference_step, policy_step, policy)
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastac import hook
+from fastac.engine.blocks import record_of
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import tree_map
 from fastac.errors import FastacError
@@ -300,12 +301,18 @@ class Switch:
         return self._budget
 
     def to(self, name: str) -> None:
-        """Switch a way on and let it run a step: what is built once is built, and memory is cached for its sizes."""
+        """Switch a way on and let it run a step: what is built once is built, and memory is cached for its sizes.
+
+        The steps that follow are like most: in none of them is recompute compared with the forward by value.
+        """
         self.off()
         gc.collect()  # what a step that ran out of memory left
         VARIANTS[name](self)
         self.workload.step()
         self.workload.release()
+        enabled = hook.enabled_on(self.workload.model)
+        for block in enabled.blocks.values() if enabled is not None else ():
+            record_of(block).step = 2**20 + 1
 
     def off(self) -> None:
         """Leave the model without checkpointing and gradients."""

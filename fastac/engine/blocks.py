@@ -30,7 +30,7 @@ class BlockRecord:
     name: qualified, with its model's class, where `enable` saw it. key, latest: of its latest region. communication:
     of that region's collectives, None where it had none. looked: when the autograd graph of a region was last searched
     for compiled code, as compilations count. step: how many of its steps have ended; recomputed: a backward came
-    through, so that the next region begins another. writes: ids of the parameters that the block writes itself, once a
+    through, so that the next region begins another. writes: whether it writes weights or buffers of its own, once a
     recompute has shown it.
     """
 
@@ -41,7 +41,7 @@ class BlockRecord:
     looked: int = -1
     step: int = 0
     recomputed: bool = False
-    writes: frozenset[int] | None = None
+    writes: bool | None = None
 
     def begin_region(self) -> bool:
         """Whether the region that begins has its values compared: those of steps 0, 1, 2, 4, 8 and so on, all of them.
@@ -115,8 +115,8 @@ def kind_of(function: Any) -> Any:
         function = inner
 
 
-def modules_in(function: Any) -> tuple[type, ...]:
-    """Classes of the modules that a function holds, in its closure or as what a partial passes to it."""
+def modules_in(function: Any) -> list[torch.nn.Module]:
+    """The modules that a function holds, in its closure or as what a partial passes to it."""
     held: list[Any] = []
     while function is not None:
         if isinstance(function, functools.partial):
@@ -127,7 +127,7 @@ def modules_in(function: Any) -> tuple[type, ...]:
                 held.append(cell.cell_contents)
         function = getattr(function, "__wrapped__", None)
     owners = [one.__self__ if isinstance(one, types.MethodType) else one for one in held]
-    return tuple([type(inside(one)) for one in owners if isinstance(one, torch.nn.Module)])
+    return [inside(one) for one in owners if isinstance(one, torch.nn.Module)]
 
 
 def describe(function: Any) -> str:

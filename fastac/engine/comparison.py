@@ -13,18 +13,19 @@ raises in the backward that recomputes; on an accelerator nothing waits for it: 
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import BlockRecord, describe, module_of
+from fastac.engine.blocks import BlockRecord, describe, module_of, modules_in
 from fastac.engine.tape import RecomputeError, engine
 from fastac.errors import class_name
 
@@ -37,18 +38,19 @@ metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dty
 def changed(function: Any, forward: Metadata, tensor: torch.Tensor, writes: Writes) -> RecomputeError | None:
     """The error for a tensor whose metadata is not that of the forward; None for one that was only written again.
 
-    What a recompute makes anew may well be written more or less often. A Parameter may not, but by the block itself.
+    What a recompute makes anew may well be written more or less often. Weights and buffers may not, but by the block
+    itself.
     """
     again = metadata(tensor)
     if forward[:-1] != again[:-1]:
         what = f"saves {_readable(again)} where the forward saved {_readable(forward)}"
     else:
-        written = tensor if tensor._base is None else tensor._base  # a Linear module saves a view of its weight
-        if not isinstance(written, torch.nn.Parameter) or writes.include(written):
+        # A Linear module saves a view of its weight. A view of a buffer may be of a part that nobody wrote: of a cache.
+        written = tensor._base if isinstance(tensor._base, torch.nn.Parameter) else tensor
+        names = {one: name for module in owners_of(function) for name, one in _state_of(module)}
+        if not (isinstance(written, torch.nn.Parameter) or written in names) or writes.include(written):
             return None
-        module = module_of(function)
-        names = () if module is None else module.named_parameters()
-        name = next((name for name, one in names if one is written), f"a parameter {tuple(written.shape)}")
+        name = names.get(written, f"a parameter {tuple(written.shape)}")
         what = f"uses {name} otherwise than the forward did: it was written between forward and backward, or another "
         what += "adapter is active"
     return RecomputeError(
@@ -58,26 +60,34 @@ def changed(function: Any, forward: Metadata, tensor: torch.Tensor, writes: Writ
 
 
 class Writes:
-    """Which of its parameters a block writes itself, in a recompute of it: made when that begins.
+    """What a block writes itself of its weights and buffers, in a recompute of it: made when that begins.
 
-    The first one finds out, and leaves it on the block's record.
+    The first one finds out whether it writes any, and leaves it on the block's record.
     """
 
     def __init__(self, function: Any, record: BlockRecord) -> None:
         self.record = record
-        module = module_of(function) if record.writes is None else None
-        self._versions = {} if module is None else {one: one._version for one in module.parameters()}
+        modules = [] if record.writes is False else owners_of(function)
+        self._versions = {one: one._version for module in modules for _, one in _state_of(module)}
 
-    def include(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the block writes a parameter."""
-        if self.record.writes is None:
-            return self._versions.get(parameter, parameter._version) != parameter._version
-        return id(parameter) in self.record.writes
+    def include(self, tensor: torch.Tensor) -> bool:
+        """Whether the block has written a tensor."""
+        return self._versions.get(tensor, tensor._version) != tensor._version
 
     def end(self) -> None:
         """The recompute has ended."""
         if self.record.writes is None:
-            self.record.writes = frozenset(id(one) for one in self._versions if self.include(one))
+            self.record.writes = any(map(self.include, self._versions))
+
+
+def owners_of(function: Any) -> list[torch.nn.Module]:
+    """The module that a function is, or is a method of; else those that it holds."""
+    module = module_of(function)
+    return modules_in(function) if module is None else [module]
+
+
+def _state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 def _readable(one: Metadata) -> str:
@@ -173,10 +183,9 @@ def tolerance(dtype: torch.dtype) -> float:
 def relative_difference(forward: Fingerprint, again: Fingerprint) -> float:
     """How far apart two fingerprints are, relative to the norm: 0 where they are equal, infinite for whole numbers."""
     largest, scale = 0.0, max(float(forward.norm), float(again.norm))
-    pairs = zip((*forward.sums, forward.norm), (*again.sums, again.norm), strict=True)
-    for one, other in ((float(one), float(other)) for one, other in pairs):
+    for one, other in zip((*forward.sums, forward.norm), (*again.sums, again.norm), strict=True):
         if one != other and not (math.isnan(one) and math.isnan(other)):
-            apart = abs(one - other) / scale if scale else math.inf
+            apart = float(abs(one - other)) / scale if scale else math.inf
             largest = max(largest, math.inf if math.isnan(apart) else apart)
     return largest
 
@@ -250,8 +259,8 @@ def place(module: torch.nn.Module | None, tensor: torch.Tensor, ends: types.Code
     """What has computed a tensor that autograd is about to save, and which module inside `module` saves it.
 
     ends: code of the frame that the search for a module ends with. Reading the local variables of frames beyond it
-    would keep them alive. None for running statistics: batch norm writes them, and in training does not use them in
-    backward.
+    would keep them alive. None for running statistics, or a copy of them: norms of batches and instances write them,
+    and in training do not use them in backward.
     """
     names = {} if module is None else {inner: name for name, inner in module.named_modules()}
     op = "" if tensor.grad_fn is None else re.sub(r"Backward\d*$", "", tensor.grad_fn.name())
@@ -260,7 +269,7 @@ def place(module: torch.nn.Module | None, tensor: torch.Tensor, ends: types.Code
     while frame is not None and frame.f_code is not ends:
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
-            if any(tensor is getattr(owner, name, None) for name in ("running_mean", "running_var")):
+            if getattr(owner, "running_mean", None) is not None and tensor.dim() == 1 and not tensor.requires_grad:
                 return None
             if module is None or owner in names:
                 return f"{result} in {names.get(owner) or class_name(owner)}"

@@ -111,30 +111,31 @@ class Region:
     def _recompute(self, backward: Any) -> dict[Slot, torch.Tensor]:
         """Run the function again for a backward. Returns what goes into the slots."""
         recompute = _Recompute(self)
+        tensors = recompute.tensors
         args = torch_private.unpack(self.args)
         before = [(device, generator_state(device)) for device, _ in self.generators]
         set_states(self.generators)
         try:
             with (
+                contextlib.suppress(_Stop),
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                 torch.enable_grad(),
                 self._as_in_forward(),
                 _NOTHING if self.tape is None else Replay(self.tape),
             ):
                 self.function(*args, **self.kwargs)
-        except _Stop:
-            pass
+            self.record.recomputed = True
+            recompute.writes.end()
+            if self.complete or not recompute.surplus:  # else a gradient taken inside the forward: it ran beyond that
+                recompute.check()
         finally:
             set_states(before)
-        self.record.recomputed = True
-        recompute.writes.end()
-        if self.complete or not recompute.surplus:  # else a gradient taken inside the forward: it ran beyond that
-            recompute.check()
+            vars(recompute).clear()  # the graph that it made has its hook; a block that keeps a part of that is freed
         if backward != -1:  # else somebody reads one saved tensor of the graph
-            self.recomputed[backward] = recompute.tensors
+            self.recomputed[backward] = tensors
             if isinstance(backward, int):
                 torch_private.at_end_of_backward(functools.partial(_forget, weakref.ref(self), backward))
-        return recompute.tensors
+        return tensors
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         """Autocast and the default device as the forward had them."""

@@ -51,7 +51,7 @@ class Engine:
     listeners: called with attention that runs where no region is open: in another thread, in a compiled backward.
     traced: regions stand in a graph that dynamo made, where none of them is seen to open.
     installed: intercepted ops by qualified name, with what stands in the dispatcher for them.
-    pending: what recomputes on an accelerator are still to be compared by (`fastac.engine.comparison`).
+    pending: fingerprints of recomputes on an accelerator that nobody has read so far (`fastac.engine.comparison`).
     modules: what was loaded when libraries were last looked for. opaque: calls of `fastac.engine.opaque` that are on
     their way through the dispatcher, by their handle, which is the last argument of the op.
     """

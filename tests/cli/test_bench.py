@@ -16,6 +16,7 @@ import fastac
 from fastac import cli
 from fastac.cli import measuring
 from fastac.cli.measuring import VARIANTS, Measurements, Switch, Workload, bench
+from fastac.engine import region
 from fastac.errors import FastacError
 from fastac.models import published as configurations
 from tests import support
@@ -75,6 +76,20 @@ def test_held_bytes(measured: Measurements) -> None:
     assert saved.held_bytes - full.held_bytes == measured.budget == 52 * 2**10, "what fastac.report says is saved"
     assert 0 < rows["planned"].held_bytes - full.held_bytes <= measured.budget
     assert none.peak_bytes > saved.peak_bytes > full.peak_bytes > saved.held_bytes
+
+
+@pytest.mark.parametrize("name", ["attn_only", "planned"])
+def test_timed_steps_are_like_most(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which no values are compared."""
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(region, "fingerprint", seen.append)
+    switch = Switch(tiny_wan())
+    switch.to(name)
+    assert seen
+    seen.clear()
+    for _ in range(3):
+        switch.workload.step()
+    assert not seen
 
 
 def test_outputs_and_gradients_are_compared(measured: Measurements) -> None:

@@ -27,8 +27,10 @@ def test_whole_numbers_are_added_up_exactly() -> None:
     one = torch.full((3, 5000), 2**31)
     other = one.clone()
     other[1, 17] += 1
-    assert difference(one, one.clone()) == 0
-    assert difference(one, other) == float("inf")
+    large = torch.tensor([2**60, 5, 7])
+    for first, second in ((one, other), (large, large + torch.tensor([0, 1, 0]))):
+        assert difference(first, first.clone()) == 0
+        assert difference(first, second) == float("inf")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,3 +39,12 @@ def test_tokens_that_change_places_are_seen(dtype: torch.dtype) -> None:
     assert difference(tensor, tensor.clone()) == 0
     assert difference(tensor, tensor.flip(1)) > 0.05
     assert difference(tensor, tensor.flip(2)) > 0.05
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(0, 3, dtype=torch.bfloat16), torch.ones(5, device="meta"), torch.ones(4, 4).to_sparse()],
+    ids=["empty", "meta", "sparse"],
+)
+def test_without_values_there_is_none(tensor: torch.Tensor) -> None:
+    assert fingerprint(tensor) is None

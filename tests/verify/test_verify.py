@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 import warnings
 from collections import Counter
@@ -65,6 +66,35 @@ def test_each_policy(policy: Any, backward: int, saved: int, recomputed: int, pe
         assert (result.saved, result.recomputed) == (saved, recomputed)
         assert result.policy == ("mixed (attn_only, full)" if isinstance(policy, dict) else str(policy))
     assert fastac.verify(model, policy="attn_only", **stack_inputs()).policy_executions == (4, 0)
+
+
+class Workspace(torch.autograd.Function):
+    """Saves what its kernel left in a workspace, which is something else at every call and which nobody needs."""
+
+    calls = itertools.count(1)
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.full((8,), float(next(Workspace.calls))))
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        assert len(ctx.saved_tensors) == 1
+        return grad
+
+
+@pytest.mark.parametrize("options", [{}, {"per_block": True}, {"reference": "full"}], ids=str)
+def test_without_the_comparison_by_value(options: dict[str, Any]) -> None:
+    """As the model is enabled."""
+    model = diffuser()
+    for block in model.blocks:
+        block.ffn.register_forward_hook(lambda module, args, output: Workspace.apply(output))
+    fastac.enable(model, determinism_check="none")
+    assert fastac.verify(model, **stack_inputs(), **options).different == ()
+    fastac.enable(model)
+    with pytest.raises(FastacError, match="does not compute what the forward did"):
+        fastac.verify(model, **stack_inputs(), **options)
 
 
 def test_a_module_without_the_hook_is_one_block() -> None:

@@ -225,6 +225,20 @@ def test_a_change_is_an_error(situation: Situation, kind: type[Trained], policy:
 
 
 @of_policies
+def test_a_buffer_that_is_written_is_an_error(policy: str) -> None:
+    """In a step whose values are not compared, where autograd saves it as it is."""
+    trained = Plain(policy)
+    trained.model.register_buffer("scale", torch.ones(WIDTH))
+    trained.model.ffn.register_forward_pre_hook(lambda module, args: args[0] * trained.model.scale)
+    train(trained, lambda trained, changed: trained.loss(), 3)
+    loss = trained.loss()
+    trained.model.scale.mul_(2)
+    message = error_of(loss)
+    assert "scale" in message, message
+    assert "written between forward and backward" in message
+
+
+@of_policies
 @of_models
 @of_situations
 def test_without_the_check_it_trains(situation: Situation, kind: type[Trained], policy: str) -> None:

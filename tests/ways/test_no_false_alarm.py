@@ -1,7 +1,8 @@
 """What is no change before backward raises nothing, in steps whose values are compared and in those between.
 
 Gradients are those without checkpointing, bit for bit; where the block itself computes with noise, but for the noise.
-In each case a real change is shown to be an error.
+In each case a real change is shown to be an error. Offloaded weights raise nothing in test_block_swap.py and
+test_memory.py, FSDP2 in mixed precision in distributed/test_data_parallel.py: values are compared there as well.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class Block(AttentionBlock):
         if self.calls in self.failing_calls:
             raise torch.OutOfMemoryError("of the test")
         return super().forward(self.operation(video * self.multiplier), text)
+
+    def other(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self(**inputs)
 
 
 # Ways of a step
@@ -238,6 +242,7 @@ OPERATIONS: dict[str, tuple[Callable[[], Operation], torch.dtype]] = {
     "dropout": (lambda: torch.nn.Dropout(0.3), torch.float32),
     "dropout in float64": (lambda: torch.nn.Dropout(0.3), DOUBLE),
     "batch norm": (lambda: torch.nn.BatchNorm1d(VIDEO_TOKENS), torch.float32),
+    "instance norm": (lambda: torch.nn.InstanceNorm1d(VIDEO_TOKENS, track_running_stats=True), torch.float32),
     "int8": (lambda: Dequantized(torch.int8), torch.float32),
     "uint8": (lambda: Dequantized(torch.uint8), BF16),
     "hooks in place": (hooked, torch.float32),
@@ -336,6 +341,33 @@ def test_everything_is_nan(policy: str) -> None:
     """Training that diverged is not reported as a change."""
     found = train(lambda: lambda hidden: hidden / 0 - math.inf, policy)
     assert found["step 4: gradient of ffn.0.weight"].isnan().all()
+
+
+CALLS: dict[str, Callable[[Block], Call]] = {
+    "function": lambda block: lambda **inputs: block(**inputs),
+    "method": lambda block: block.other,
+}
+
+
+@of_policies
+@pytest.mark.parametrize("called", CALLS)
+def test_weight_in_place_of_several_layers(called: str, policy: str) -> None:
+    """What runs them is code that they share, as in trainers that checkpoint by themselves."""
+
+    def trained(policy: str) -> Tensors:
+        blocks, found = [made(Clamped, torch.float32, seed)[0] for seed in range(2)], {}
+        for number in range(STEPS):
+            inputs = support.stack_inputs(number)
+            for block in blocks:
+                block.zero_grad()
+                inputs["video"] = run_checkpointed(CALLS[called](block), policy=policy, **inputs)
+            loss_of(inputs["video"]).backward()
+            for index, block in enumerate(blocks):
+                gradients = support.gradients(support.leaves_of(block, {}))
+                found |= {f"step {number}: {index}.{name}": one for name, one in gradients.items()}
+        return found
+
+    support.assert_same(trained(policy), trained("none"))
 
 
 class CachedBlock(AttentionBlock):
