@@ -48,3 +48,9 @@ def test_tokens_that_change_places_are_seen(dtype: torch.dtype) -> None:
 )
 def test_without_values_there_is_none(tensor: torch.Tensor) -> None:
     assert fingerprint(tensor) is None
+
+
+def test_a_conjugate_is_its_values() -> None:
+    tensor = torch.randn(30, 20, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    assert difference(tensor.conj(), tensor.conj_physical()) == 0
+    assert difference(tensor.conj(), tensor) > 0.01
