@@ -85,6 +85,10 @@ def _events(profiled: profile) -> list[Any]:
     return list(results.events())
 
 
+COPIES = ("clone", "to", "sum", "arange", "cat", "stack", "linalg_vector_norm", "new_zeros")
+"""What copies or adds up tensors: not what computes attention."""
+
+
 def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) -> int:
     """Executions of a kernel. A call whose output is replayed is an event, too, and may copy what was kept.
 
@@ -93,7 +97,7 @@ def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) ->
     events = _events(profiled)
     names = (attention,) if isinstance(attention, str) else attention
     calls = [event for event in events if event.name() in names]
-    copies = [event for event in events if event.name() in ("aten::clone", "aten::sum", "aten::to", "aten::arange")]
+    copies = [event for event in events if event.name().removeprefix("aten::") in COPIES]
     allocations = [event for event in events if event.name().startswith("aten::empty")]
     allocations = [one for one in allocations if not any(_inside(one, copy) for copy in copies)]
     # Where one call is inside another, the inner one allocates for both.
