@@ -29,7 +29,7 @@ from fastac.engine.calls import RegionResult
 from fastac.engine.region import Region
 from fastac.engine.tape import Hooks, Tape, engine
 from fastac.errors import FastacError, PolicyNotAppliedError
-from fastac.policy import Policy, resolve
+from fastac.policy import DISABLED, Policy, resolve
 
 logger = logging.getLogger("fastac")
 
@@ -55,8 +55,9 @@ def checkpoint(
         policy: "attn_only", "long_attn_only", "full", "none" or a fastac.Policy.
         preserve_rng_state, early_stop: as in torch's function.
         determinism_check: "default" compares recompute with the forward: shapes, dtypes and versions of weights in
-            every step, values in the first region of a kind and in the steps 0, 1, 2, 4, 8, ... of a block, unless
-            preserve_rng_state=False. "none" counts the tensors that are saved, and compares nothing else.
+            every step, values in the steps 0, 1, 2, 4, 8, ... of a block and, where the policy saves something, in
+            the first region of a kind, unless preserve_rng_state=False. "none" counts the tensors that are saved,
+            and compares nothing else.
         respect_saved_tensors_hooks: True hands what is saved to the saved_tensors_hooks around the call, such as
             torch.autograd.graph.save_on_cpu, as torch 2.14 does under selective checkpointing.
         use_reentrant, context_fn: refused, unless as by default. debug: torch's debug mode, for policy "full" alone.
@@ -104,7 +105,8 @@ def checkpoint(
     if torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
     debug = torch_private.in_debug_mode(debug)
-    if debug or torch_private.in_proxy_trace() or any(map(torch_private.is_fake, (*args, *kwargs.values()))):
+    fake = torch_private.in_proxy_trace() or any(map(torch_private.is_fake, (*args, *kwargs.values())))
+    if fake or debug or DISABLED:
         return tracing.run_under_torch(function, args, kwargs, policy, {**options, "debug": debug})
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

@@ -120,7 +120,7 @@ NAMED = {
 
 DISABLED = os.environ.get("FASTAC_DISABLE", "").lower() in ("1", "true", "yes")
 if DISABLED:
-    logger.warning('FASTAC_DISABLE is set: every policy but "none" is "full", nothing is saved')
+    logger.warning('FASTAC_DISABLE is set: every policy but "none" is torch\'s own checkpoint, nothing is saved')
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -186,7 +186,7 @@ class BoundOp:
             if name and name not in self._positions:
                 raise FastacError(
                     f"register: the row of {self.name} names the argument {name!r}, which the op does not have. "
-                    f"Its arguments are {', '.join(self._positions)}."
+                    f"Its arguments are {', '.join(self._positions)}: say which, as AttentionOp(key=...) does."
                 )
 
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

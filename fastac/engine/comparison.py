@@ -51,11 +51,11 @@ def changed(function: Any, forward: Metadata, tensor: torch.Tensor, writes: Writ
         if not (isinstance(written, torch.nn.Parameter) or written in names) or writes.include(written):
             return None
         name = names.get(written, f"a parameter {tuple(written.shape)}")
-        what = f"uses {name} otherwise than the forward did: it was written between forward and backward, or another "
-        what += "adapter is active"
+        what = f"uses {name} otherwise than the forward did: it was written between forward and backward "
+        what += "(optimizer.step, an EMA swap, load_state_dict), or another adapter is active"
     return RecomputeError(
-        f"{describe(function)}: recompute {what}.\nMake it depend on its arguments alone, and leave weights as they "
-        f'are until backward is done; determinism_check="none" switches this check off.'
+        f"{describe(function)}: recompute {what}.\nGradients would be wrong. Let what a block reads besides its "
+        f'arguments be as it is until backward is done; determinism_check="none" switches off this check alone.'
     )
 
 
@@ -249,14 +249,15 @@ def _check(function: str, differences: list[Difference]) -> None:
             raise RecomputeError(
                 f"{function}: recompute does not compute what the forward did. The first difference is {where} "
                 f"({seen}).\nSomething besides its arguments changed before backward: an adapter or its scale, "
-                f"weights, a cache, a context variable, or a state that the block changes itself.\n"
-                f"Keep it until backward is done, or pass it as an argument; "
-                f'determinism_check="none" switches this comparison off.'
+                f"weights, a cache, a context variable, or a state that the block changes itself. Gradients would be "
+                f"wrong, and may have been before: values are compared in steps 0, 1, 2, 4, 8, ...\n"
+                f"Keep it until backward is done (a LoRA's scale: by set_adapters), or pass it to the block; "
+                f'determinism_check="none" switches off this check alone.'
             )
 
 
 def place(module: torch.nn.Module | None, tensor: torch.Tensor, ends: types.CodeType) -> str | None:
-    """What has computed a tensor that autograd is about to save, and which module inside `module` saves it.
+    """What has computed a tensor that autograd is about to save, and which module inside `module` saves it, in words.
 
     ends: code of the frame that the search for a module ends with. Reading the local variables of frames beyond it
     would keep them alive. None for running statistics, or a copy of them: norms of batches and instances write them,
@@ -272,6 +273,6 @@ def place(module: torch.nn.Module | None, tensor: torch.Tensor, ends: types.Code
             if getattr(owner, "running_mean", None) is not None and tensor.dim() == 1 and not tensor.requires_grad:
                 return None
             if module is None or owner in names:
-                return f"{result} in {names.get(owner) or class_name(owner)}"
+                return f"{result}, saved by {names.get(owner) or class_name(owner)}"
         frame = frame.f_back
     return result

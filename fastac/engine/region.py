@@ -194,8 +194,8 @@ class _Recompute:
         if self.surplus or missing:
             raise RecomputeError(
                 f"{describe(self.function)}: recompute saved {self.count - missing + self.surplus} tensors for "
-                f"backward where the forward saved {self.count}: the function took another path. Make it depend on its "
-                f"arguments alone."
+                f"backward where the forward saved {self.count}: it took another path.\nAn adapter that was switched, "
+                f"disabled or fused before backward does that, another flag, or a cache. Keep them until it is done."
             )
         if self.error is not None:
             raise self.error
