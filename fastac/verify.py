@@ -592,7 +592,7 @@ class _Subject:
         """Each block by itself, on the inputs that it has in a step of the model under full checkpointing."""
         if self.blocks is not None:
             raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
-        hook.enable(self.inner, self.policy)
+        self._enable(self.policy)
         enabled = hook.enabled_on(self.inner)
         assert enabled is not None
         regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
