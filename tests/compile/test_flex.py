@@ -162,7 +162,8 @@ class TestSaved:
             return sum(storages.values())
 
         def plain(tensor: torch.Tensor) -> bool:
-            return type(tensor) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            return type(tensor) is torch.Tensor and tensor.layout == torch.strided and not wrapped
 
         held("full")
         statistics = 2 * TOKENS
