@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -94,21 +94,25 @@ def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) ->
 
     One that runs allocates its output by itself. What autograd saves of a call is added up in some steps.
     """
-    events = _events(profiled)
     names = (attention,) if isinstance(attention, str) else attention
-    calls = [event for event in events if event.name() in names]
-    copies = [event for event in events if event.name().removeprefix("aten::") in COPIES]
-    allocations = [event for event in events if event.name().startswith("aten::empty")]
-    allocations = [one for one in allocations if not any(_inside(one, copy) for copy in copies)]
-    # Where one call is inside another, the inner one allocates for both.
-    innermost = [call for call in calls if not any(other is not call and _inside(other, call) for other in calls)]
-    return sum(any(_inside(allocation, call) for allocation in allocations) for call in innermost)
-
-
-def _inside(event: Any, other: Any) -> bool:
-    """Whether one event lies within another, of the same thread."""
-    begins = other.start_ns() <= event.start_ns() and event.end_ns() <= other.end_ns()
-    return bool(begins and event.start_thread_id() == other.start_thread_id())
+    around: dict[int, list[Any]] = defaultdict(list)  # by thread: calls and copies that have not ended
+    ran: set[Any] = set()
+    outer: set[Any] = set()  # where one call is inside another, the inner one allocates for both
+    for event in sorted(_events(profiled), key=lambda one: (one.start_ns(), -one.end_ns())):
+        name = event.name()
+        is_call, is_copy = name in names, name.removeprefix("aten::") in COPIES
+        if not (is_call or is_copy or name.startswith("aten::empty")):
+            continue
+        opened = around[event.start_thread_id()]
+        while opened and opened[-1].end_ns() < event.end_ns():
+            opened.pop()
+        if is_call:
+            outer.update(one for one in opened if one.name() in names)
+        if is_call or is_copy:
+            opened.append(event)
+        elif opened and opened[-1].name() in names:
+            ran.add(opened[-1])
+    return len(ran - outer)
 
 
 def collectives(profiled: profile) -> Counter[str]:
