@@ -498,6 +498,7 @@ NEW = {
     "group of backwards that overlap": "2.10",
     "jvp around": "2.13",
     "gradient of a dual number": "2.13",
+    "default device of the forward": "2.13",
 }
-"""They need a torch that has a GraphExecGroup, or whose own checkpoint takes dual numbers."""
+"""They need a torch that has a GraphExecGroup, or whose own checkpoint takes dual numbers and default devices."""
 assert CASES.keys() >= RUN_ONCE | MAY_RAISE | NEW.keys()
