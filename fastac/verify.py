@@ -34,7 +34,7 @@ from fastac.engine.generators import generators_preserved
 from fastac.engine.kinds import state as kinds
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.engine.tape import engine
-from fastac.engine.torch_private import tree_leaves, tree_map
+from fastac.engine.torch_private import profiled_events, tree_leaves, tree_map
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, Policy, resolve, saves_nothing
@@ -295,16 +295,14 @@ def executed_attention(*activities: ProfilerActivity) -> Iterator[tuple[Counter[
     finally:
         engine.answered[:] = [one for one in engine.answered if one is not answered]
     names = {op.qualified_name.partition(".")[0] for op in registry.present_ops() if op.is_attention}
-    ran.update(event.name for event in profiled.events() or () if event.name in names and not _is_in_its_like(event))
+    ends: Counter[tuple[int, str]] = Counter()  # of the last call that was counted, by its thread and op
+    for event in profiled_events(profiled):
+        call = event.start_thread_id(), event.name()
+        # One inside its like was made by a dispatch mode, or a tensor subclass, in the place of that.
+        if call[1] in names and event.start_ns() >= ends[call]:
+            ran[call[1]] += 1
+            ends[call] = event.end_ns()
     ran.subtract(answered)
-
-
-def _is_in_its_like(event: Any) -> bool:
-    """Whether a dispatch mode, or a tensor subclass, made this call in the place of one that is counted."""
-    around = event.cpu_parent
-    while around is not None and around.name != event.name:
-        around = around.cpu_parent
-    return around is not None
 
 
 @dataclasses.dataclass

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fastac import hook
 from fastac.engine.blocks import record_of
 from fastac.engine.tape import engine
-from fastac.engine.torch_private import tree_map
+from fastac.engine.torch_private import profiled_events, tree_map
 from fastac.errors import FastacError
 from fastac.models import published
 from fastac.models.published import Configuration
@@ -125,9 +125,8 @@ def _allocated_on_cpu(run: Callable[[], Any], then: Callable[[Any], object] | No
             pass
         if then is not None:
             then(result)
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     held = now = peak = 0
-    for event in events:
+    for event in profiled_events(profile):
         if event.name() == _MARK:
             held = now
         elif event.name() == "[memory]":

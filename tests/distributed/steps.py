@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fastac
 from fastac.engine import releases
+from fastac.engine.torch_private import profiled_events
 from tests import support
 from tests.support import CPU_ATTENTION, Tensors, assert_same
 from tests.ways.recipes import ATTENTION, WAN, Batch, batches, build
@@ -79,12 +80,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _events(profiled: profile) -> list[Any]:
-    """What the profiler saw, as it recorded it: to make a tree of it takes longer than a small step."""
-    results: Any = profiled.profiler.kineto_results  # type: ignore[union-attr]
-    return list(results.events())
-
-
 COPIES = ("clone", "to", "sum", "arange", "cat", "stack", "linalg_vector_norm", "new_zeros")
 """What copies or adds up tensors: not what computes attention."""
 
@@ -98,7 +93,7 @@ def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) ->
     around: dict[int, list[Any]] = defaultdict(list)  # by thread: calls and copies that have not ended
     ran: set[Any] = set()
     outer: set[Any] = set()  # where one call is inside another, the inner one allocates for both
-    for event in sorted(_events(profiled), key=lambda one: (one.start_ns(), -one.end_ns())):
+    for event in profiled_events(profiled):
         name = event.name()
         is_call, is_copy = name in names, name.removeprefix("aten::") in COPIES
         if not (is_call or is_copy or name.startswith("aten::empty")):
@@ -117,7 +112,7 @@ def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) ->
 
 def collectives(profiled: profile) -> Counter[str]:
     """Collectives of gloo or NCCL that ran, by name, such as "gloo:all_to_all"."""
-    names = [event.name() for event in _events(profiled)]
+    names = [event.name() for event in profiled_events(profiled)]
     return Counter(name for name in names if name.startswith(("gloo:", "nccl:")))
 
 
