@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fastac
+from fastac import FastacError
 from fastac.cli.measuring import allocated_bytes
+from fastac.engine import comparison, region
 from fastac.engine.comparison import fingerprint, relative_difference
 
 
@@ -54,3 +57,26 @@ def test_a_conjugate_is_its_values() -> None:
     tensor = torch.randn(30, 20, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     assert difference(tensor.conj(), tensor.conj_physical()) == 0
     assert difference(tensor.conj(), tensor) > 0.01
+
+
+def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that are tensors, as on a device, are read when the next region begins, and raise once."""
+
+    def on_a_device(tensor: torch.Tensor) -> comparison.Fingerprint | None:
+        found = fingerprint(tensor)
+        return found and found._replace(sums=[*map(torch.tensor, found.sums)], norm=torch.tensor(found.norm))
+
+    for module in (comparison, region):
+        monkeypatch.setattr(module, "fingerprint", on_a_device)
+    scale = [2.0]
+
+    def forward() -> torch.Tensor:
+        return fastac.checkpoint(lambda one: (one * scale[0]).sin(), torch.ones(4, requires_grad=True), policy="full")
+
+    output = forward()
+    scale[0] = 1.0
+    output.sum().backward()
+    with pytest.raises(FastacError, match="does not compute what the forward did"):
+        forward()
+    forward().sum().backward()
+    forward()
