@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fastac
 from common import allocated_bytes, finish, parser
+from fastac.engine.torch_private import profiled_events
 from fastac.verify import readable_bytes
 from held_bytes import BATCH, HEAD_DIM, TEXT_TOKENS, TOKENS, WIDTH, build_wan, wan_inputs
 
@@ -172,7 +173,7 @@ def _sent(model: Any, batch: dict[str, Any]) -> tuple[int, int]:
 
 def _bytes(profiled: Any) -> int:
     found = 0
-    for event in profiled.profiler.kineto_results.events():
+    for event in profiled_events(profiled):
         if event.name().startswith("gloo:"):
             for shape, kind in zip(event.shapes(), event.dtypes(), strict=True):
                 found += functools.reduce(lambda a, b: a * b, shape, SIZES[kind])

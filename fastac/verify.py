@@ -297,11 +297,11 @@ def executed_attention(*activities: ProfilerActivity) -> Iterator[tuple[Counter[
     names = {op.qualified_name.partition(".")[0] for op in registry.present_ops() if op.is_attention}
     ends: Counter[tuple[int, str]] = Counter()  # of the last call that was counted, by its thread and op
     for event in profiled_events(profiled):
-        call = event.start_thread_id(), event.name()
+        thread, name = event.start_thread_id(), event.name()
         # One inside its like was made by a dispatch mode, or a tensor subclass, in the place of that.
-        if call[1] in names and event.start_ns() >= ends[call]:
-            ran[call[1]] += 1
-            ends[call] = event.end_ns()
+        if name in names and event.start_ns() >= ends[thread, name]:
+            ran[name] += 1
+            ends[thread, name] = event.end_ns()
     ran.subtract(answered)
 
 
