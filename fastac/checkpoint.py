@@ -26,6 +26,7 @@ from fastac.diagnosis.observer import Observer
 from fastac.engine import comparison, interception, kinds, linear, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled, module_of, modules_in, record_of, signature
 from fastac.engine.calls import RegionResult
+from fastac.engine.offload import Stash
 from fastac.engine.region import Region
 from fastac.engine.tape import Hooks, Tape, engine
 from fastac.errors import FastacError, PolicyNotAppliedError
@@ -148,7 +149,9 @@ class _Call:
         if engine.pending and not is_nested:
             comparison.check_pending()
         is_sampled = not is_nested and record.begin_region()
-        known, tape, observer = None, None, None
+        known, tape, observer, stash = None, None, None, None
+        if policy.offload and not is_nested:  # which is wanted at once
+            stash = Stash(policy, function, record, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
             known = self._known()
             is_sampled = is_sampled or (known is None and not is_nested)
@@ -166,10 +169,13 @@ class _Call:
             early_stop=early_stop,
             compares=compares,
             has_fingerprints=is_sampled and compares and preserve_rng_state,
+            stash=stash,
         )
         outputs = region.forward(self.args, observer)
         if tape is not None:
             self._end(outputs, tape, known, observer)
+        if stash is not None:
+            region.offload(self.args, stash)
         return outputs
 
     def _known(self) -> RegionResult | None:
@@ -196,7 +202,7 @@ class _Call:
                 f'module. Checkpoint the block itself, or use a policy of attention, such as "attn_only".'
             )
         if is_compiled(self.function):
-            tracing.refuse_linear(self.policy, describe(self.function))
+            tracing.refuse_eager_only(self.policy, describe(self.function))
         if not record_of(block).name:  # else `enable` has looked at the names in all blocks
             linear.check_names({block: self.policy})
         linear.attach(block, self.policy)

@@ -354,8 +354,10 @@ def enable(
         if before is not None:
             before.attach()
         raise
+    offloading = sum(bool(enabled.policy_of(block).offload) for block in named.values())
     for name, block in named.items():
         record = record_of(block)
+        record.offloading, record.transfers = offloading, None
         record.name, record.key, record.latest = f"{class_name(model)}.{name}", None, None
         record.step, record.recomputed, record.writes = 0, False, None
         kinds.forget(block)  # what was seen of its class may not be so of this one

@@ -30,10 +30,13 @@ class Policy:
             which holds fewer bytes and communicates more.
         linear: Linear modules whose outputs are saved too, by their names in a block, with wildcards:
             ("ffn.net.2", "attn1.*").
+        offload: what waits in host memory between forward and backward: "attention" for the outputs that are saved,
+            "inputs" for those of the block, True for both.
+        keep: with `offload`, how many of the last blocks stay on the device: backward wants them at once.
 
     Raises:
-        FastacError: another name, a `min_kv` that is no number of keys, other words for `collectives`, or options that
-            have no meaning together.
+        FastacError: another name, a `min_kv` that is no number of keys, other words for `collectives` or `offload`, or
+            options that have no meaning together.
 
     Example:
         >>> fastac.enable(transformer, policy=fastac.Policy("attn_only", min_kv=4096))
@@ -43,6 +46,8 @@ class Policy:
     min_kv: int = 0
     collectives: str = "save"
     linear: Sequence[str] = ()
+    offload: bool | str = False
+    keep: int = 2
 
     def __post_init__(self) -> None:
         if isinstance(self.linear, list):  # as JSON has it
@@ -60,6 +65,12 @@ class Policy:
             raise FastacError(f'Policy(linear={self.linear!r}): expected a tuple of names, as ("ffn.net.2",)')
         if self.saves_nothing and (self.min_kv or self.collectives != "save" or self.linear):
             raise FastacError(f'Policy("{self.name}", ...): it saves nothing, so no other option has a meaning')
+        if self.offload not in (False, True, "attention", "inputs"):
+            raise FastacError(f'Policy(offload={self.offload!r}): there are True, "attention" and "inputs"')
+        if type(self.keep) is not int or self.keep < 1:
+            raise FastacError(f"Policy(keep={self.keep!r}): expected a number of blocks, 1 or more")
+        if self.offload and (self.name == "none" or (self.saves_nothing and self.offload == "attention")):
+            raise FastacError(f'Policy("{self.name}", offload={self.offload!r}): it has nothing of that to offload')
         if self.name == "linear_only" and (self.min_kv or not self.linear):
             raise FastacError('Policy("linear_only", linear=(...)): names are needed, and min_kv has no meaning')
 
@@ -78,6 +89,16 @@ class Policy:
         """Whether what functional collectives return is saved, but for gathers."""
         return not self.saves_nothing and self.collectives == "save"
 
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether the block's inputs wait in host memory."""
+        return self.offload in (True, "inputs")
+
+    @property
+    def offloads_outputs(self) -> bool:
+        """Whether the outputs that are saved wait in host memory."""
+        return not self.saves_nothing and self.offload in (True, "attention")
+
     def saves(self, keys: int) -> bool:
         """Whether an attention call over so many keys is saved."""
         # A comparison would fix the number of keys of a trace with dynamic shapes: none where every call is saved.
@@ -94,6 +115,8 @@ class Policy:
         options = [f"min_kv={self.min_kv}"] * bool(self.min_kv)
         options += [f"collectives={self.collectives!r}"] * (self.collectives != "save")
         options += [f"linear={'+'.join(self.linear)}"] * bool(self.linear)
+        options += [f"offload={self.offload!r}"] * bool(self.offload)
+        options += [f"keep={self.keep}"] * (self.keep != 2)
         return f"{self.name}({', '.join(options)})"
 
 

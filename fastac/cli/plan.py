@@ -39,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context-parallel", type=int, default=1, metavar="RANKS", help="of these, that split a video (%(default)s)"
     )
     parser.add_argument("--budget", metavar="BYTES", help='of saved outputs: what every block then saves: "40GiB"')
+    parser.add_argument("--offload", action="store_true", help="what the budget is for waits in host memory")
+    parser.add_argument(
+        "--tflops", type=float, default=400, help="TFLOP/s of the device, which copies are hidden by (%(default)s)"
+    )
     parser.add_argument("--checkpointed", type=int, metavar="BLOCKS", help="rows for checkpointing that many alone")
     parser.add_argument("--memory", metavar="BYTES", help="of a device: the longest video and largest budget for it")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
@@ -63,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     """Print a plan. Raises FastacError for what cannot be planned."""
     if options.lora < 0:
         raise FastacError(f"plan --lora {options.lora}: a rank of 1 or more was expected")
+    if not options.tflops > 0:
+        raise FastacError(f"plan --tflops {options.tflops:g}: a number above 0 was expected")
     budget, memory = (None if text is None else parse_bytes(text) for text in (options.budget, options.memory))
     configuration = configurations.load(options.model)
     with telling() as tell, warnings.catch_warnings():
@@ -75,14 +81,17 @@ def run(options: argparse.Namespace) -> int:
             budget=budget,
             memory=memory,
             checkpointed=options.checkpointed,
+            offload=options.offload,
             tell=tell,
         )
+    found = dataclasses.replace(found, tflops=options.tflops)
     if options.json:
         print(json.dumps({"configuration": configuration.source, **found.as_json()}, indent=2))
     else:
         print(found)
         if found.budget is not None and options.context_parallel == 1:
-            print(f"fastac.enable(transformer, fastac.plan(transformer, inputs).within({_written(found.budget)}))")
+            within = f"within({_written(found.budget)}{', offload=True' * options.offload})"
+            print(f"fastac.enable(transformer, fastac.plan(transformer, inputs).{within})")
         if options.checkpointed is not None:
             print("or" * (found.budget is not None))
             print(f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}))")
@@ -138,7 +147,7 @@ def plot(plan: Plan, path: str | Path) -> None:
     )
     for one in plan.policies:
         if one.policy not in FIXED and not one.policy.startswith(WITHIN):
-            continue  # it holds more than what it saves
+            continue  # it holds more than what it saves, or what it saves waits in host memory
         if one.policy == "none":
             label = f"no checkpointing (holds {readable_bytes(one.held_bytes)})"
             axes.axhline(one.relative, color="gray", linestyle="--", linewidth=1, label=label)

@@ -126,12 +126,17 @@ def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp], whe
     )
 
 
-def refuse_linear(policy: Policy, where: str = "this region") -> None:
-    """Raise for a policy that goes by Linear modules: a trace knows none."""
+def refuse_eager_only(policy: Policy, where: str = "this region") -> None:
+    """Raise for a policy that goes by Linear modules, of which a trace knows none, or that offloads."""
     if policy.linear:
         raise CompiledPolicyNotAppliedError(
             f"{policy}: which Linear module a product belongs to is seen in eager mode alone, and {where} is in a "
             f'graph or compiled. Use a policy of attention there, as "long_attn_only".'
+        )
+    if policy.offload:
+        raise CompiledPolicyNotAppliedError(
+            f"{policy}: {where} is in a graph, which holds its tensors itself: offload needs an eager region. Use "
+            f"fastac.compile(model, policy), which compiles each block inside its region, or a policy without offload."
         )
 
 
@@ -170,7 +175,7 @@ def traced_contexts(policy: Policy) -> Contexts:
     Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
     """
     need_torch()
-    refuse_linear(policy)
+    refuse_eager_only(policy)
     traced = graphs.region(policy)
     decisions = Decisions(policy)
 
@@ -197,7 +202,8 @@ def run_under_torch(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, options: Any
 ) -> Any:
     """Call torch's checkpoint: in a trace, or in its debug mode, which it refuses where a policy saves something."""
-    context_fn = noop_context_fn if policy.saves_nothing else functools.partial(traced_contexts, policy)
+    is_plain = policy.saves_nothing and not policy.offload
+    context_fn = noop_context_fn if is_plain else functools.partial(traced_contexts, policy)
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs)
 
 
@@ -205,7 +211,7 @@ def run_in_dynamo(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, options: Any
 ) -> Any:
     """The same where dynamo traces the call. It puts the region into its graph."""
-    if policy.saves_nothing:
+    if policy.saves_nothing and not policy.offload:
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     context_fn = need_torch
     if IS_POSSIBLE:
@@ -225,6 +231,7 @@ def _contexts_in_graph(policy: Policy) -> Contexts:
     """The contexts of a region that dynamo put into a graph; called by AOT, or at run time by a backend without AOT."""
     if torch_private.in_proxy_trace():
         return traced_contexts(policy)
+    refuse_eager_only(policy)
     tape = Tape(policy, owners=[])
     return _InGraph(tape, Observer(None, (), policy, tape)), _ReplayInGraph(tape)
 
@@ -288,7 +295,7 @@ def run_annotated(
 ) -> Any:
     """Call a function whose operators the trace is to know as one region; as it is where gradients are off."""
     releases.need_traces()
-    refuse_linear(policy)
+    refuse_eager_only(policy)
     if not _expected.get():
         _warn()
     if not torch.is_grad_enabled():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastac.engine.calls import RegionResult
+from fastac.engine.calls import RegionResult, Transfers
 from fastac.engine.collectives import Communication
 from fastac.engine.wrappers import inside
 from fastac.errors import class_name
@@ -31,7 +31,8 @@ class BlockRecord:
     of that region's collectives, None where it had none. looked: when the autograd graph of a region was last searched
     for compiled code, as compilations count. step: how many of its steps have ended; recomputed: a backward came
     through, so that the next region begins another. writes: whether it writes weights or buffers of its own, once a
-    recompute has shown it.
+    recompute has shown it. offloading: how many blocks of its model keep something on the host. transfers: of its
+    latest region (`fastac.engine.offload`).
     """
 
     name: str = ""
@@ -42,6 +43,8 @@ class BlockRecord:
     step: int = 0
     recomputed: bool = False
     writes: bool | None = None
+    offloading: int = 1
+    transfers: Transfers | None = None
 
     def begin_region(self) -> bool:
         """Whether the region that begins has its values compared: those of steps 0, 1, 2, 4, 8 and so on, all of them.

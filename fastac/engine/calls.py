@@ -50,6 +50,32 @@ class RegionResult:
     writing: int = 0
 
 
+@dataclasses.dataclass
+class Transfers:
+    """What regions moved. host_bytes: they keep on the host. device_bytes: they keep on the device.
+
+    copies: that were begun; those of one region in one direction are one. waits: for which of them computation waited,
+    as transport, what that knows of it, and bytes.
+    """
+
+    host_bytes: int = 0
+    device_bytes: int = 0
+    copies: int = 0
+    waits: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)
+
+    def __add__(self, other: Transfers) -> Transfers:
+        return Transfers(
+            self.host_bytes + other.host_bytes,
+            self.device_bytes + other.device_bytes,
+            self.copies + other.copies,
+            self.waits + other.waits,
+        )
+
+    def waited_bytes(self) -> list[int]:
+        """Bytes of each of the copies that the device was idle for. Waits for the device."""
+        return [size for transport, waiting, size in self.waits if transport.had_to_wait(waiting)]
+
+
 def described(args: Sequence[Any]) -> list[Any]:
     """What of a call's query, key and value must be alike in forward and recompute: for every call, so kept cheap."""
     return [(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)]

@@ -24,6 +24,7 @@ from fastac.engine import torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.comparison import Comparison, Fingerprint, Metadata, Writes, changed, fingerprint, metadata
 from fastac.engine.generators import current_states, generator_state, set_states
+from fastac.engine.offload import Stash, restored, unpack_input
 from fastac.engine.tape import RecomputeError, Replay, Tape
 
 _NOTHING = contextlib.nullcontext()
@@ -55,11 +56,13 @@ class Region:
         compares: bool = True,
         early_stop: bool = True,
         has_fingerprints: bool = False,
+        stash: Stash | None = None,
     ) -> None:
         self.function = function
         self.kwargs = kwargs
         self.record = record
         self.tape = tape
+        self.stash = stash
         self.compares = compares
         self.early_stop = torch_private.early_stop(early_stop)
         self.complete = False
@@ -83,6 +86,16 @@ class Region:
                     outputs = self.function(*args, **self.kwargs)
         self.complete = True
         return outputs
+
+    def offload(self, args: Iterable[Any], stash: Stash) -> None:
+        """Let a stash say where what is kept is from now on. args: as the forward was given them."""
+        if self.tape is not None and stash.policy.offloads_outputs:
+            for entry in self.tape.entries:
+                entry.stow(stash)
+        if stash.takes_inputs:
+            torch_private.register_hooks(self.args, args, stash.keep_input, unpack_input)
+            self.kwargs = {name: stash.keep_input(value) for name, value in self.kwargs.items()}
+        stash.hold()
 
     @torch_private.as_checkpoint_hook
     def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
@@ -112,7 +125,9 @@ class Region:
         """Run the function again for a backward. Returns what goes into the slots."""
         recompute = _Recompute(self)
         tensors = recompute.tensors
-        args = torch_private.unpack(self.args)
+        if self.stash is not None:
+            self.stash.bring_back()
+        args, kwargs = torch_private.unpack(self.args), restored(self.kwargs)
         before = [(device, generator_state(device)) for device, _ in self.generators]
         set_states(self.generators)
         try:
@@ -123,13 +138,15 @@ class Region:
                 self._as_in_forward(),
                 _NOTHING if self.tape is None else Replay(self.tape),
             ):
-                self.function(*args, **self.kwargs)
+                self.function(*args, **kwargs)
             self.record.recomputed = True
             recompute.writes.end()
             if self.complete or not recompute.surplus:  # else a gradient taken inside the forward: it ran beyond that
                 recompute.check()
         finally:
             set_states(before)
+            if self.stash is not None:
+                self.stash.end_recompute()
             vars(recompute).clear()  # the graph that it made has its hook; a block that keeps a part of that is freed
         if backward != -1:  # else somebody reads one saved tensor of the graph
             self.recomputed[backward] = tensors

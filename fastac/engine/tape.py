@@ -20,6 +20,7 @@ from fastac.engine import releases, sparse, torch_private
 from fastac.engine.calls import Call, Product, RegionResult, described, inputs_of, readable
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import devices_of, generator_state, set_states
+from fastac.engine.offload import Kept, Stash
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
@@ -112,7 +113,7 @@ class Packed:
         self.value = pack(torch_private.clone(tensor, tensor.stride()))
         self.stride, self.nbytes = tensor.stride(), tensor.nbytes
 
-    def unpacked(self) -> torch.Tensor:
+    def tensor(self, private: bool = True) -> torch.Tensor:
         """The output, in memory of its own."""
         return torch_private.clone(self.unpack(self.value), self.stride)
 
@@ -164,22 +165,33 @@ class Entry:
     def _hold(self, kept: Sequence[Any]) -> None:
         self.kept, self.versions = kept, torch_private.versions(kept)
 
+    def stow(self, stash: Stash) -> None:
+        """Let the stash of the region say where the outputs are."""
+        if self.kept is not None and self.op.kind != "choice" and not self.was_changed:
+            self._hold(
+                tuple(stash.keep(one, one._version) if torch_private.is_plain(one) else one for one in self.kept)
+            )
+
+    @property
+    def was_changed(self) -> bool:
+        """Whether an output was changed in place since it was kept."""
+        kept = self.kept or ()
+        return torch_private.versions(kept) != self.versions or any(
+            one.was_changed for one in kept if isinstance(one, Kept)
+        )
+
     def hand_out(self) -> Any:
         """What was kept, once more. Nobody may write what a second backward will ask for again."""
         assert self.kept is not None
-        if torch_private.versions(self.kept) != self.versions:
+        if self.was_changed:
             raise FastacError(
                 f"the output of {self.op.name} was changed in place after it was saved, so recompute cannot use it. "
                 f'Replace the in-place operation, or use policy="full" for this block.'
             )
         if self.op.kind == "choice":
             return sparse.unpacked(self.kept)
-        if not self.guarded:
-            outputs = tuple(
-                [one.unpacked() if isinstance(one, Packed) else one for one in torch_private.clones(self.kept)]
-            )
-        else:  # sharing its memory is safe: a forward that writes into it, as recompute would, was refused above
-            outputs = tuple([one.detach() if isinstance(one, torch.Tensor) else one for one in self.kept])
+        # Sharing memory is safe where it is guarded: a forward that writes into it, as recompute would, was refused.
+        outputs = tuple([_once_more(one, not self.guarded) for one in self.kept])
         return outputs[0] if self.single else outputs
 
     @property
@@ -194,10 +206,19 @@ class Entry:
         return 0 if self.companion is None else int(self.companion.extra_bytes(self.kept or ()))
 
 
+def _once_more(value: Any, private: bool) -> Any:
+    """An output that was kept. private: in memory of its own."""
+    if isinstance(value, (Kept, Packed)):
+        return value.tensor(private)
+    if isinstance(value, torch.Tensor):
+        return torch_private.clone(value, value.stride()) if private else value.detach()
+    return value
+
+
 def held_bytes(values: Sequence[Any]) -> int:
     """Bytes that the tensors among some values hold, packed ones elsewhere; what shares memory counts once."""
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    packed = sum(value.nbytes for value in values if isinstance(value, Packed))
+    packed = sum(value.nbytes for value in values if isinstance(value, (Kept, Packed)))
     return packed + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -370,6 +370,36 @@ def memory(tensor: torch.Tensor) -> object:
         return id(tensor), "tensor"
 
 
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor, of whoever, has the storage of this one."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that counts changes in place of another one, and of its views."""
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)  # which leaves it its counter
+    return counter
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let a tensor have been changed in place so often."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a tensor that its storage, shape and strides describe: no subclass, no weight, not sparse."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta or not has_storage(value):
+        return False
+    return not (value.is_inference() or value.is_conj() or value.is_neg() or value.is_quantized)
+
+
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory of its own (wrapper subclasses have none)."""
     return torch._C._has_storage(tensor)
@@ -463,6 +493,19 @@ def unpack(saved: Any) -> list[Any]:
     output, values = saved
     tensors = iter(output.grad_fn.saved_tensors)
     return [next(tensors) if one is _Inputs else one for one in values]
+
+
+def register_hooks(saved: Any, values: Iterable[Any], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    """Let hooks hold what `save` was given: pack(value) what it saved of a tensor, or None where that stays."""
+    if _make_saved_tensor is None:
+        output, _ = saved
+        saved = output.grad_fn._raw_saved_tensors
+    saved = (one for one in saved if isinstance(one, torch._C._autograd.SavedTensor))
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            one, packed = next(saved), pack(value)
+            if packed is not value:
+                one.register_hooks(lambda _, packed=packed: packed, unpack)
 
 
 def backward_key() -> Any:

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compile.tracing import Decisions
+from fastac.compile.tracing import Decisions, refuse_eager_only
 from fastac.engine import releases
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import torch_private
@@ -55,7 +55,8 @@ def partitioner(policy: str | Policy = "attn_only", *, recompute_gathers: bool =
         >>> compiled = torch.compile(model, options=options)
     """
     releases.need_traces()
-    made: Partition = _PolicyPartitioner(resolve(policy), recompute_gathers)
+    refuse_eager_only(policy := resolve(policy))
+    made: Partition = _PolicyPartitioner(policy, recompute_gathers)
     return made
 
 

@@ -168,6 +168,7 @@ def _marks(nodes: list[Node]) -> dict[str, Any]:
 
 def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[Node]:
     """The nodes of a region that the policy saves. Raises for what cannot be saved: see `tag`."""
+    tracing.refuse_eager_only(policy, where(nodes))
     if policy.saves_nothing:
         return set()
     decisions = Decisions(policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,17 +36,20 @@ class PolicyPlan:
     """What one policy does in one step. Bytes on one device.
 
     saved_bytes: outputs that are saved. held_bytes: all that is alive between forward and backward, these among it.
-    peak_bytes: the most that is allocated at one time: weights, gradients, states of the optimizer, activations.
-    flops: of forward, recompute and backward. relative: to those of full checkpointing.
+    host_bytes: what waits in host memory then, and is not held. peak_bytes: the most that is allocated at one time:
+    weights, gradients, states of the optimizer, activations. flops: of forward, recompute and backward. relative: to
+    those of full checkpointing. bytes_per_flop: the most that are copied in one direction per FLOP that runs meanwhile.
     """
 
     policy: str
     saved_bytes: int
     held_bytes: int
+    host_bytes: int
     peak_bytes: int
     recomputed_flops: int
     flops: int
     relative: float
+    bytes_per_flop: float
 
 
 @dataclass(frozen=True)
@@ -174,30 +177,40 @@ class Forecast:
             if is_saved(policies[block_of(region)], one)
         ]
 
+    def by_region(self, policy: AnyPolicy) -> dict[str, Policy] | None:
+        """The policies of all regions, where one offloads."""
+        policies = self.policies(policy)
+        if not any(mine.offload for mine in policies.values()):
+            return None
+        return {region: policies[block_of(region)] for region in self.candidates}
+
     def peak(self, policy: AnyPolicy) -> int:
         """The most bytes that are allocated at one time under a policy, as in `plan`."""
-        return self.states.total + self.step(self.policies(policy)).peak(self.saved(policy), self.gpus)
+        step = self.step(self.policies(policy))
+        return self.states.total + step.peak(self.saved(policy), self.by_region(policy), self.gpus)
 
     def plan(self, policy: AnyPolicy, name: str = "") -> PolicyPlan:
         """The plan of a policy. policy: as in `policies`. name: what it is called; default: the policy."""
-        step, saved = self.step(self.policies(policy)), self.saved(policy)
+        step, saved, policies = self.step(self.policies(policy)), self.saved(policy), self.by_region(policy)
         recomputed = step.recomputed(saved)
         total = sum(step.flops.values()) - step.recomputed() + recomputed
         return PolicyPlan(
             policy=name or str(policy),
             saved_bytes=self._bytes(saved),
-            held_bytes=step.held(saved),
+            held_bytes=step.held(saved, policies),
+            host_bytes=sum(copies.bytes for copies in step.copies(saved, policies)),
             peak_bytes=self.peak(policy),
             recomputed_flops=recomputed,
             flops=total,
             relative=total / sum(self.full.flops.values()),
+            bytes_per_flop=step.bytes_per_flop(saved, policies),
         )
 
-    def within(self, limit: int, linear: bool = True) -> dict[str, Policy]:
+    def within(self, limit: int, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
         """What every block saves so that most recompute is avoided with `limit` bytes of saved outputs.
 
         Collectives of context parallelism count first; where they alone are more they are issued again. linear: whether
-        outputs of Linear modules may be among them.
+        outputs of Linear modules may be among them. offload: whether they, and inputs of blocks, wait in host memory.
         """
         outputs = {block: [one for one in found if linear or one.keys] for block, found in self.outputs().items()}
         exchanging = {
@@ -213,20 +226,21 @@ class Forecast:
         # Lists of sums that are too long are thinned: then a policy by name may be better by a hair.
         ways = [chosen, *(dict.fromkeys(outputs, NAMED[name]) for name in ("attn_only", "long_attn_only"))]
         fitting = [way for way in ways if self._bytes(self.saved(way)) <= limit]
-        return min(fitting, key=lambda way: self.full.recomputed(self.saved(way)))
+        best = min(fitting, key=lambda way: self.full.recomputed(self.saved(way)))
+        return {block: replace(mine, offload=offload) for block, mine in best.items()}
 
-    def largest_budget(self, memory: int) -> int | None:
+    def largest_budget(self, memory: int, offload: bool = False) -> int | None:
         """The most bytes of saved outputs with which a step fits a memory; None where full checkpointing does not.
 
         To within a thousandth of all that could be saved, in whole MiB where there are some, as one writes it.
         """
-        if self.peak("full") > memory:
+        if self.peak(Policy("full", offload=offload)) > memory:
             return None
         everything = sum(one.bytes for found in self.candidates.values() for one in found)
         unit = MIB if everything >= MIB else 1
 
         def fits(units: int) -> bool:
-            return self.peak(self.within(units * unit)) <= memory
+            return self.peak(self.within(units * unit, offload=offload)) <= memory
 
         low, high = 0, -(-everything // unit)
         if fits(high):

@@ -16,7 +16,7 @@ from rich.table import Table
 from fastac.errors import FastacError, class_name
 from fastac.planning.forecast import Forecast, PolicyPlan, States
 from fastac.planning.subject import BREAKS, subject
-from fastac.policy import Policy, of_first
+from fastac.policy import NAMED, Policy, of_first
 from fastac.verify import readable_bytes, render
 
 logger = logging.getLogger("fastac")
@@ -29,6 +29,11 @@ NOT_MODELLED = (
 
 FIXED = ("none", "full", "long_attn_only", "attn_only")
 """The policies that every plan compares."""
+
+ROWS: Mapping[str, Policy] = {name: NAMED[name] for name in FIXED} | {
+    f"{name}, offload": dataclasses.replace(NAMED[name], offload=True) for name in FIXED[1:]
+}
+"""The first rows of every plan: these policies, and with what they keep in host memory."""
 
 WITHIN = "within "
 """How the name of a plan for a budget begins."""
@@ -57,7 +62,8 @@ class Plan:
     states: of the model. gradients: bytes of its gradients, which the peak of every policy has in it. frontier: bytes
     that are saved and FLOPs relative to full checkpointing, for growing budgets. Of `fastac plan`: budget, bytes of
     saved outputs that were asked for, or the most with which a step fits `memory`; blocks, what each block saves then;
-    largest, policy -> frames of the longest video whose step fits `memory`, 0 for none.
+    largest, policy -> frames of the longest video whose step fits `memory`, 0 for none; tflops, TFLOP/s of the device,
+    for the bandwidth that hides copies to the host.
     """
 
     forecast: Forecast = dataclasses.field(repr=False, compare=False)
@@ -71,9 +77,10 @@ class Plan:
     largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     memory: int | None = None
     budget: int | None = None
+    tflops: float = 400
     notes: tuple[str, ...] = NOT_MODELLED
 
-    def within(self, saved: str | int, *, linear: bool = True) -> dict[str, Policy]:
+    def within(self, saved: str | int, *, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
         """The policies of all blocks that avoid the most recompute with so many bytes of saved outputs.
 
         Attention is saved from some number of keys on, and outputs of Linear modules by name. It never recomputes more
@@ -83,6 +90,7 @@ class Plan:
             saved: bytes that the saved outputs of all blocks hold together after one forward, above what full
                 checkpointing holds: "24GiB", "500MB" or a number.
             linear: whether outputs of Linear modules may be among them, which compiled blocks cannot save.
+            offload: whether they wait in host memory, with the inputs of all blocks.
 
         Returns:
             Block name -> Policy, as `fastac.enable` takes it for a model with blocks of these names.
@@ -95,16 +103,17 @@ class Plan:
             >>> fastac.enable(transformer, plan.within("24GiB"))
         """
         limit = parse_bytes(saved)
-        chosen = self.forecast.within(limit, linear)
+        chosen = self.forecast.within(limit, linear, offload)
         if all(policy.saves_nothing for policy in chosen.values()):
             logger.warning("plan.within(%s): no output of a block is small enough", readable_bytes(limit))
         return chosen
 
-    def largest_budget(self, memory: str | int) -> int | None:
+    def largest_budget(self, memory: str | int, *, offload: bool = False) -> int | None:
         """The most bytes of saved outputs with which a step fits a memory, by its peak, for `within`.
 
         Args:
             memory: bytes of a device, less a tenth for what is not counted: "72GiB" of 80.
+            offload: as in `within`.
 
         Returns:
             Bytes, to within a thousandth of all that could be saved; None where no policy fits.
@@ -112,7 +121,7 @@ class Plan:
         Raises:
             FastacError: `memory` is no number of bytes.
         """
-        return self.forecast.largest_budget(parse_bytes(memory))
+        return self.forecast.largest_budget(parse_bytes(memory), offload)
 
     def as_json(self) -> dict[str, Any]:
         """The plan in what JSON has."""
@@ -130,16 +139,17 @@ class Plan:
             caption="\n".join(self._captions()),
             caption_justify="left",
         )
-        headings = ["policy", "saved", "held", "peak", "TFLOPs run again", "FLOPs of full"]
+        headings = ["policy", "saved", "held", "host", "peak", "TFLOPs run again", "FLOPs of full", "GB/s"]
         headings += [f"longest video in {readable_bytes(self.memory or 0)}"] * bool(self.largest)
         for heading in headings:
             table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
         for one in self.policies:
             table.add_row(
                 one.policy,
-                *map(readable_bytes, (one.saved_bytes, one.held_bytes, one.peak_bytes)),
+                *map(readable_bytes, (one.saved_bytes, one.held_bytes, one.host_bytes, one.peak_bytes)),
                 f"{one.recomputed_flops / 1e12:,.4g}",
                 f"{one.relative:.3f}",
+                f"{one.bytes_per_flop * self.tflops * 1000:.2g}" if one.bytes_per_flop else "",
                 *[_frames(self.largest.get(one.policy))] * bool(self.largest),
             )
         return render(table)
@@ -150,6 +160,12 @@ class Plan:
         parts += [f"optimizer {readable_bytes(states.optimizer)}"]
         parts += [f"gathered {readable_bytes(states.gathered)}"] * bool(states.gathered)
         lines = [f"peak: with {', '.join(parts)}"]
+        if any(one.host_bytes for one in self.policies):
+            lines += [
+                "host: for each GPU, what waits in host memory and is not held on the device",
+                f"GB/s: host copies of at least this rate in each direction are hidden at {self.tflops:g} TFLOP/s; "
+                f"PCIe 4 x16 gives about 25, PCIe 5 x16 about 50",
+            ]
         if self.blocks:
             lines.append(f"{self.policies[-1].policy}: {summary(self.blocks.values())}")
         if self.memory is not None:
@@ -157,7 +173,7 @@ class Plan:
                 f"memory: {readable_bytes(self.memory)}, nothing of it kept back for what is not counted: ask for a "
                 f"tenth less than the device has"
             )
-            if next(one for one in self.policies if one.policy == "full").peak_bytes > self.memory:
+            if min(one.peak_bytes for one in self.policies) > self.memory:
                 lines.append("no policy fits: fewer frames, LoRA, more GPUs or context parallelism would hold less")
         return lines + list(self.notes)
 
@@ -229,13 +245,14 @@ def make_plan(
     budget: int | None = None,
     memory: int | None = None,
     checkpointed: int | None = None,
+    offload: bool = False,
 ) -> Plan:
     """The plan of a forecast, with that of a budget, or of the largest budget for a memory, both in bytes.
 
-    checkpointed: how many blocks are, in two more rows.
+    checkpointed: how many blocks are, in two more rows. offload: whether what the budget is for waits in host memory.
     """
     try:
-        policies = [forecast.plan(one) for one in FIXED]
+        policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
         if checkpointed is not None:
             for one in ("full", "attn_only"):
                 some = of_first(list(forecast.subject.blocks), checkpointed, one)
@@ -246,10 +263,10 @@ def make_plan(
         raise FastacError(f"plan: {name} does not run on {inputs}: {type(error).__name__}: {error}") from error
     blocks: dict[str, Policy] = {}
     if budget is None and memory is not None:
-        budget = forecast.largest_budget(memory)
+        budget = forecast.largest_budget(memory, offload)
     if budget is not None:
-        blocks = forecast.within(budget)
-        policies.append(forecast.plan(blocks, WITHIN + readable_bytes(budget)))
+        blocks = forecast.within(budget, offload=offload)
+        policies.append(forecast.plan(blocks, WITHIN + readable_bytes(budget) + ", offload" * offload))
     return Plan(
         forecast=forecast,
         subject=name,

@@ -28,7 +28,7 @@ from fastac.engine.tape import is_differentiable
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.planning.known_values import KnownValues
-from fastac.planning.timeline import Candidate, Event, Place, Timeline
+from fastac.planning.timeline import Candidate, Event, Kept, Moment, Place, Timeline
 from fastac.registry import classify
 
 EXCHANGED = "exchanged"
@@ -65,7 +65,8 @@ GENERATOR_STATE = torch.get_rng_state().nbytes
 class _Storage:
     """A storage and the candidate it is a part of. copied: what would be kept is a copy, since nobody guards it.
 
-    replayed: recompute makes it, and would be handed what was saved. region: that ends with it.
+    replayed: recompute makes it, and would be handed what was saved. region: that ends with it. kept: it is an input of
+    a region.
     """
 
     event: Event
@@ -74,6 +75,7 @@ class _Storage:
     gone: bool = False
     replayed: bool = False
     region: str = ""
+    kept: Kept | None = None
 
 
 class Meter(TorchDispatchMode):
@@ -86,6 +88,8 @@ class Meter(TorchDispatchMode):
         self.flops: Counter[str] = Counter()  # by phase
         self.candidates: dict[str, list[Candidate]] = {}
         self.forward_ends: int | None = None  # how many events the forward had
+        self.begins: dict[str, list[Moment]] = {}  # by region: of its forward, and of its recompute
+        self.kept: list[Kept] = []
         self.region = ""  # that runs, in forward or recompute
         self.linear = ""  # the Linear module that runs
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
@@ -105,6 +109,27 @@ class Meter(TorchDispatchMode):
         self.events.append(event)
         self._alive[-id(owner)] = _Storage(event, region=region)  # the addresses of storages are above 0
         weakref.finalize(owner, self._free, -id(owner)).atexit = False
+
+    def begin(self, region: str) -> None:
+        """A region begins its forward, or its recompute."""
+        self.candidates.setdefault(region, [])
+        self.begins.setdefault(region, []).append(Moment(len(self.events), self.flops.total()))
+        self.events.append(Event(0))
+
+    def take_inputs(self, region: str, inputs: Iterable[Any]) -> None:
+        """A region keeps its inputs; those that were there before the step are not noted."""
+        tensors = (one for one in inputs if isinstance(one, torch.Tensor) and torch_private.has_storage(one))
+        for address in dict.fromkeys(tensor.untyped_storage()._cdata for tensor in tensors):
+            if (storage := self._alive.get(address)) is not None:
+                if storage.kept is None:
+                    storage.kept = Kept(storage.event.bytes)
+                    self.kept.append(storage.kept)
+                storage.kept.inputs_of.append(region)
+
+    def end_forward(self) -> None:
+        """The forward has ended."""
+        self.events.append(Event(0))
+        self.forward_ends = len(self.events)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -168,6 +193,7 @@ class Meter(TorchDispatchMode):
             self._parts.setdefault(place, []).append(mine)
             if copied:
                 self._keep(event, place, storage.nbytes())
+                self.kept.append(Kept(storage.nbytes(), candidate=place))
             if len(self._parts[place]) == 1:
                 self._exchange(place, storage.nbytes())
         elif place is not None:
@@ -197,6 +223,7 @@ class Meter(TorchDispatchMode):
         mine = self.candidates[region]
         if after < len(mine) and mine[after].name == EXCHANGED:
             mine[after].bytes = 4 * size
+            self.kept += [Kept(size, candidate=(region, after)) for _ in range(4)]
             event = Event(0)
             self._change(event, (region, after), 4 * size)
             self.events.append(event)
@@ -215,6 +242,10 @@ class Meter(TorchDispatchMode):
             and self._repeated.get(mine.candidate[0], 0) <= mine.candidate[1]
         ):
             self._keep(event, mine.candidate, mine.event.bytes)
+            if mine.kept is not None:
+                mine.kept.candidate = mine.candidate
+            elif self.forwards:  # else somebody else holds it, too
+                self.kept.append(Kept(mine.event.bytes, candidate=mine.candidate))
         elif mine.replayed and mine.event.candidate is not None:
             self._change(event, mine.event.candidate, mine.event.bytes)
         self.events.append(event)
@@ -232,7 +263,7 @@ class Meter(TorchDispatchMode):
             if parameter.grad is not None and (found := self._alive.get(parameter.grad.untyped_storage()._cdata)):
                 found.event.gradient = True
         self._alive.clear()
-        return Timeline(self.events, self.forward_ends or 0, self.flops, self.candidates)
+        return Timeline(self.events, self.forward_ends or 0, self.flops, self.candidates, self.begins, self.kept)
 
 
 def simulate(
@@ -264,6 +295,7 @@ def simulate(
         run = functools.partial(_run, meter, region, block)
         if name in checkpointed:
             meter.hold(GENERATOR_STATE, run, region)  # which lives as long as what recompute needs
+            meter.take_inputs(region, tree_leaves((args, kwargs)))
             outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs)
         else:
             outputs = run(*args, **kwargs)
@@ -284,7 +316,7 @@ def simulate(
             raise FastacError(
                 "plan: the model checkpoints by itself, or calls none of its blocks. Name them: blocks=..."
             )
-        meter.forward_ends = len(meter.events)
+        meter.end_forward()
         losses = [output.float().square().mean() for output in outputs]
         torch.stack(losses).sum().backward()
         del outputs, losses
@@ -293,6 +325,7 @@ def simulate(
 
 def _run(meter: Meter, region: str, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     before, meter.region = meter.region, region
+    meter.begin(region)
     try:
         return block(*args, **kwargs)
     finally:

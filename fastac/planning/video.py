@@ -14,7 +14,7 @@ from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
-from fastac.planning.plans import FIXED, WITHIN, Plan, make_plan
+from fastac.planning.plans import ROWS, WITHIN, Plan, make_plan
 from fastac.planning.simulation import Split
 from fastac.planning.subject import BREAKS, Subject, subject
 from fastac.planning.timeline import Timeline
@@ -57,16 +57,18 @@ def plan_video(
     budget: int | None = None,
     memory: int | None = None,
     checkpointed: int | None = None,
+    offload: bool = False,
     tell: Tell = lambda text: None,
 ) -> Plan:
     """Plan a step of a published model on a video.
 
     budget: bytes of saved outputs. memory: bytes of the device, for the longest video with which a step fits, and
-    without a budget for the largest that fits. checkpointed: as in `plan`. tell: is given what is being done.
+    without a budget for the largest that fits. checkpointed: as in `plan`. offload: whether what blocks
+    keep within the budget waits in host memory. tell: is given what is being done.
     Raises FastacError for a video that does not fit the model.
     """
     try:
-        search = _Search(configuration, video, training, tell)
+        search = _Search(configuration, video, training, offload, tell)
         forecast = search.forecast(video.frames)
     except FastacError:
         raise
@@ -83,13 +85,13 @@ def plan_video(
     on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
-    found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed)
+    found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload)
     if memory is None:
         return found
     largest = {
         one.policy: search.longest(one.policy, memory, budget)
         for one in found.policies
-        if one.policy in FIXED or (one.policy.startswith(WITHIN) and budget is not None)
+        if one.policy in ROWS or (one.policy.startswith(WITHIN) and budget is not None)
     }
     return dataclasses.replace(found, largest=largest)
 
@@ -109,8 +111,11 @@ def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int 
 class _Search:
     """Plans of one model for videos of several lengths."""
 
-    def __init__(self, configuration: Configuration, video: Video, training: Training, tell: Tell) -> None:
+    def __init__(
+        self, configuration: Configuration, video: Video, training: Training, offload: bool, tell: Tell
+    ) -> None:
         self.configuration, self.video, self.training, self.tell = configuration, video, training, tell
+        self.offload = offload
         tell(f"building {configuration.name} without weights")
         self.model = without_weights(configuration, video.dtype, training.lora)
         self.forecasts: dict[int, Forecast] = {}
@@ -145,8 +150,7 @@ class _Search:
         """The peak of a policy on so many frames; None where the model refuses them."""
         try:
             forecast = self.forecast(frames)
-            chosen = policy if limit is None or not policy.startswith(WITHIN) else forecast.within(limit)
-            return forecast.peak(chosen)
+            return forecast.peak(ROWS[policy] if policy in ROWS else forecast.within(limit or 0, offload=self.offload))
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
             return None
@@ -171,7 +175,7 @@ class _Search:
             return None
         forecast = copy.copy(self.forecasts[near])
         vars(forecast)["plain" if policy == "none" else "full"] = step
-        return forecast.peak(policy)
+        return forecast.peak(ROWS[policy])
 
     def _step(self) -> int:
         """By how many frames a video that the model takes may be longer."""

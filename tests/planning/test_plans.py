@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -23,6 +24,7 @@ from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, stack_inp
 from tests.support import AttentionStack, stack
 
 POLICIES = ["none", "full", "long_attn_only", "attn_only"]
+POLICIES += [f"{name}, offload" for name in POLICIES[1:]]
 
 # States
 
@@ -86,10 +88,16 @@ def test_within_takes_bytes_as_people_write_them(caplog: pytest.LogCaptureFixtur
     plan = fastac.plan(*tiny(WAN))
     assert plan.within("20KiB") == plan.within(20 * 1024)
     assert {policy.linear for policy in plan.within("20KiB", linear=False).values()} == {()}
+    offloading = plan.within("20KiB", offload=True)
+    assert {policy.offload for policy in offloading.values()} == {True}
+    assert {name: dataclasses.replace(policy, offload=False) for name, policy in offloading.items()} == plan.within(
+        "20KiB"
+    )
     with pytest.raises(FastacError, match="'much'"):
         plan.within("much")
     assert set(plan.within(1).values()) == {Policy("full")}
     assert "no output of a block is small enough" in caplog.text
+    assert set(plan.within(1, offload=True).values()) == {Policy("full", offload=True)}
 
 
 def test_blocks_that_are_named() -> None:
@@ -111,20 +119,26 @@ def large() -> Forecast:
     return Forecast(subject(stack(layers=3), inputs, "blocks"))
 
 
-def test_the_largest_budget_fits() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_largest_budget_fits(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after it was rounded: fewer bytes may be saved by other blocks, at a worse moment."""
+    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
     found = large()
+
+    def peak(limit: int) -> int:
+        return found.plan(found.within(limit, offload=offload)).peak_bytes
+
     everything = sum(one.bytes for candidates in found.candidates.values() for one in candidates)
-    full, most = found.plan("full").peak_bytes, found.plan(found.within(everything)).peak_bytes
+    full, most = peak(0), peak(everything)
     assert full < most
     for share in (1, 5, 9):
         memory = full + (most - full) * share // 10
-        limit = found.largest_budget(memory)
+        limit = found.largest_budget(memory, offload)
         assert limit is not None
-        assert found.plan(found.within(limit)).peak_bytes <= memory
+        assert peak(limit) <= memory
         assert limit % MIB == 0 or limit < MIB
-    assert found.largest_budget(full - 1) is None
-    assert found.largest_budget(most) == -(-everything // MIB) * MIB
+    assert found.largest_budget(full - 1, offload) is None
+    assert found.largest_budget(most, offload) == -(-everything // MIB) * MIB
 
 
 # What it is given

@@ -22,6 +22,7 @@ from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import Plan
 from fastac.planning.forecast import Forecast
+from fastac.planning.plans import ROWS
 from fastac.planning.simulation import Split
 from fastac.planning.subject import subject
 from fastac.planning.video import Training, most_steps, plan_video, without_weights
@@ -92,8 +93,9 @@ def test_a_search_is_short() -> None:
 
 
 @pytest.mark.parametrize("which", ["plain", "full"])
-def test_a_step_of_any_length_lies_on_a_line(small: Configuration, which: str) -> None:
+def test_a_step_of_any_length_lies_on_a_line(small: Configuration, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two simulations tell the bytes of all lengths, to the byte."""
+    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 2500)  # statistics of attention are smaller
 
     def simulated(frames: int) -> Any:
         part = video_of(small, frames)
@@ -105,6 +107,11 @@ def test_a_step_of_any_length_lies_on_a_line(small: Configuration, which: str) -
         saved = [(region, i) for region, mine in far.candidates.items() for i, one in enumerate(mine) if one.keys]
         saved = saved if name == "attn_only" else []
         assert (found.held(saved), found.peak(saved)) == (expected.held(saved), expected.peak(saved))
+        policies = dict.fromkeys(far.candidates, Policy(name, offload=True, keep=1))
+        copies = found.copies(saved, policies)
+        assert [one.bytes for one in copies] == [one.bytes for one in expected.copies(saved, policies)]
+        assert len(copies) == (2 if which == "full" else 0)
+        assert found.peak(saved, policies) == expected.peak(saved, policies)
     assert [one.keys for one in found.candidates["blocks.0"]] == [one.keys for one in expected.candidates["blocks.0"]]
     far.events[5].gradient = True
     assert near.on_line(far, Fraction(2)) is None
@@ -117,15 +124,22 @@ def test_the_longest_video_is_one_that_the_model_takes(small: Configuration) -> 
     assert found.largest["full"] == 93
 
 
-def test_the_longest_video_fits(small: Configuration) -> None:
-    """And the next longer one does not."""
+def test_the_longest_video_fits(small: Configuration, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next longer one does not; within a budget, too."""
+    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
     memory = 300_000
-    found = plan_video(small, video_of(small, 9), memory=memory)
-    assert list(found.largest) == ["none", "full", "long_attn_only", "attn_only"]
-    frames = found.largest["full"]
-    assert 0 < found.largest["none"] < frames
-    assert peaks_of(plan_video(small, video_of(small, frames)))["full"] <= memory
-    assert peaks_of(plan_video(small, video_of(small, frames + 4)))["full"] > memory
+    found = plan_video(small, video_of(small, 9), memory=memory, budget=20_000, offload=True)
+    assert list(found.largest) == [*ROWS, "within 19.5 KiB, offload"]
+    assert 0 < found.largest["none"] < found.largest["full"] <= found.largest["full, offload"]
+    for policy in ("full", "attn_only, offload"):
+        frames = found.largest[policy]
+        peaks = [
+            Forecast(subject(without_weights(small, torch.bfloat16), small.inputs(video_of(small, one)))).peak(
+                ROWS[policy]
+            )
+            for one in (frames, frames + 4)
+        ]
+        assert peaks[0] <= memory < peaks[1], policy
 
 
 def test_a_search_ends_where_short_videos_are_refused(small: Configuration) -> None:

@@ -1,0 +1,48 @@
+"""How much memory the host has for what its processes keep there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from fastac.errors import FastacError
+
+_MEMINFO = Path("/proc/meminfo")
+_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+class _State:
+    fits = 0  # bytes that were found to be available
+
+
+_state = _State()
+
+
+def available() -> int | None:
+    """Bytes that are available on this host, or in its container (cgroup v2); None where neither says."""
+    found = []
+    try:
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+        found.append(int(_LIMIT.read_text()) - int(_USED.read_text()))
+    except (OSError, KeyError, ValueError):  # other systems; "max" where a container has no limit
+        pass
+    return min(found, default=None)
+
+
+def check(size: int, blocks: int, policy: object) -> None:
+    """Raise FastacError where the host has less than what so many blocks are going to keep there, on each of its ranks.
+
+    size: bytes of a rank. Looked at once for the largest.
+    """
+    if size <= _state.fits:
+        return
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
+    host = available()
+    if host is not None and ranks * size > host:
+        raise FastacError(
+            f"{policy}: {blocks} blocks keep {size / 2**30:.1f} GiB in host memory, on {ranks} ranks "
+            f"{ranks * size / 2**30:.1f} GiB, and {host / 2**30:.1f} GiB are available.\n"
+            f'Offload less: offload="inputs" or "attention", or policy="full"; or run fewer ranks on a host.'
+        )
+    _state.fits = size
