@@ -125,9 +125,11 @@ class Region:
         """Run the function again for a backward. Returns what goes into the slots."""
         recompute = _Recompute(self)
         tensors = recompute.tensors
+        kwargs = self.kwargs
         if self.stash is not None:
             self.stash.bring_back()
-        args, kwargs = torch_private.unpack(self.args), restored(self.kwargs)
+            kwargs = restored(kwargs)
+        args = torch_private.unpack(self.args)
         before = [(device, generator_state(device)) for device, _ in self.generators]
         set_states(self.generators)
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -59,6 +60,7 @@ class Simulated(Transport):
     def __init__(self, device: torch.device = torch.device("cpu"), late: bool = True) -> None:  # noqa: B008
         super().__init__(device)
         self.late = late
+        self._one_at_a_time = threading.RLock()
         self.faults: list[str] = []
         self.in_use = self.allocated = 0
         self._free: defaultdict[int, list[Any]] = defaultdict(list)
@@ -83,9 +85,10 @@ class Simulated(Transport):
         with torch_private.without_modes():
             held = [(Bytes(device), Bytes(host)) for device, host in pairs]
         begun = Copy(held, to_host, list(after))
-        self._streams[to_host].append(begun)
-        if not self.late:
-            self._do(begun)
+        with self._one_at_a_time:
+            self._streams[to_host].append(begun)
+            if not self.late:
+                self._do(begun)
         return begun
 
     def _do(self, copy: Copy) -> None:
@@ -111,8 +114,9 @@ class Simulated(Transport):
             written.copy_(found)
 
     def wait(self, event: Any) -> Any:
-        had_to_wait = not event.is_done
-        self._do(event)
+        with self._one_at_a_time:
+            had_to_wait = not event.is_done
+            self._do(event)
         return had_to_wait
 
     def had_to_wait(self, waiting: Any) -> bool:

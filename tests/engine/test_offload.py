@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 import fastac
 from fastac import FastacError, Policy
 from fastac.engine import host_memory, offload
-from fastac.engine.transport import StreamTransport, Transport, Trip
+from fastac.engine.transport import Transport, Trip
 from tests import support
 from tests.engine.outcomes import CASES, Cases
 from tests.engine.simulated import Simulated, simulated
@@ -166,3 +164,276 @@ def test_outcome(name: str, device: Simulated, at_once: None) -> None:
     if name == "saved":  # which says whether it was given the very tensor
         found["output.1"] = expected["output.1"]
     assert_same(found, expected)
+
+
+def test_an_input_changed_in_place_is_an_error(device: Simulated) -> None:
+    """As without offload, wherever the input is by then."""
+    blocks = stack(layers=4).blocks
+    for changed in range(4):
+        hidden, kept = stack_inputs()["video"], []
+        for block in blocks:
+            kept.append(hidden := hidden * 1)
+            hidden = fastac.checkpoint(block, hidden, stack_inputs()["text"], policy=Policy("full", offload=True))
+        counter = kept[changed].detach()
+        del kept
+        counter.add_(1)
+        with pytest.raises(FastacError, match=r"an input \(1, 24, 16\) .* was changed in place"):
+            hidden.sum().backward()
+    device.faults.clear()
+
+
+def test_forwards_that_raise_give_host_memory_back(device: Simulated) -> None:
+    model = stack(layers=LAYERS, policy=Policy("attn_only", offload=True))
+    expected = train(model)
+    broken = model.blocks[3].register_forward_pre_hook(lambda *_: 1 // 0)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            train(model)
+    broken.remove()
+    allocated = device.allocated
+    assert_same(train(model), expected)
+    assert device.allocated == allocated
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_saved_tensors_hooks_of_the_caller_are_refused() -> None:
+    model = stack(policy=Policy("full", offload=True))
+    with save_on_cpu(), pytest.raises(FastacError, match="saved_tensors_hooks of yours"):
+        train(model)
+
+
+# Where memory is
+
+
+class Memory(LiveBytes):
+    """Bytes of the device, after a forward and at the most."""
+
+    def step(self, model: Any) -> tuple[int, int]:
+        inputs = stack_inputs()
+        gc.collect()
+        before = self.now
+        with self:
+            loss = model(**inputs).sum()
+        held = self.now - before
+        with self:
+            loss.backward()
+        model.zero_grad()
+        return held, self.peak - before
+
+
+INPUT, TEXT = VIDEO_TOKENS * WIDTH * 4, TEXT_TOKENS * WIDTH * 4
+ATTENTION = 2 * (INPUT + VIDEO_TOKENS * 2 * 4)
+"""Bytes of a block's input, of the text, and of the outputs of its two attentions with their logsumexps."""
+
+
+class Leading(torch.nn.Module):
+    """Blocks behind what makes the input of the first one, which is nobody else's then."""
+
+    def __init__(self, policy: Any, layers: int, block: Callable[[], torch.nn.Module] = AttentionBlock) -> None:
+        super().__init__()
+        self.blocks, self.policy = stack(layers=layers, block=block).blocks, policy
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        video, text = video.sin(), text.sin()
+        for block in self.blocks:
+            video = support.run_checkpointed(block, video, text, policy=self.policy)
+        return video
+
+
+def memory(policy: Any, layers: int = 8) -> tuple[int, int]:
+    model = Leading(policy, layers).requires_grad_(False)  # gradients would be most of the peak
+    Memory([*model.parameters()]).step(model)
+    return Memory([*model.parameters()]).step(model)
+
+
+@pytest.mark.parametrize(
+    ("policy", "blocks"),
+    [
+        (Policy("full", offload=True), 2 * INPUT),
+        (Policy("attn_only", offload=True), 2 * (INPUT + ATTENTION)),
+        (Policy("attn_only", offload=True, keep=3), 3 * (INPUT + ATTENTION)),
+        (Policy("attn_only", offload="inputs"), 2 * INPUT + 8 * ATTENTION),
+        (Policy("attn_only", offload="attention"), 8 * INPUT + 2 * ATTENTION),
+    ],
+    ids=str,
+)
+def test_bytes_on_the_device(policy: Policy, blocks: int) -> None:
+    """After a forward, those of the last blocks; no other's, however many there are. The rest is as without offload."""
+    with simulated(late=False) as device:
+        held, peak = memory(policy)
+        more = memory(policy, 16)
+    everything = 8 * (INPUT + ATTENTION * (policy.name != "full"))
+    assert memory(without(policy))[0] - held == everything - blocks
+    if policy.offload is True:
+        assert more == (held, peak)
+    assert device.in_use == 0
+
+
+def test_attention_on_the_host_holds_less_than_full_checkpointing() -> None:
+    with simulated(late=False):
+        offloaded = memory(Policy("attn_only", offload=True))
+    full = memory("full")
+    assert offloaded[0] < full[0]
+    assert offloaded[1] < full[1]
+
+
+def test_late_copies_hold_no_more_than_what_is_under_way() -> None:
+    """Two regions on their way to the host, and one on its way back."""
+    with simulated() as device:
+        late = memory(Policy("full", offload=True))
+    with simulated(late=False):
+        prompt = memory(Policy("full", offload=True))
+    assert not device.faults
+    assert late[0] - prompt[0] <= 2 * INPUT
+    assert late[1] - prompt[1] <= 2 * INPUT
+
+
+def test_host_memory_does_not_grow(device: Simulated) -> None:
+    model = stack(layers=LAYERS, policy=Policy("attn_only", offload=True))
+    train(model)
+    allocated, in_use = device.allocated, device.in_use
+    for _ in range(50):
+        train(model)
+        assert (device.allocated, device.in_use) == (allocated, in_use)
+
+
+class OneOp(torch.nn.Module):
+    """A block that is one attention, whose output, which is saved, is the next one's input."""
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        heads = video.view(1, VIDEO_TOKENS, 2, -1).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+def test_a_tensor_goes_once(device: Simulated) -> None:
+    """As the output of one block and the input of the next; text, that all have, and what the caller holds, stay."""
+    model = Leading(Policy("attn_only", offload=True), 6, OneOp)
+    loss = model(**stack_inputs()).sum()
+    transfers = [block._fastac_record.transfers for block in model.blocks]
+    assert [one.host_bytes for one in transfers] == [INPUT + INPUT // 8] * 4 + [0, 0]
+    assert sum(one.device_bytes for one in transfers) == 3 * INPUT + 2 * INPUT // 8 + TEXT
+    loss.backward()
+
+
+def test_what_the_caller_holds_stays(device: Simulated) -> None:
+    model = stack(layers=4)
+    hidden, text = stack_inputs().values()
+    skips = []
+    for block in model.blocks:
+        skips.append(hidden := hidden * 1)
+        hidden = fastac.checkpoint(block, hidden, text, policy=Policy("full", offload=True))
+    assert device.allocated == 0
+
+
+@pytest.mark.parametrize(("late", "waited"), [(True, 4), (False, 0)])
+def test_what_the_device_waited_for_is_reported(late: bool, waited: int) -> None:
+    """Of late copies: those to the host before a third began, and those back; of prompt ones none."""
+    with simulated(late=late):
+        model = Leading(Policy("full", offload=True), 4)
+        model(**stack_inputs()).sum().backward()
+        (row,) = fastac.report(model).rows
+        assert row.transfers is not None
+        assert (row.transfers.host_bytes, row.transfers.device_bytes) == (2 * INPUT, 2 * INPUT + TEXT)
+        assert (row.transfers.copies, len(row.transfers.waited_bytes())) == (4, waited // 2)
+        assert "3.0 KiB" in str(fastac.report(model))
+
+
+# The guards, taken out
+
+
+def wrong_bytes(device: Simulated, model: Any, expected: Tensors) -> None:
+    assert_same(train(model), expected)
+    assert not device.faults
+
+
+def no_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Trip, "arrive", lambda trip: None)
+
+
+def no_order(patch: pytest.MonkeyPatch) -> None:
+    """What comes back does not wait for having left."""
+    begin = Transport.begin
+
+    def begin_at_once(self: Any, pairs: Any, to_host: bool, after: Any, transfers: Any) -> Trip:
+        return begin(self, pairs, to_host, (), transfers)
+
+    patch.setattr(Transport, "begin", begin_at_once)
+
+
+def freed_early(patch: pytest.MonkeyPatch) -> None:
+    def forget(trip: Trip, *_: Any) -> None:
+        trip.device = []
+
+    patch.setattr(Trip, "__post_init__", forget)
+
+
+def host_freed_early(patch: pytest.MonkeyPatch) -> None:
+    def forget(trip: Trip, *_: Any) -> None:
+        trip.host = []
+
+    patch.setattr(Trip, "__post_init__", forget)
+
+
+@pytest.mark.parametrize("guard", [no_wait, no_order, freed_early])
+def test_a_step_without_a_guard(guard: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(stack(layers=LAYERS))
+    guard(monkeypatch)
+    with simulated() as device, pytest.raises((AssertionError, FastacError)):
+        wrong_bytes(device, stack(layers=LAYERS, policy=Policy("attn_only", offload=True)), expected)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_host_memory_is_not_handed_out_while_it_is_written(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forward that no backward follows: its copies are late, and its memory is free."""
+    if not guarded:
+        host_freed_early(monkeypatch)
+    model = stack(layers=LAYERS, policy=Policy("attn_only", offload=True))
+    expected = train(stack(layers=LAYERS))
+    with simulated() as device:
+        model(**stack_inputs())
+        assert_same(train(model), expected)
+    assert bool(device.faults) != guarded
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_one_region_is_back_ahead(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where backward wants other regions next than those before in the forward, these do not pile up on the device."""
+    if not guarded:
+        monkeypatch.setattr(offload._State, "ahead", property(lambda state: None, lambda *_: None), raising=False)
+    stashes: list[Any] = []
+    hold = offload.Stash.hold
+
+    def noting(stash: offload.Stash) -> None:
+        hold(stash)
+        stashes.append(stash.reference)
+
+    monkeypatch.setattr(offload.Stash, "hold", noting)
+    with simulated(late=False):
+        model = Interleaved(Policy("full", offload=True))
+        left, right = model(**stack_inputs())
+        right.sum().backward()
+        ahead = sum(bool(stash.arrivals) for one in stashes if (stash := one()) is not None)
+        left.sum().backward()
+    assert (ahead <= 1) == guarded
+
+
+# The host's memory
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [("1", True), ("8", False)])
+def test_a_host_without_enough_memory(ranks: str, fits: bool, device: Simulated, monkeypatch: Any) -> None:
+    """Is an error in the first forward, of what all blocks and all ranks of the host are going to keep there."""
+    model = stack(layers=LAYERS)
+    fastac.enable(model, Policy("full", offload=True), blocks="blocks")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(host_memory._state, "fits", 0)
+    monkeypatch.setattr(host_memory, "available", lambda: 4 * 3 * INPUT)
+    inputs = {name: value * 1 for name, value in stack_inputs().items()}
+    with contextlib.nullcontext() if fits else pytest.raises(FastacError, match="3 blocks keep .* on 8 ranks"):
+        model(**inputs).sum().backward()
+
+
+def test_available_memory_of_this_host() -> None:
+    found = host_memory.available()
+    assert found is None or 2**20 < found < 2**50
+
