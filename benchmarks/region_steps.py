@@ -25,9 +25,10 @@ from rich.table import Table
 import fastac
 from common import parser, positive, write_result
 from fastac.cli.measuring import take_turns
-from fastac.engine import generators, region, torch_private
+from fastac.engine import generators, offload, region, torch_private
 from fastac.engine.blocks import BlockRecord
 from fastac.engine.comparison import metadata
+from fastac.policy import Policy
 from host_time import hooks_alone
 
 FEW, MANY = 1, 81
@@ -137,6 +138,28 @@ def steps_of_a_region(measured: dict[str, tuple[float, float]]) -> dict[str, flo
     }
 
 
+def offloaded(count: int = 8) -> float:
+    """Microseconds of the host for one memory that leaves and comes back, of so many in a region; a byte is copied."""
+    policy = Policy("full", offload=True, keep=1)
+
+    def leave_and_come_back() -> None:
+        inputs = [torch.empty(1, dtype=torch.uint8) for _ in range(count)]
+        stash = offload.Stash(policy, None, BlockRecord(), inputs)
+        kept = [stash.keep_input(one) for one in inputs]
+        stash.hold()
+        inputs.clear()
+        stash.leave()
+        stash.bring_back()
+        assert all(one.tensor().numel() for one in kept)
+        assert stash.transfers.host_bytes == count
+
+    smallest, offload.SMALLEST = offload.SMALLEST, 0
+    try:
+        return 1e6 * min(timeit.repeat(leave_and_come_back, number=20, repeat=50)) / 20 / count
+    finally:
+        offload.SMALLEST = smallest
+
+
 def parts(name: str, place: int, measured: dict[str, tuple[float, float]], steps: dict[str, float]) -> dict[str, float]:
     """Shares of what torch's checkpoint costs, by step. place: 0 of a region, 1 of a tensor."""
     none = measured["none"][place]
@@ -171,7 +194,9 @@ def main() -> int:
             table.add_row(step, f"{share:.0f}")
         table.add_section()
     Console().print(table)
-    write_result(options.output, {"microseconds": measured, "of_torch_100": tables})
+    memory = offloaded()
+    print(f"offload: {memory:.0f} us of the host for a memory, in which 25 GB/s copy {memory * 25e3:,.0f} bytes")
+    write_result(options.output, {"microseconds": measured, "of_torch_100": tables, "offloaded_memory": memory})
     return 0
 
 

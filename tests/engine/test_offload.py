@@ -277,6 +277,28 @@ def test_attention_on_the_host_holds_less_than_full_checkpointing() -> None:
     assert offloaded[1] < full[1]
 
 
+def test_wan_on_the_device() -> None:
+    """Held after the forward of four blocks, the last kept: less than under full checkpointing, without its FLOPs."""
+    model, inputs = support.build("WanTransformer3DModel", num_layers=4)
+    inputs = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    held: dict[Any, int] = {}
+    expected = None
+    offloaded = [Policy(name, offload=True, keep=1) for name in ("full", "attn_only")]
+    for policy in ("full", "attn_only", *offloaded):
+        with simulated(late=False) as device:
+            fastac.enable(model, policy)
+            found = support.train_step(model, inputs)
+            meter = LiveBytes([*model.parameters(), *inputs.values()])
+            with meter:
+                outputs = model(**inputs)
+            held[policy] = meter.now
+            del outputs
+        assert bool(device.allocated) == isinstance(policy, Policy)
+        expected = expected or found
+        assert_same(found, expected)
+    assert held[offloaded[0]] < held[offloaded[1]] < held["full"] < held["attn_only"], held
+
+
 def test_late_copies_hold_no_more_than_what_is_under_way() -> None:
     """Two regions on their way to the host, and one on its way back."""
     with simulated() as device:
