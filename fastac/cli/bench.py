@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", metavar="BYTES", help="of saved outputs for what is planned; default: those that attn_only saves"
     )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="measure full and attn_only with what they keep in host memory as well; on a CPU host and device are one "
+        "memory, and bytes that are held do not fall",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and the machine's, as JSON")
 
 
@@ -45,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")  # the models' own
         tell(f"building {options.model}")
         subject, workload = workload_of(options)
-        found = bench(workload, subject, rounds=options.rounds, budget=budget, tell=tell)
+        found = bench(workload, subject, rounds=options.rounds, budget=budget, offload=options.offload, tell=tell)
     print(found)
     if options.json is not None:
         what = {"command": shlex.join(["fastac", *options.arguments]), "machine": machine(), **found.as_json()}

@@ -1,6 +1,6 @@
 """What `fastac bench` and the benchmarks measure: bytes as the allocator sees them, time in turns, and on what machine.
 
-In this order: the machine; bytes; turns; every way of checkpointing on one model; what that took, as a table.
+In this order: the machine; bytes; copies; turns; every way of checkpointing on one model; what that took, as a table.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import importlib.metadata
 import os
 import platform
 import random
+import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastac import hook
-from fastac.engine.blocks import record_of
+from fastac.engine.blocks import BlockRecord, record_of
+from fastac.engine.calls import Transfers
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, tree_map
 from fastac.errors import FastacError
@@ -31,6 +33,7 @@ from fastac.models import published
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import Plan, plan
+from fastac.planning.plans import ROWS
 from fastac.registry import classify
 from fastac.verify import Step, differences, floating, readable_bytes, render, run_step
 
@@ -134,6 +137,34 @@ def _allocated_on_cpu(run: Callable[[], Any], then: Callable[[Any], object] | No
             peak = max(peak, now)
     del result
     return Allocated(held, peak)
+
+
+# Copies
+
+_COPY = re.compile(r"Memcpy (DtoH|HtoD) .*Pinned")
+
+
+def is_copy(kernel: str) -> bool:
+    """Whether what ran on a GPU is a copy between it and pinned memory, by its name."""
+    return _COPY.match(kernel) is not None
+
+
+def hidden_seconds(events: Iterable[Any]) -> float:
+    """Of the time of copies among the events of a profile, that in which the GPU computed as well."""
+    edges = []
+    for event in events:
+        is_on_gpu = event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+        if is_on_gpu and not event.is_user_annotation:
+            copies = is_copy(event.name)
+            if copies or not event.name.startswith(("Memcpy", "Memset")):
+                edges += [(event.time_range.start, copies, 1), (event.time_range.end, copies, -1)]
+    hidden = last = 0.0
+    running = {True: 0, False: 0}
+    for now, copies, change in sorted(edges):
+        hidden += (now - last) * running[True] * bool(running[False])
+        running[copies] += change
+        last = now
+    return hidden / 1e6
 
 
 # Turns
@@ -280,11 +311,13 @@ NONE, FULL, ATTENTION, PLANNED = "none", "full", "attn_only", "planned"
 class Switch:
     """The ways to checkpoint one model, one at a time.
 
-    budget: bytes of saved outputs for PLANNED; by default those of attn_only, by the plan.
+    budget: bytes of saved outputs for PLANNED; by default those of attn_only, by the plan. offload: whether those of
+    OFFLOADED are among them.
     """
 
-    def __init__(self, workload: Workload, budget: int | None = None) -> None:
+    def __init__(self, workload: Workload, budget: int | None = None, offload: bool = False) -> None:
         self.workload, self._budget = workload, budget
+        self.variants = {**VARIANTS, **(OFFLOADED if offload else {})}
         self.off()
 
     @functools.cached_property
@@ -306,12 +339,27 @@ class Switch:
         """
         self.off()
         gc.collect()  # what a step that ran out of memory left
-        VARIANTS[name](self)
+        self.variants[name](self)
         self.workload.step()
         self.workload.release()
+        for record in self.records():
+            record.step = 2**20 + 1
+
+    def records(self) -> list[BlockRecord]:
+        """What is known of the blocks, where the way that is switched on is one of fastac's."""
         enabled = hook.enabled_on(self.workload.model)
-        for block in enabled.blocks.values() if enabled is not None else ():
-            record_of(block).step = 2**20 + 1
+        return [record_of(block) for block in enabled.blocks.values()] if enabled is not None else []
+
+    def moved(self) -> dict[str, Any]:
+        """What the latest step moved to the host and back, as Measurement has it. Waits for the device."""
+        found = sum((one.transfers for one in self.records() if one.transfers is not None), Transfers())
+        waited = found.waited_bytes() if self.workload.device.type == "cuda" else []
+        return {
+            "host_bytes": found.host_bytes,
+            "copies": found.copies,
+            "waited_copies": len(waited),
+            "waited_bytes": sum(waited),
+        }
 
     def off(self) -> None:
         """Leave the model without checkpointing and gradients."""
@@ -330,6 +378,12 @@ VARIANTS: Mapping[str, Callable[[Switch], object]] = {
 }
 """Ways to checkpoint a model that has no checkpointing now."""
 
+OFFLOADED: Mapping[str, Callable[[Switch], object]] = {
+    "full, offload": lambda switch: hook.enable(switch.workload.model, ROWS["full, offload"]),
+    "attn_only, offload": lambda switch: hook.enable(switch.workload.model, ROWS["attn_only, offload"]),
+}
+"""More of them, with what they keep in host memory, by the names of the plan."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
@@ -337,6 +391,8 @@ class Measurement:
 
     seconds: of each timed step. relative: the median over rounds of its time over that of full checkpointing. Bytes
     are above those of weights and inputs: held between forward and backward, and the most at one time of a step.
+    host_bytes: held on the host between forward and backward, which on a CPU are among those held. copies: to the host
+    and back in a step; waited_copies, waited_bytes: those of them that the device was idle for, 0 on a CPU.
     attention: kernels that ran in a step. different: of the outputs and gradients compared, how many are not bitwise
     those of the reference, and by how much at most.
     """
@@ -347,6 +403,10 @@ class Measurement:
     relative: float | None = None
     held_bytes: int = 0
     peak_bytes: int = 0
+    host_bytes: int = 0
+    copies: int = 0
+    waited_copies: int = 0
+    waited_bytes: int = 0
     attention: int = 0
     compared: int = 0
     different: int = 0
@@ -368,13 +428,14 @@ def measure(
     """
     workload = switch.workload
     rows: dict[str, Measurement] = {}
-    for name in VARIANTS:
+    for name in switch.variants:
         tell(f"{name}: warm-up, bytes")
         try:
             switch.to(name)
             held, peak = allocated_bytes(workload.forward, workload.finish, workload.device)
+            moved = switch.moved()
             workload.release()
-            rows[name] = Measurement(name, held_bytes=held, peak_bytes=peak, **look(name))
+            rows[name] = Measurement(name, held_bytes=held, peak_bytes=peak, **moved, **look(name))
         except FAILURES as error:
             rows[name] = Measurement(name, failure(error))
     names = [name for name, row in rows.items() if not row.problem]
@@ -394,12 +455,13 @@ def bench(
     *,
     rounds: int = 5,
     budget: int | None = None,
+    offload: bool = False,
     clock: Callable[[], float] = time.perf_counter,
     tell: Tell = lambda text: None,
 ) -> Measurements:
     """Measure every way of checkpointing, and compare outputs and gradients with those of the first that runs.
 
-    budget: as of Switch. The model is left without checkpointing. Raises FastacError where no way could be run.
+    budget, offload: as of Switch. The model is left without checkpointing. Raises FastacError where none could be run.
     """
     expected: list[tuple[str, Step, float]] = []
 
@@ -418,14 +480,21 @@ def bench(
             "largest_difference": max(off.values(), default=0.0),
         }
 
-    switch = Switch(workload, budget)
+    switch = Switch(workload, budget, offload)
     rows = measure(switch, compare, rounds=rounds, clock=clock, tell=tell)
     if not expected:
         raise FastacError(f"bench {subject}: no step could be run here: {rows[0].problem}")
     ((reference, _, noise),) = expected
     planned = any(row.variant == PLANNED and not row.problem for row in rows)
     return Measurements(
-        subject, rounds, workload.weights, switch.budget if planned else budget, reference, noise, tuple(rows)
+        subject,
+        workload.device.type,
+        rounds,
+        workload.weights,
+        switch.budget if planned else budget,
+        reference,
+        noise,
+        tuple(rows),
     )
 
 
@@ -442,12 +511,13 @@ def _on_host(step: Step) -> Step:
 class Measurements:
     """What every way to checkpoint a model took.
 
-    weights: bytes of parameters and buffers. budget: bytes, None where not known.
+    device: its type. weights: bytes of parameters and buffers. budget: bytes, None where not known.
     reference: whose outputs and gradients the others were compared with. noise: by how much its own differ from run to
     run, above 0 where kernels are not deterministic.
     """
 
     subject: str
+    device: str
     rounds: int
     weights: int
     budget: int | None
@@ -462,8 +532,11 @@ class Measurements:
         ]
         captions += [f"two runs of {self.reference} differ by up to {self.noise:.2g}"] * bool(self.noise)
         captions += [f"budget: {readable_bytes(self.budget)}"] if self.budget is not None else []
-        equality = f"outputs and gradients as {self.reference}"
-        return render(table_of(self.rows, self.subject, captions, {equality: self._equality}))
+        more = offload_columns(self.rows, self.device)
+        if more and self.device == "cpu":
+            captions += ["on a CPU the host and the device are one memory: what is on the host is held as well"]
+        more[f"outputs and gradients as {self.reference}"] = self._equality
+        return render(table_of(self.rows, self.subject, captions, more))
 
     def as_json(self) -> dict[str, Any]:
         """The measurements in what JSON has."""
@@ -473,6 +546,18 @@ class Measurements:
         if not row.different:
             return "bitwise"
         return f"{row.different} of {row.compared} differ, by up to {row.largest_difference:.2g}"
+
+
+def offload_columns(rows: Sequence[Measurement], device: str) -> dict[str, Callable[[Measurement], str]]:
+    """Columns of what is on the host, and of copies where these are beside what is computed; none without OFFLOADED."""
+    if not any(row.variant in OFFLOADED for row in rows):
+        return {}
+    columns: dict[str, Callable[[Measurement], str]] = {"on the host": lambda row: readable_bytes(row.host_bytes)}
+    if device == "cuda":
+        columns["copies waited for"] = lambda row: (
+            f"{row.waited_copies} of {row.copies} ({readable_bytes(row.waited_bytes)})"
+        )
+    return columns
 
 
 def table_of(
