@@ -360,6 +360,15 @@ def test_what_the_device_waited_for_is_reported(late: bool, waited: int) -> None
         assert "3.0 KiB" in str(fastac.report(model))
 
 
+def test_what_verify_shows(device: Simulated) -> None:
+    model = Leading("none", 4)
+    fastac.enable(model, Policy("attn_only", offload="inputs"), blocks="blocks")
+    cells = support.cells_of(str(fastac.verify(model, **stack_inputs())))
+    assert cells["kept on the host"][1] == "3.0 KiB"
+    assert cells["kept on the device"][1] == "3.4 KiB"
+    assert cells["copies waited for"][1] == "2 of 4 (3.0 KiB)"
+
+
 # The guards, taken out
 
 
@@ -451,11 +460,10 @@ def test_a_host_without_enough_memory(ranks: str, fits: bool, device: Simulated,
     monkeypatch.setattr(host_memory._state, "fits", 0)
     monkeypatch.setattr(host_memory, "available", lambda: 4 * 3 * INPUT)
     inputs = {name: value * 1 for name, value in stack_inputs().items()}
-    with contextlib.nullcontext() if fits else pytest.raises(FastacError, match="3 blocks keep .* on 8 ranks"):
+    with contextlib.nullcontext() if fits else pytest.raises(FastacError, match=r"3 blocks keep .* on 8 ranks"):
         model(**inputs).sum().backward()
 
 
 def test_available_memory_of_this_host() -> None:
     found = host_memory.available()
     assert found is None or 2**20 < found < 2**50
-
