@@ -139,23 +139,23 @@ def steps_of_a_region(measured: dict[str, tuple[float, float]]) -> dict[str, flo
 
 
 def offloaded(count: int = 8) -> float:
-    """Microseconds of the host for one memory that leaves and comes back, of so many in a region; a byte is copied."""
+    """Microseconds of the host to offload and reload a storage of one byte, of so many in a region."""
     policy = Policy("full", offload=True, keep=1)
 
-    def leave_and_come_back() -> None:
+    def offload_and_reload() -> None:
         inputs = [torch.empty(1, dtype=torch.uint8) for _ in range(count)]
         stash = offload.Stash(policy, None, BlockRecord(), inputs)
         kept = [stash.keep_input(one) for one in inputs]
         stash.hold()
         inputs.clear()
-        stash.leave()
-        stash.bring_back()
+        stash.offload()
+        stash.reload()
         assert all(one.tensor().numel() for one in kept)
         assert stash.transfers.host_bytes == count
 
     smallest, offload.SMALLEST = offload.SMALLEST, 0
     try:
-        return 1e6 * min(timeit.repeat(leave_and_come_back, number=20, repeat=50)) / 20 / count
+        return 1e6 * min(timeit.repeat(offload_and_reload, number=20, repeat=50)) / 20 / count
     finally:
         offload.SMALLEST = smallest
 
@@ -195,8 +195,8 @@ def main() -> int:
         table.add_section()
     Console().print(table)
     memory = offloaded()
-    print(f"offload: {memory:.0f} us of the host for a memory, in which 25 GB/s copy {memory * 25e3:,.0f} bytes")
-    write_result(options.output, {"microseconds": measured, "of_torch_100": tables, "offloaded_memory": memory})
+    print(f"offload: {memory:.0f} us of the host for a storage, in which 25 GB/s copy {memory * 25e3:,.0f} bytes")
+    write_result(options.output, {"microseconds": measured, "of_torch_100": tables, "offloaded_storage": memory})
     return 0
 
 

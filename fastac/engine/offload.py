@@ -1,8 +1,8 @@
 """What a region keeps, in host memory between its forward and its recompute.
 
-A region that begins sends what the last but `keep` keeps to the host; so the last ones of a forward stay. A recompute
-waits for what comes back for it, and begins the copies for the region before it in the forward, which backward wants
-next. The unit is a memory (a storage): its views share one copy.
+When a region begins, the region `keep` places before it is offloaded; so the last ones of a forward stay on the device.
+A recompute waits for its own copies back and prefetches for the region before it in the forward, which backward wants
+next. What moves is a storage: its views share one copy.
 """
 
 from __future__ import annotations
@@ -18,43 +18,46 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastac.engine import host_memory, torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.calls import Transfers
-from fastac.engine.transport import PIECE, Pairs, Transport, Trip, transport_of
+from fastac.engine.transport import PIECE, Copies, Pairs, Transport, transport_of
 from fastac.errors import FastacError
 from fastac.policy import Policy
 
 SMALLEST = 2**21
-"""Bytes of a memory below which it stays on the device. The host takes some 60 us to begin both of its copies, in which
+"""Bytes of a storage below which it stays on the device. Both of its copies take the host some 60 us to begin, in which
 25 GB/s copy 1.5 MB (benchmarks/region_steps.py)."""
 
 
-class Memory:
-    """A storage that regions keep: as bytes on the device, or on the host once it has left.
+class KeptStorage:
+    """A storage that regions keep: its bytes on the device, or on the host."""
 
-    last: the latest region that keeps it. input_of: the latest whose input it is. is_common: several have it as input.
-    transfers: of the first region.
-    """
+    last: weakref.ref[Stash] | None = None
+    """The latest region that keeps it, with which it is offloaded."""
+    input_of: weakref.ref[Stash] | None = None
+    """The latest region whose input it is."""
+    is_common = False
+    """It is an input of several regions, and stays."""
+    offloaded: Copies | None = None
+    """The copies to the host."""
+    reloaded: Callable[[], ReloadedStorage | None] = staticmethod(lambda: None)
+    """The bytes on the device again, while a recompute needs them."""
 
     def __init__(self, storage: torch.UntypedStorage, transport: Transport, transfers: Transfers) -> None:
         self.device: torch.Tensor | None = torch_private.bytes_of(storage)
         self.host: list[torch.Tensor] = []
-        self.transport, self.transfers = transport, transfers
-        self.last: weakref.ref[Stash] | None = None
-        self.input_of: weakref.ref[Stash] | None = None
-        self.is_common = False
-        self.left: Trip | None = None
-        self.arrival: Callable[[], Arrival | None] = lambda: None
         self.size = storage.nbytes()
-        self._storage = StorageWeakRef(storage)  # while this is there, no other storage has the address
-        transport.memories[self._storage.cdata] = self
-        transfers.device_bytes += storage.nbytes()
+        self.transport = transport
+        self.transfers = transfers  # of the first region that keeps it
+        self._reference = StorageWeakRef(storage)  # while it is there, no other storage has the address
+        transport.storages[self._reference.cdata] = self
+        transfers.device_bytes += self.size
 
-    def can_leave(self, stash: Stash) -> bool:
-        """Whether the device gets room when it leaves with a region."""
+    def frees_memory(self, stash: Stash) -> bool:
+        """Whether the device gets room when it is offloaded with a region."""
         if self.device is None or self.is_common or self.last is not stash.reference:
             return False
-        return not torch_private.is_shared(self.device)  # what somebody else holds is there anyway
+        return not torch_private.is_shared(self.device)  # else somebody holds it anyway
 
-    def leave(self) -> Pairs:
+    def offload(self) -> Pairs:
         """Be held on the host alone. Returns what is to be copied."""
         assert self.device is not None
         device, self.device = self.device, None
@@ -62,25 +65,25 @@ class Memory:
         return self.pairs(device)
 
     def pairs(self, device: torch.Tensor) -> Pairs:
-        """Its pieces, on a device and on the host."""
+        """Its pieces, in memory of the device and on the host."""
         return list(zip(device.split(PIECE), self.host, strict=True))
 
 
-class Arrival:
-    """Bytes of a memory on the device again, or on their way there."""
+class ReloadedStorage:
+    """Bytes of a storage on the device again. Wait for the copies before they are used."""
 
-    def __init__(self, device: torch.Tensor, trip: Trip) -> None:
-        self.device, self.trip = device, trip
+    def __init__(self, device: torch.Tensor, copies: Copies) -> None:
+        self.device, self.copies = device, copies
 
 
-class Kept:
-    """A tensor that a region keeps, wherever its memory is. version: of when it was kept."""
+class KeptTensor:
+    """A tensor that a region keeps, wherever its storage is. version: when it was kept."""
 
-    def __init__(self, tensor: torch.Tensor, memory: Memory, version: int) -> None:
-        self.memory, self.version = memory, version
+    def __init__(self, tensor: torch.Tensor, storage: KeptStorage, version: int) -> None:
+        self.storage, self.version = storage, version
         self.nbytes, self.shape, self.requires_grad = tensor.nbytes, tensor.shape, tensor.requires_grad
         self._counter = torch_private.version_counter(tensor)
-        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     @property
     def was_changed(self) -> bool:
@@ -88,15 +91,15 @@ class Kept:
         return self._counter._version != self.version
 
     def tensor(self, private: bool = False) -> torch.Tensor:
-        """The tensor on the device. private: not in memory that stayed, which others use."""
-        device = self.memory.device
-        if device is None:
-            arrival = self.memory.arrival()
-            if arrival is None:  # asked for beside a recompute
-                (arrival,) = _bring([self.memory], Transfers())
-                arrival.trip.arrive()
-            device, private = arrival.device, False
-        tensor = self._counter.new_empty(0).set_(device.untyped_storage(), *self._place)
+        """The tensor on the device. private: in memory that nobody else uses."""
+        device = self.storage.device
+        if device is None:  # then it has memory of its own
+            private, reloaded = False, self.storage.reloaded()
+            if reloaded is None:  # asked for outside a recompute
+                (reloaded,) = _reload([self.storage], Transfers())
+                reloaded.copies.wait()
+            device = reloaded.device
+        tensor = self._counter.new_empty(0).set_(device.untyped_storage(), *self._layout)
         if private:
             return torch_private.clone(tensor, tensor.stride())
         torch_private.set_version(tensor, self.version)
@@ -104,19 +107,28 @@ class Kept:
 
 
 class _State(threading.local):
-    """Regions of this thread that are on the device, the latest, and the one that comes back before its recompute."""
+    """What this thread knows of its regions."""
 
     def __init__(self) -> None:
-        self.here: list[weakref.ref[Stash]] = []
-        self.latest: weakref.ref[Stash] | None = None
-        self.ahead: weakref.ref[Stash] | None = None
+        self.on_device: list[weakref.ref[Stash]] = []  # in the order of their forwards
+        self.latest: weakref.ref[Stash] | None = None  # whose forward ended
+        self.prefetched: weakref.ref[Stash] | None = None
 
 
 _state = _State()
 
 
 class Stash:
-    """What one region keeps. inputs: and their versions when the region began. previous: region in the forward."""
+    """What one region keeps.
+
+    Args:
+        function: that the region runs, for messages.
+        record: of its block.
+        inputs: of the region, when it begins.
+
+    Raises:
+        FastacError: saved-tensor hooks of the user's are open; the host has too little memory.
+    """
 
     def __init__(self, policy: Policy, function: Any, record: BlockRecord, inputs: Iterable[Any]) -> None:
         if torch_private.saved_tensors_hooks() is not None:
@@ -127,99 +139,98 @@ class Stash:
         self.policy, self.record = policy, record
         self.reference = weakref.ref(self)
         self.takes_inputs = policy.offloads_inputs and torch_private.innermost_checkpoint() is None
-        self.inputs = {one: one._version for one in inputs if torch_private.is_plain(one)}
-        self.memories: list[Memory] = []
-        self.arrivals: list[Arrival] = []
-        self.previous: weakref.ref[Stash] | None = None
+        self.versions = {one: one._version for one in inputs if torch_private.is_plain(one)}
+        self.storages: list[KeptStorage] = []
+        self.reloaded: list[ReloadedStorage] = []
+        self.previous: weakref.ref[Stash] | None = None  # of the region before this one in the forward
         self.transfers = record.transfers = Transfers()
-        _state.here = [one for one in _state.here if one() is not None]
-        while len(_state.here) >= policy.keep:
-            earlier = _state.here.pop(0)()
+        _state.on_device = [one for one in _state.on_device if one() is not None]
+        while len(_state.on_device) >= policy.keep:
+            earlier = _state.on_device.pop(0)()
             if earlier is not None:
-                earlier.leave()
+                earlier.offload()
 
     def keep_input(self, value: Any) -> Any:
-        """What stands for an input of the region; itself where it is no tensor that could leave."""
-        return self.keep(value, self.inputs[value], True) if torch_private.is_plain(value) else value
+        """What stands for an input of the region; the input itself if it stays as it is."""
+        return self.keep(value, self.versions[value], True) if torch_private.is_plain(value) else value
 
     def keep(self, tensor: torch.Tensor, version: int, is_input: bool = False) -> Any:
-        """What stands for a tensor that the region keeps; itself where it cannot leave."""
-        transport, storage = transport_of(tensor.device), tensor.untyped_storage()
-        if transport is None or storage.nbytes() < SMALLEST:
+        """What stands for a tensor that the region keeps; the tensor itself if it stays as it is."""
+        transport, untyped = transport_of(tensor.device), tensor.untyped_storage()
+        if transport is None or untyped.nbytes() < SMALLEST:
             return tensor
-        memory = transport.memories.get(StorageWeakRef(storage).cdata)
-        if memory is None or memory.device is None:
-            memory = Memory(storage, transport, self.transfers)
-        memory.last = self.reference
+        storage = transport.storages.get(StorageWeakRef(untyped).cdata)
+        if storage is None or storage.device is None:
+            storage = KeptStorage(untyped, transport, self.transfers)
+        storage.last = self.reference
         if is_input:
-            memory.is_common |= memory.input_of not in (None, self.reference)
-            memory.input_of = self.reference
-        if memory not in self.memories:
-            self.memories.append(memory)
-        return Kept(tensor, memory, version)
+            storage.is_common |= storage.input_of not in (None, self.reference)
+            storage.input_of = self.reference
+        if storage not in self.storages:
+            self.storages.append(storage)
+        return KeptTensor(tensor, storage, version)
 
     def hold(self) -> None:
-        """The forward has ended, and all that the region keeps was given to `keep`."""
-        self.inputs = {}
+        """The forward has ended, and `keep` was given all that the region keeps."""
+        self.versions = {}
         self.previous, _state.latest = _state.latest, self.reference
-        _state.here.append(self.reference)
+        _state.on_device.append(self.reference)
 
-    def leave(self) -> None:
-        """Begin to move to the host what the device gets room from. Raises FastacError for too small a host."""
-        leaving = [memory for memory in self.memories if memory.can_leave(self)]
+    def offload(self) -> None:
+        """Begin to copy to the host what the device gets room from. Raises FastacError if the host has too little."""
+        storages = [one for one in self.storages if one.frees_memory(self)]
         blocks = max(1, self.record.offloading - self.policy.keep)
-        host_memory.check(blocks * sum(memory.size for memory in leaving), blocks, self.policy)
-        for transport, memories in _by_transport(leaving):
-            pairs = [pair for memory in memories for pair in memory.leave()]
-            trip = transport.begin(pairs, True, (), self.transfers)
-            for memory in memories:
-                memory.transfers.device_bytes -= memory.size
-                self.transfers.host_bytes += memory.size
-                memory.left = trip
+        host_memory.check(blocks * sum(one.size for one in storages), blocks, self.policy)
+        for transport, group in _by_transport(storages):
+            copies = transport.begin([pair for one in group for pair in one.offload()], True, (), self.transfers)
+            for one in group:
+                one.offloaded = copies
+                one.transfers.device_bytes -= one.size
+                self.transfers.host_bytes += one.size
 
-    def bring_back(self) -> None:
-        """A recompute begins: let it find what has left, and begin the copies that backward wants next."""
-        ahead = None if _state.ahead is None else _state.ahead()
-        if ahead is not None and ahead is not self:
-            ahead.arrivals = []  # it is not what backward wanted next
-        for transport, _ in _by_transport(self.memories):
+    def reload(self) -> None:
+        """A recompute begins: wait for its copies, and prefetch for the region that backward wants next."""
+        for transport, _ in _by_transport(self.storages):
             transport.release()
-        self.arrivals = _bring(self.memories, self.transfers)
-        for trip in {arrival.trip for arrival in self.arrivals}:
-            trip.arrive()
+        prefetched = None if _state.prefetched is None else _state.prefetched()
+        if prefetched is not None and prefetched is not self:
+            prefetched.reloaded = []  # backward wanted another: at most one is held on the device
+        self.reloaded = _reload(self.storages, self.transfers)
+        for copies in {one.copies for one in self.reloaded}:
+            copies.wait()
         previous = None if self.previous is None else self.previous()
         if previous is not None:
-            _state.ahead = self.previous
-            previous.arrivals = _bring(previous.memories, previous.transfers)
+            _state.prefetched = self.previous
+            previous.reloaded = _reload(previous.storages, previous.transfers)
 
     def end_recompute(self) -> None:
-        """Hold on the device no more than before it."""
-        self.arrivals = []
+        """Hold no more on the device than before the recompute."""
+        self.reloaded = []
 
 
-def _bring(memories: Iterable[Memory], transfers: Transfers) -> list[Arrival]:
-    """Begin to move back to the device those of some memories that have left, unless they are under way."""
-    memories = list(memories)
-    found = [arrival for memory in memories if (arrival := memory.arrival()) is not None]
-    for transport, gone in _by_transport(one for one in memories if one.device is None and one.arrival() is None):
-        devices = [transport.device_memory(memory.size) for memory in gone]
-        pairs = [pair for memory, device in zip(gone, devices, strict=True) for pair in memory.pairs(device)]
-        trip = transport.begin(pairs, False, [memory.left for memory in gone if memory.left is not None], transfers)
-        for memory, device in zip(gone, devices, strict=True):
-            found.append(Arrival(device, trip))
-            memory.arrival = weakref.ref(found[-1])
+def _reload(storages: Iterable[KeptStorage], transfers: Transfers) -> list[ReloadedStorage]:
+    """Begin to copy back those that are on the host alone. Returns all that are on the device again."""
+    storages = list(storages)
+    found = [reloaded for one in storages if (reloaded := one.reloaded()) is not None]
+    for transport, group in _by_transport(one for one in storages if one.device is None and one.reloaded() is None):
+        devices = [transport.device_memory(one.size) for one in group]
+        pairs = [pair for one, device in zip(group, devices, strict=True) for pair in one.pairs(device)]
+        copies = transport.begin(pairs, False, [one.offloaded for one in group if one.offloaded], transfers)
+        for one, device in zip(group, devices, strict=True):
+            found.append(ReloadedStorage(device, copies))
+            one.reloaded = weakref.ref(found[-1])
     return found
 
 
-def _by_transport(memories: Iterable[Memory]) -> Iterable[tuple[Transport, list[Memory]]]:
-    groups: dict[Transport, list[Memory]] = {}
-    for memory in memories:
-        groups.setdefault(memory.transport, []).append(memory)
+def _by_transport(storages: Iterable[KeptStorage]) -> Iterable[tuple[Transport, list[KeptStorage]]]:
+    groups: dict[Transport, list[KeptStorage]] = {}
+    for one in storages:
+        groups.setdefault(one.transport, []).append(one)
     return groups.items()
 
 
-def unpack_input(kept: Kept) -> torch.Tensor:
-    """An input of a region. Raises FastacError where it was changed in place since, as autograd does."""
+def unpack_input(kept: KeptTensor) -> torch.Tensor:
+    """An input of a region. Raises FastacError if it was changed in place since, as autograd does."""
     if kept.was_changed:
         raise FastacError(
             f"an input {tuple(kept.shape)} of a checkpointed block was changed in place after it was saved, so "
@@ -228,9 +239,9 @@ def unpack_input(kept: Kept) -> torch.Tensor:
     return kept.tensor()
 
 
-def restored(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments, with the tensors that were kept among them."""
+def unpack_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of a region, with the tensors that were kept among them."""
     return {
-        name: unpack_input(value).requires_grad_(value.requires_grad) if isinstance(value, Kept) else value
+        name: unpack_input(value).requires_grad_(value.requires_grad) if isinstance(value, KeptTensor) else value
         for name, value in values.items()
     }

@@ -24,7 +24,7 @@ from fastac.engine import torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.comparison import Comparison, Fingerprint, Metadata, Writes, changed, fingerprint, metadata
 from fastac.engine.generators import current_states, generator_state, set_states
-from fastac.engine.offload import Stash, restored, unpack_input
+from fastac.engine.offload import Stash, unpack_input, unpack_keywords
 from fastac.engine.tape import RecomputeError, Replay, Tape
 
 _NOTHING = contextlib.nullcontext()
@@ -127,8 +127,8 @@ class Region:
         tensors = recompute.tensors
         kwargs = self.kwargs
         if self.stash is not None:
-            self.stash.bring_back()
-            kwargs = restored(kwargs)
+            self.stash.reload()
+            kwargs = unpack_keywords(kwargs)
         args = torch_private.unpack(self.args)
         before = [(device, generator_state(device)) for device, _ in self.generators]
         set_states(self.generators)

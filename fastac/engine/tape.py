@@ -20,7 +20,7 @@ from fastac.engine import releases, sparse, torch_private
 from fastac.engine.calls import Call, Product, RegionResult, described, inputs_of, readable
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import devices_of, generator_state, set_states
-from fastac.engine.offload import Kept, Stash
+from fastac.engine.offload import KeptTensor, Stash
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
@@ -177,7 +177,7 @@ class Entry:
         """Whether an output was changed in place since it was kept."""
         kept = self.kept or ()
         return torch_private.versions(kept) != self.versions or any(
-            one.was_changed for one in kept if isinstance(one, Kept)
+            one.was_changed for one in kept if isinstance(one, KeptTensor)
         )
 
     def hand_out(self) -> Any:
@@ -208,7 +208,7 @@ class Entry:
 
 def _once_more(value: Any, private: bool) -> Any:
     """An output that was kept. private: in memory of its own."""
-    if isinstance(value, (Kept, Packed)):
+    if isinstance(value, (KeptTensor, Packed)):
         return value.tensor(private)
     if isinstance(value, torch.Tensor):
         return torch_private.clone(value, value.stride()) if private else value.detach()
@@ -218,7 +218,7 @@ def _once_more(value: Any, private: bool) -> Any:
 def held_bytes(values: Sequence[Any]) -> int:
     """Bytes that the tensors among some values hold, packed ones elsewhere; what shares memory counts once."""
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    packed = sum(value.nbytes for value in values if isinstance(value, (Kept, Packed)))
+    packed = sum(value.nbytes for value in values if isinstance(value, (KeptTensor, Packed)))
     return packed + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -20,8 +20,8 @@ from fastac.engine.calls import Transfers
 PIECE = 2**26
 """Bytes that are copied at once: torch's allocator of pinned memory rounds each piece up to a power of two."""
 
-LEAVING = 2
-"""Regions whose copies to the host are under way at one time. Before those of one more, computation waits."""
+IN_FLIGHT = 2
+"""Regions whose copies to the host are in flight at one time. Before those of one more, computation waits."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Bytes on the device and on the host."""
@@ -32,8 +32,8 @@ class Transport:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.memories: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._trips: list[Trip] = []
+        self.storages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._running: list[Copies] = []
         self._lock = threading.Lock()  # forward and backward are different threads
 
     def host_memory(self, size: int) -> torch.Tensor:
@@ -60,24 +60,24 @@ class Transport:
         """Whether the copies of an event are done."""
         return True
 
-    def begin(self, pairs: Pairs, to_host: bool, after: Sequence[Trip], transfers: Transfers) -> Trip:
+    def begin(self, pairs: Pairs, to_host: bool, after: Sequence[Copies], transfers: Transfers) -> Copies:
         """Begin the copies of a region in one direction."""
         self.release()
-        leaving = [one for one in self._trips if one.to_host and one.device]
-        for earlier in leaving[: len(leaving) + 1 - LEAVING] if to_host else ():
-            earlier.arrive()
+        in_flight = [one for one in self._running if one.to_host and one.device]
+        for earlier in in_flight[: len(in_flight) + 1 - IN_FLIGHT] if to_host else ():
+            earlier.wait()
         event = self.copy(pairs, to_host, [one.event for one in after])
-        trip = Trip(self, to_host, [one for one, _ in pairs], [one for _, one in pairs], after, transfers, event)
+        copies = Copies(self, to_host, [one for one, _ in pairs], [one for _, one in pairs], after, transfers, event)
         with self._lock:
-            self._trips.append(trip)
+            self._running.append(copies)
         self.release()
-        return trip
+        return copies
 
     def release(self) -> None:
         """Hold no longer what copies used that are done."""
         with self._lock:
-            done = [one for one in self._trips if self.is_done(one.event)]
-            self._trips = [one for one in self._trips if one not in done]
+            done = [one for one in self._running if self.is_done(one.event)]
+            self._running = [one for one in self._running if one not in done]
         for one in done:
             one.device = []
 
@@ -135,23 +135,23 @@ def transport_of(device: torch.device) -> Transport | None:
 
 
 @dataclasses.dataclass(eq=False)
-class Trip:
+class Copies:
     """Copies in one direction that were begun together. What they read and write is held until they are done."""
 
     transport: Transport
     to_host: bool
     device: list[torch.Tensor]
     host: list[torch.Tensor]
-    after: Sequence[Trip]
+    after: Sequence[Copies]
     transfers: Transfers
     event: Any
 
     def __post_init__(self) -> None:
         self.transfers.copies += 1
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Let what is computed next find the copies done. It may use memory of the device that they used."""
         self.transfers.waits.append((self.transport, self.transport.wait(self.event), sum(map(len, self.host))))
-        for trip in (self, *self.after):
-            trip.device = []
+        for copies in (self, *self.after):
+            copies.device = []
         self.after = ()

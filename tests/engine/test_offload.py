@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu
 import fastac
 from fastac import FastacError, Policy
 from fastac.engine import host_memory, offload
-from fastac.engine.transport import Transport, Trip
+from fastac.engine.transport import Copies, Transport
 from tests import support
 from tests.engine.outcomes import CASES, Cases
 from tests.engine.simulated import Simulated, simulated
@@ -144,7 +144,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hold_nothing(stash: offload.Stash) -> None:
         hold(stash)
-        stash.leave()
+        stash.offload()
 
     monkeypatch.setattr(offload.Stash, "hold", hold_nothing)
 
@@ -378,31 +378,31 @@ def wrong_bytes(device: Simulated, model: Any, expected: Tensors) -> None:
 
 
 def no_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Trip, "arrive", lambda trip: None)
+    patch.setattr(Copies, "wait", lambda copies: None)
 
 
 def no_order(patch: pytest.MonkeyPatch) -> None:
     """What comes back does not wait for having left."""
     begin = Transport.begin
 
-    def begin_at_once(self: Any, pairs: Any, to_host: bool, after: Any, transfers: Any) -> Trip:
+    def begin_at_once(self: Any, pairs: Any, to_host: bool, after: Any, transfers: Any) -> Copies:
         return begin(self, pairs, to_host, (), transfers)
 
     patch.setattr(Transport, "begin", begin_at_once)
 
 
 def freed_early(patch: pytest.MonkeyPatch) -> None:
-    def forget(trip: Trip, *_: Any) -> None:
-        trip.device = []
+    def forget(copies: Copies, *_: Any) -> None:
+        copies.device = []
 
-    patch.setattr(Trip, "__post_init__", forget)
+    patch.setattr(Copies, "__post_init__", forget)
 
 
 def host_freed_early(patch: pytest.MonkeyPatch) -> None:
-    def forget(trip: Trip, *_: Any) -> None:
-        trip.host = []
+    def forget(copies: Copies, *_: Any) -> None:
+        copies.host = []
 
-    patch.setattr(Trip, "__post_init__", forget)
+    patch.setattr(Copies, "__post_init__", forget)
 
 
 @pytest.mark.parametrize("guard", [no_wait, no_order, freed_early])
@@ -427,10 +427,10 @@ def test_host_memory_is_not_handed_out_while_it_is_written(guarded: bool, monkey
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-def test_one_region_is_back_ahead(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_region_is_prefetched(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where backward wants other regions next than those before in the forward, these do not pile up on the device."""
     if not guarded:
-        monkeypatch.setattr(offload._State, "ahead", property(lambda state: None, lambda *_: None), raising=False)
+        monkeypatch.setattr(offload._State, "prefetched", property(lambda state: None, lambda *_: None), raising=False)
     stashes: list[Any] = []
     hold = offload.Stash.hold
 
@@ -443,9 +443,9 @@ def test_one_region_is_back_ahead(guarded: bool, monkeypatch: pytest.MonkeyPatch
         model = Interleaved(Policy("full", offload=True))
         left, right = model(**stack_inputs())
         right.sum().backward()
-        ahead = sum(bool(stash.arrivals) for one in stashes if (stash := one()) is not None)
+        prefetched = sum(bool(stash.reloaded) for one in stashes if (stash := one()) is not None)
         left.sum().backward()
-    assert (ahead <= 1) == guarded
+    assert (prefetched <= 1) == guarded
 
 
 # The host's memory
