@@ -10,7 +10,7 @@ import io
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,33 @@ def render(table: Table) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class Offloaded:
+    """What blocks that offload keep, in bytes, and the copies of their latest regions: in backward there are more.
+
+    copies: those of one region in one direction are one. waited_bytes: bytes of each that the device was idle for.
+    """
+
+    host_bytes: int
+    device_bytes: int
+    copies: int
+    waited_bytes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        exposed = f"{len(self.waited_bytes)} of {self.copies} copies waited for ({readable_bytes(sum(self.waited_bytes))})"
+        host, device = map(readable_bytes, (self.host_bytes, self.device_bytes))
+        return f"{host} on the host\n{device} on the device\n{exposed}"
+
+
+def _offloaded(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
+    records = [record for one in modules if (record := known_record(one)) is not None]
+    moved = [record.transfers for record in records if record.transfers is not None]
+    if not moved:
+        return None
+    found = sum(moved, Transfers())
+    return Offloaded(found.host_bytes, found.device_bytes, found.copies, found.waited_bytes())
+
+
+@dataclasses.dataclass(frozen=True)
 class ContainerReport:
     """One block container. Calls and bytes are sums over the latest region of each block.
 
@@ -74,7 +101,7 @@ class ContainerReport:
     communication: of functional collectives, sums over the latest region of each block. `again` grows in backward.
     writing: collectives that write a buffer of their caller's, which are never saved; FSDP's own are not counted.
     linear_saved, linear_bytes: outputs of Linear modules that are saved, and what they hold beside saved_bytes.
-    transfers: of blocks that offload, sums over the latest region of each; grows in backward.
+    offloaded: of blocks that offload, sums over the latest region of each.
     """
 
     container: str
@@ -95,7 +122,7 @@ class ContainerReport:
     writing: int = 0
     linear_saved: int = 0
     linear_bytes: int = 0
-    transfers: Transfers | None = None
+    offloaded: Offloaded | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -129,10 +156,10 @@ class Report:
         headings += ["collectives"] * communicates
         multiplies = any(row.linear_saved for row in self.rows)
         headings += ["outputs of Linear saved"] * multiplies
-        offloads = any(row.transfers for row in self.rows)
-        headings += ["kept on the host", "on the device", "copies waited for"] * offloads
+        offloads = any(row.offloaded for row in self.rows)
+        headings += ["offloaded"] * offloads
         for heading in headings:
-            words = heading in ("blocks", "class", "ops", "collectives", "outputs of Linear saved")
+            words = heading in ("blocks", "class", "ops", "collectives", "outputs of Linear saved", "offloaded")
             table.add_column(heading, justify="left" if words else "right", no_wrap=True)
         for row in self.rows:
             notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
@@ -151,7 +178,7 @@ class Report:
                 "\n".join(row.ops) or "none seen",
                 *[_collectives_of(row)] * communicates,
                 *[f"{row.linear_saved} ({readable_bytes(row.linear_bytes)})"] * multiplies,
-                *_transfers_of(row.transfers or Transfers()) * offloads,
+                *[str(row.offloaded or "")] * offloads,
             )
         return render(table)
 
@@ -160,12 +187,6 @@ def _bytes_of(row: ContainerReport) -> str:
     notes = [(row.extra_bytes, "of it extra"), (row.choice_bytes, "choices")]
     parts = [f"{readable_bytes(count)} {note}" for count, note in notes if count]
     return readable_bytes(row.saved_bytes) + (f" ({', '.join(parts)})" if parts else "")
-
-
-def _transfers_of(found: Transfers) -> list[str]:
-    waited = found.waited_bytes()
-    copies = f"{len(waited)} of {found.copies} ({readable_bytes(sum(waited))})"
-    return [readable_bytes(found.host_bytes), readable_bytes(found.device_bytes), copies]
 
 
 def _collectives_of(row: ContainerReport) -> str:
@@ -224,7 +245,6 @@ def _container_report(
     calls = [call for one in (*(one.calls for one in latest), *compiled.values()) for call in one]
     products = [product for one in latest for product in one.products]
     parts = [record.communication for record in seen if record.communication is not None]
-    moved = [record.transfers for record in records if record is not None and record.transfers is not None]
     saved = sum(call.saved for call in calls)
     mixed = enabled is not None and isinstance(enabled.policy, BlockPolicies)
     names = [enabled.policy_of(block).name for block in container.blocks.values() if mixed and enabled]
@@ -247,7 +267,7 @@ def _container_report(
         writing=sum(one.writing for one in latest),
         linear_saved=len(products),
         linear_bytes=sum(product.saved_bytes for product in products),
-        transfers=sum(moved, Transfers()) if moved else None,
+        offloaded=_offloaded(container.blocks.values()),
     )
 
 
@@ -332,7 +352,7 @@ class Step:
     graphs: set[str]
     in_graph: bool = False
     products: list[Product] = dataclasses.field(default_factory=list)
-    transfers: Transfers | None = None
+    offloaded: Offloaded | None = None
 
     def rounding(self, name: str) -> float:
         """What two orders of adding up may make of a tensor: a few units in the last place of its largest number."""
@@ -382,10 +402,8 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     model.zero_grad(set_to_none=True)
     calls = [call for region in regions for call in region.calls]
     products = [product for region in regions for product in region.products]
-    records = [record for module in model.modules() if (record := known_record(module)) is not None]
-    moved = [record.transfers for record in records if record.transfers is not None]
-    transfers = sum(moved, Transfers()) if moved else None
-    return Step(tensors, (forward.total(), backward.total()), calls, compiled, products=products, transfers=transfers)
+    executions, offloaded = (forward.total(), backward.total()), _offloaded(model.modules())
+    return Step(tensors, executions, calls, compiled, products=products, offloaded=offloaded)
 
 
 def _local(tensor: Any) -> Any:
@@ -432,7 +450,7 @@ class Verification:
     noise: the largest difference between two runs of the reference, above 0 where kernels are not deterministic; of a
     model compiled as a whole, also between the reference compiled and not, where that is `compiled`.
     broken: what differs by more than four times its own noise. allowed_again: attention kernels that may run in
-    backward: those that the policy recomputes, and those of the model's own doing. transfers: of blocks that offload.
+    backward: those that the policy recomputes, and those of the model's own doing. offloaded: of blocks that offload.
     """
 
     subject: str
@@ -451,7 +469,7 @@ class Verification:
     allowed_again: int
     linear_saved: int = 0
     compiled: bool = False
-    transfers: Transfers | None = None
+    offloaded: Offloaded | None = None
 
     @property
     def is_noise(self) -> bool:
@@ -476,10 +494,8 @@ class Verification:
         if self.linear_saved:
             table.add_row("outputs of Linear modules saved", "", str(self.linear_saved), "")
         table.add_row("bytes saved", "", readable_bytes(self.saved_bytes), "")
-        if self.transfers is not None:
-            names = ("kept on the host", "kept on the device", "copies waited for")
-            for name, found in zip(names, _transfers_of(self.transfers), strict=True):
-                table.add_row(name, "", found, "")
+        if self.offloaded is not None:
+            table.add_row("offloaded", "", str(self.offloaded), "")
         return render(table)
 
 
@@ -692,7 +708,7 @@ class _Subject:
             allowed_again=own + (later.executions[0] if unseen else len(later.calls)) - len(saved),
             linear_saved=len(later.products),
             compiled=compiled,
-            transfers=later.transfers,
+            offloaded=later.offloaded,
         )
 
 
@@ -723,7 +739,6 @@ def _together(parts: list[Verification], policy: str) -> Verification:
         allowed_again=summed("allowed_again"),
         linear_saved=summed("linear_saved"),
         compiled=any(part.compiled for part in parts),
-        transfers=sum(moved, Transfers()) if (moved := [one.transfers for one in parts if one.transfers]) else None,
     )
 
 

@@ -27,15 +27,15 @@ _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
 class BlockRecord:
     """What is known of one block.
 
-    name: qualified, with its model's class, where `enable` saw it. key, latest: of its latest region. communication:
-    of that region's collectives, None where it had none. looked: when the autograd graph of a region was last searched
-    for compiled code, as compilations count. step: how many of its steps have ended; recomputed: a backward came
-    through, so that the next region begins another. writes: whether it writes weights or buffers of its own, once a
-    recompute has shown it. offloading: how many blocks of its model keep something on the host. transfers: of its
-    latest region (`fastac.engine.offload`).
+    name: qualified, with its model's class, where `enable` saw it. offloading: how many blocks of its model offload.
+    key, latest: of its latest region. communication: of that region's collectives, None where it had none; transfers:
+    what it offloaded. looked: when the autograd graph of a region was last searched for compiled code, as compilations
+    count. step: how many of its steps have ended; recomputed: a backward came through, so that the next region begins
+    another. writes: whether it writes weights or buffers of its own, once a recompute has shown it.
     """
 
     name: str = ""
+    offloading: int = 1
     key: object = None
     latest: RegionResult | None = None
     communication: Communication | None = None
@@ -43,7 +43,6 @@ class BlockRecord:
     step: int = 0
     recomputed: bool = False
     writes: bool | None = None
-    offloading: int = 1
     transfers: Transfers | None = None
 
     def begin_region(self) -> bool:
@@ -56,10 +55,10 @@ class BlockRecord:
         return self.step & (self.step - 1) == 0
 
     def __deepcopy__(self, memo: Any) -> BlockRecord:
-        return BlockRecord(self.name)
+        return BlockRecord(self.name, self.offloading)
 
     def __reduce__(self) -> Any:
-        return BlockRecord, (self.name,)
+        return BlockRecord, (self.name, self.offloading)
 
 
 def is_inside(name: str, block: str) -> bool:

@@ -52,16 +52,16 @@ class RegionResult:
 
 @dataclasses.dataclass
 class Transfers:
-    """What regions moved. host_bytes: they keep on the host. device_bytes: they keep on the device.
-
-    copies: that were begun; those of one region in one direction are one. waits: for which of them computation waited,
-    as transport, what that knows of it, and bytes.
-    """
+    """What regions moved between the device and the host."""
 
     host_bytes: int = 0
+    """Kept on the host."""
     device_bytes: int = 0
+    """Kept on the device."""
     copies: int = 0
+    """That were begun: those of one region in one direction are one."""
     waits: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)
+    """For which of them computation waited: the transport, what it knows of the wait, bytes."""
 
     def __add__(self, other: Transfers) -> Transfers:
         return Transfers(
@@ -71,9 +71,9 @@ class Transfers:
             self.waits + other.waits,
         )
 
-    def waited_bytes(self) -> list[int]:
+    def waited_bytes(self) -> tuple[int, ...]:
         """Bytes of each of the copies that the device was idle for. Waits for the device."""
-        return [size for transport, waiting, size in self.waits if transport.had_to_wait(waiting)]
+        return tuple(size for transport, waiting, size in self.waits if transport.had_to_wait(waiting))
 
 
 def described(args: Sequence[Any]) -> list[Any]:

@@ -80,7 +80,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-COPIES = ("clone", "to", "sum", "arange", "cat", "stack", "linalg_vector_norm", "new_zeros")
+COPIES = ("clone", "to", "sum", "arange", "cat", "stack", "linalg_vector_norm", "new_zeros", "new_empty")
 """What copies or adds up tensors: not what computes attention."""
 
 

@@ -22,6 +22,7 @@ from fastac.policy import Policy
 from tests import support
 from tests.distributed import ranks, steps
 from tests.distributed.steps import Measured
+from tests.engine.simulated import simulated
 from tests.ways import recipes
 
 ALL_TO_ALL, ALL_GATHER = "gloo:all_to_all", "gloo:all_gather"
@@ -32,6 +33,7 @@ WAYS: dict[str, Any] = {
     "full": "full",
     "attn_only": "attn_only",
     "repeated": Policy("attn_only", collectives="recompute"),
+    "offloaded": Policy("attn_only", offload=True, keep=1),
 }
 """Name -> policy; "single" is neither parallel nor checkpointed."""
 
@@ -71,7 +73,9 @@ def _diffusers() -> dict[str, Trained]:
                 model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))  # type: ignore[operator]
             if way not in ("single", "none"):
                 fastac.enable(model, policy)
-            found[way] = _trained(model, steps.measured(model, batch))
+            with simulated() as device:
+                found[way] = _trained(model, steps.measured(model, batch))
+            assert (device.allocated > 0, device.faults) == (way == "offloaded", [])
     return found
 
 
@@ -87,10 +91,10 @@ def test_ulysses_of_diffusers() -> None:
         for way in found:
             assert found[way].step.forward == Counter({ALL_TO_ALL: 8, ALL_GATHER: 1}), way
         again = {way: found[way].step.backward for way in found}
-        assert again["none"] == again["attn_only"] == Counter({ALL_TO_ALL: 8}), again
+        assert again["none"] == again["attn_only"] == again["offloaded"] == Counter({ALL_TO_ALL: 8}), again
         assert again["full"] == again["repeated"] == Counter({ALL_TO_ALL: 16}), again
-        assert [one.step.attention for one in found.values()] == [(4, 2), (4, 6), (4, 2), (4, 2)]
-        assert found["attn_only"].reported == (8, 8, 0)
+        assert [one.step.attention for one in found.values()] == [(4, 2), (4, 6), (4, 2), (4, 2), (4, 2)]
+        assert found["attn_only"].reported == found["offloaded"].reported == (8, 8, 0)
         assert found["repeated"].reported == (8, 0, 8)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import peft
@@ -20,6 +22,7 @@ from tests import support
 from tests.distributed import ranks
 from tests.distributed.models import sharded, sharded_inside
 from tests.distributed.steps import Setup, assert_trained_alike, on_each_rank
+from tests.engine.simulated import simulated
 from tests.ways.recipes import Batch, narrow
 
 
@@ -80,16 +83,32 @@ def compile_blocks(model: Any, policy: str) -> None:
         fastac.compile(model, policy, backend="aot_eager")
 
 
+def with_host(model: Any, policy: str) -> None:
+    """What the first of two blocks keeps goes to the host."""
+    if policy != "none":
+        fastac.enable(model, fastac.Policy(policy, offload=True, keep=1))
+
+
+@contextlib.contextmanager
+def on_host(model: Any, last: bool) -> Iterator[None]:
+    with simulated() as device:
+        yield
+    assert not device.faults
+    assert bool(device.allocated) == fastac.report(model).active
+
+
 SETUPS = {
     "fsdp2": Setup(sharded),
     "fsdp2, units inside blocks": Setup(sharded_inside, order="enable, wrap"),
     "fsdp2, accumulation": Setup(sharded, last=synchronized_last, micro_batches=2),
     "fsdp2, adapters": Setup(sharded, prepare=adapted),
     "fsdp2, offloaded": Setup(offloaded),
+    "fsdp2, on the host": Setup(sharded, enable=with_host, last=on_host),
     "ddp": Setup(parallel, last=without_sync, micro_batches=2),
     "ddp, static graph": Setup(static, order="enable, wrap"),
     "ddp, adapters": Setup(unused, prepare=adapted),
     "ddp, replicate": Setup(replicated),
+    "ddp, on the host": Setup(parallel, enable=with_host, last=on_host),
 }
 
 
