@@ -75,9 +75,9 @@ class Offloaded:
     waited_bytes: tuple[int, ...]
 
     def __str__(self) -> str:
-        exposed = f"{len(self.waited_bytes)} of {self.copies} copies waited for ({readable_bytes(sum(self.waited_bytes))})"
-        host, device = map(readable_bytes, (self.host_bytes, self.device_bytes))
-        return f"{host} on the host\n{device} on the device\n{exposed}"
+        host, device, waited = map(readable_bytes, (self.host_bytes, self.device_bytes, sum(self.waited_bytes)))
+        waited = f"{len(self.waited_bytes)} of {self.copies} copies waited for ({waited})"
+        return f"{host} on the host\n{device} on the device\n{waited}"
 
 
 def _offloaded(modules: Iterable[torch.nn.Module]) -> Offloaded | None:

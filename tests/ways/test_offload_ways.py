@@ -155,7 +155,7 @@ def test_copies(copied: Callable[[Any], Any], when: str, device: Simulated, atte
     for one in (other, model, other):
         assert_same(train_step(one, stack_inputs()), expected)
     assert attention_executions == {CPU_ATTENTION: 3 * 2 * LAYERS}
-    moved, again = (fastac.report(one).rows[0].transfers for one in (model, other))
+    moved, again = (fastac.report(one).rows[0].offloaded for one in (model, other))
     assert moved is not None
     assert again is not None
     assert moved.host_bytes == again.host_bytes > 0
