@@ -4,6 +4,8 @@ The measurement that fastac began with: 77 frames of 720 x 1280, batch 1, bf16, 
 squared error, backward and AdamW. Of every way: the time of a step, the most memory that is allocated, and how many
 kernels of attention and of matrix products ran, by their names in a profile of one step. Without checkpointing a step
 needs more memory than most GPUs have: that is a row that says so. The ways take turns, see fastac/cli/measuring.py.
+With offload also: bytes in host memory, the copies that the GPU was idle for, and how much of the time of all copies in
+the profiled step went by while the GPU computed.
 
 Before that fastac.verify compares gradients of a model with two blocks on a small video. Nothing is downloaded, and
 fastac need not be installed.
@@ -36,7 +38,10 @@ from fastac.cli.measuring import (
     Workload,
     build,
     gpu,
+    hidden_seconds,
+    is_copy,
     measure,
+    offload_columns,
     table_of,
 )
 from fastac.models import published as configurations
@@ -65,10 +70,13 @@ GROUPS = {
 }
 """Kernels by their names; the first group counts. flash-attn's backward is several kernels for each call."""
 
-OTHER = "other"
+COPIES, OTHER = "copies", "other"
+"""Copies: between the GPU and pinned memory, which are those of offload."""
 
 
 def group_of(kernel: str) -> str:
+    if is_copy(kernel):
+        return COPIES
     return next((group for group, names in GROUPS.items() if names.search(kernel)), OTHER)
 
 
@@ -135,17 +143,18 @@ class Kernels:
     seconds: float = 0.0
 
 
-def profiled(workload: Workload) -> tuple[dict[str, Kernels], dict[str, int]]:
-    """Kernels of a step by group, and attention ops that ran in it by name."""
+def profiled(workload: Workload) -> tuple[dict[str, Kernels], dict[str, int], float]:
+    """Kernels of a step by group, attention ops that ran in it by name, and seconds of copies beside computation."""
     kinds = torch.profiler.ProfilerActivity
     with executed_attention(*[kinds.CUDA] * (workload.device.type == "cuda")) as (ran, profile):
         workload.step()
-    return grouped(profile.events() or ()), dict(ran)
+    events = profile.events() or ()
+    return grouped(events), dict(ran), hidden_seconds(events)
 
 
 def grouped(events: Iterable[Any]) -> dict[str, Kernels]:
     """What ran on the GPU among the events of a profile."""
-    found = dict.fromkeys((*GROUPS, OTHER), Kernels())
+    found = dict.fromkeys((*GROUPS, COPIES, OTHER), Kernels())
     for event in events:
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             before = found[group := group_of(event.name)]
@@ -171,11 +180,12 @@ def check(case: Case, device: torch.device) -> fastac.Verification:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """kernels, ops: by the name of the way. besides: bytes of weights, the optimizer's states and inputs."""
+    """kernels, ops, hidden: by the name of the way, hidden as seconds. besides: bytes of what the step begins with."""
 
     rows: list[Measurement]
     kernels: dict[str, dict[str, Kernels]]
     ops: dict[str, dict[str, int]]
+    hidden: dict[str, float]
     besides: int
     budget: int | None
 
@@ -183,16 +193,16 @@ class Result:
 def measured(case: Case, device: torch.device, rounds: int, budget: int | None, console: Console) -> Result:
     """Every way of checkpointing on one model."""
     training = Training(case.configuration, case.video, device)
-    switch = Switch(training, budget)
-    kernels, ops = {}, {}
+    switch = Switch(training, budget, offload=True)
+    kernels, ops, hidden = {}, {}, {}
 
     def look(name: str) -> dict[str, Any]:
-        kernels[name], ops[name] = profiled(training)
+        kernels[name], ops[name], hidden[name] = profiled(training)
         return {"attention": sum(ops[name].values())}
 
     rows = measure(switch, look, rounds=rounds, tell=console.print)
     planned = any(row.variant == PLANNED and not row.problem for row in rows)
-    return Result(rows, kernels, ops, training.besides, switch.budget if planned else budget)
+    return Result(rows, kernels, ops, hidden, training.besides, switch.budget if planned else budget)
 
 
 def kernel_table(result: Result, title: str) -> Table:
@@ -202,10 +212,17 @@ def kernel_table(result: Result, title: str) -> Table:
         one = result.kernels[row.variant][group]
         return f"{one.count} ({one.seconds:.3f} s)"
 
+    def copies(row: Measurement) -> str:
+        one = result.kernels[row.variant][COPIES]
+        return f"{one.seconds:.3f} s, {result.hidden[row.variant] / one.seconds:.0%}" if one.seconds else ""
+
     captions = [f"bytes besides {readable_bytes(result.besides)} of weights, the optimizer's states and inputs"]
-    captions += ["kernels of one step, by name"]
+    captions += ["kernels of one step, by name; of the time of its copies, how much went by while the GPU computed"]
     captions += [f"budget: {readable_bytes(result.budget)}"] if result.budget is not None else []
-    return table_of(result.rows, title, captions, {group: functools.partial(kernels, group) for group in GROUPS})
+    columns = {group: functools.partial(kernels, group) for group in GROUPS}
+    return table_of(
+        result.rows, title, captions, {**columns, **offload_columns(result.rows, "cuda"), "copies, hidden": copies}
+    )
 
 
 def json_of(case: Case, rounds: int, checked: fastac.Verification, result: Result) -> dict[str, Any]:
@@ -224,6 +241,7 @@ def json_of(case: Case, rounds: int, checked: fastac.Verification, result: Resul
             {
                 **dataclasses.asdict(row),
                 "ops": result.ops.get(row.variant, {}),
+                "hidden_seconds": result.hidden.get(row.variant, 0.0),
                 "kernels": {name: dataclasses.asdict(one) for name, one in result.kernels.get(row.variant, {}).items()},
             }
             for row in result.rows

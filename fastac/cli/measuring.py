@@ -353,13 +353,8 @@ class Switch:
     def moved(self) -> dict[str, Any]:
         """What the latest step moved to the host and back, as Measurement has it. Waits for the device."""
         found = sum((one.transfers for one in self.records() if one.transfers is not None), Transfers())
-        waited = found.waited_bytes() if self.workload.device.type == "cuda" else []
-        return {
-            "host_bytes": found.host_bytes,
-            "copies": found.copies,
-            "waited_copies": len(waited),
-            "waited_bytes": sum(waited),
-        }
+        waited = found.waited_bytes() if self.workload.device.type == "cuda" else ()
+        return {"host_bytes": found.host_bytes, "copies": found.copies, "waited_bytes": waited}
 
     def off(self) -> None:
         """Leave the model without checkpointing and gradients."""
@@ -392,7 +387,7 @@ class Measurement:
     seconds: of each timed step. relative: the median over rounds of its time over that of full checkpointing. Bytes
     are above those of weights and inputs: held between forward and backward, and the most at one time of a step.
     host_bytes: held on the host between forward and backward, which on a CPU are among those held. copies: to the host
-    and back in a step; waited_copies, waited_bytes: those of them that the device was idle for, 0 on a CPU.
+    and back in a step; waited_bytes: of each of them that the device was idle for, none on a CPU.
     attention: kernels that ran in a step. different: of the outputs and gradients compared, how many are not bitwise
     those of the reference, and by how much at most.
     """
@@ -405,8 +400,7 @@ class Measurement:
     peak_bytes: int = 0
     host_bytes: int = 0
     copies: int = 0
-    waited_copies: int = 0
-    waited_bytes: int = 0
+    waited_bytes: tuple[int, ...] = ()
     attention: int = 0
     compared: int = 0
     different: int = 0
@@ -485,17 +479,10 @@ def bench(
     if not expected:
         raise FastacError(f"bench {subject}: no step could be run here: {rows[0].problem}")
     ((reference, _, noise),) = expected
-    planned = any(row.variant == PLANNED and not row.problem for row in rows)
-    return Measurements(
-        subject,
-        workload.device.type,
-        rounds,
-        workload.weights,
-        switch.budget if planned else budget,
-        reference,
-        noise,
-        tuple(rows),
-    )
+    if any(row.variant == PLANNED and not row.problem for row in rows):
+        budget = switch.budget
+    device = workload.device.type
+    return Measurements(subject, device, rounds, workload.weights, budget, reference, noise, tuple(rows))
 
 
 def _on_host(step: Step) -> Step:
@@ -535,8 +522,8 @@ class Measurements:
         more = offload_columns(self.rows, self.device)
         if more and self.device == "cpu":
             captions += ["on a CPU the host and the device are one memory: what is on the host is held as well"]
-        more[f"outputs and gradients as {self.reference}"] = self._equality
-        return render(table_of(self.rows, self.subject, captions, more))
+        equality = f"outputs and gradients as {self.reference}"
+        return render(table_of(self.rows, self.subject, captions, {equality: self._equality, **more}))
 
     def as_json(self) -> dict[str, Any]:
         """The measurements in what JSON has."""
@@ -555,7 +542,7 @@ def offload_columns(rows: Sequence[Measurement], device: str) -> dict[str, Calla
     columns: dict[str, Callable[[Measurement], str]] = {"on the host": lambda row: readable_bytes(row.host_bytes)}
     if device == "cuda":
         columns["copies waited for"] = lambda row: (
-            f"{row.waited_copies} of {row.copies} ({readable_bytes(row.waited_bytes)})"
+            f"{len(row.waited_bytes)} of {row.copies} ({readable_bytes(sum(row.waited_bytes))})"
         )
     return columns
 

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 import fastac
+from fastac.engine import offload
 
 TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "freq_dim": 256, "ffn_dim": 32}
 
@@ -54,7 +55,10 @@ KERNELS = {
         "volta_sgemm_128x64_tn",
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int, int>>>",
     ),
+    "copies": ("Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)"),
     "other": (
+        "Memcpy DtoD (Device -> Device)",
+        "Memcpy HtoD (Pageable -> Device)",
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
         "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)",
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>",
@@ -76,14 +80,14 @@ def test_kernels_are_known_by_their_names(gpu_wan: Any) -> None:
         assert {gpu_wan.group_of(name) for name in names} == {group}
 
 
+def event(name: str, us: float, on_gpu: bool = True, named: bool = False, start: float = 0) -> Any:
+    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    time_range = SimpleNamespace(start=start, end=start + us, elapsed_us=lambda: us)
+    return SimpleNamespace(name=name, device_type=kind, is_user_annotation=named, time_range=time_range)
+
+
 def test_what_a_profile_has_of_the_gpu(gpu_wan: Any) -> None:
     """Operators on the CPU and ranges that somebody named are no kernels."""
-
-    def event(name: str, us: float, on_gpu: bool = True, named: bool = False) -> Any:
-        kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-        time_range = SimpleNamespace(elapsed_us=lambda: us)
-        return SimpleNamespace(name=name, device_type=kind, is_user_annotation=named, time_range=time_range)
-
     found = gpu_wan.grouped(
         [
             event("flash_fwd_kernel", 1e6),
@@ -97,8 +101,29 @@ def test_what_a_profile_has_of_the_gpu(gpu_wan: Any) -> None:
         "attention forward": (2, 3.0),
         "attention backward": (0, 0.0),
         "matrix products": (1, 0.5),
+        "copies": (0, 0.0),
         "other": (0, 0.0),
     }
+
+
+def test_copies_that_go_by_while_the_gpu_computes(gpu_wan: Any) -> None:
+    """Both directions count, each once, however many kernels run beside them; another copy is no computation."""
+    out, back = "Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)"
+    events = [
+        event(out, 4e6, start=0),  # 2 s beside the first kernel, 1 s of them beside the second as well
+        event("nvjet_tst", 3e6, start=2e6),
+        event("flash_fwd_kernel", 2e6, start=3e6),
+        event(back, 3e6, start=3e6),  # 2 s beside kernels
+        event("Memcpy DtoD (Device -> Device)", 9e6, start=0),
+        event("Memset (Device)", 9e6, start=0),
+        event("Memcpy HtoD (Pageable -> Device)", 9e6, start=0),
+        event("aten::mm", 9e6, on_gpu=False),
+        event("a gemm of mine", 9e6, named=True),
+    ]
+    assert gpu_wan.hidden_seconds(events) == 4
+    assert gpu_wan.hidden_seconds(reversed(events)) == 4
+    assert gpu_wan.hidden_seconds([event(out, 1e6), event("nvjet_tst", 1e6, start=1e6)]) == 0
+    assert gpu_wan.grouped(events)["copies"] == gpu_wan.Kernels(2, 7.0)
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(
@@ -127,7 +152,8 @@ def test_the_budget_is_what_fits_by_the_plan(gpu_wan: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path) -> None:
+def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "SMALLEST", 0)
     case = gpu_wan.Case(5, 64, 64, 8, torch.float32, {**TINY, "num_layers": 3}, crop=(5, 32, 32))
     device = torch.device("cpu")
     checked = gpu_wan.check(case, device)
@@ -139,7 +165,11 @@ def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path) -> None:
     assert all(len(row.seconds) == 1 for row in result.rows if row is not refused)
     attention = {name: row.attention for name, row in rows.items() if row is not refused}
     assert attention.pop("planned") in range(6, 13)
-    assert attention == {"none": 6, "full": 12, "attn_only": 6, "torch SAC, by name": 6}
+    assert attention == {"none": 6, "full": 12, "attn_only": 6, "torch SAC, by name": 6} | {
+        "full, offload": 12,
+        "attn_only, offload": 6,
+    }
+    assert rows["attn_only, offload"].host_bytes > rows["full, offload"].host_bytes > 0 == rows["attn_only"].host_bytes
     assert rows["none"].held_bytes > rows["attn_only"].held_bytes > rows["full"].held_bytes
     weights = sum(one.nbytes for one in gpu_wan.Training(case.configuration, case.video, device).model.parameters())
     assert result.besides > 3 * weights, "with two states for each"
@@ -151,8 +181,9 @@ def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_small_on_a_gpu(gpu_wan: Any) -> None:
-    case = gpu_wan.Case(5, 256, 256, 64, change={"num_layers": 2}, crop=(5, 128, 128))
+def test_small_on_a_gpu(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "SMALLEST", 2**20)
+    case = gpu_wan.Case(5, 256, 256, 64, change={"num_layers": 4}, crop=(5, 128, 128))
     device = torch.device("cuda")
     gpu_wan.check(case, device)
     result = gpu_wan.measured(case, device, 2, gpu_wan.fitting_budget(case, gpu_wan.gpu()["memory_bytes"]), Console())
@@ -163,4 +194,8 @@ def test_small_on_a_gpu(gpu_wan: Any) -> None:
         assert kernels[row.variant]["attention backward"].count == kernels["none"]["attention backward"].count > 0
         assert kernels[row.variant]["matrix products"].count > 0
     attention = {row.variant: row.attention for row in result.rows}
-    assert (attention["none"], attention["full"], attention["attn_only"]) == (4, 8, 4)
+    assert (attention["none"], attention["full"], attention["attn_only"]) == (8, 16, 8)
+    moved = {row.variant: row for row in result.rows if row.host_bytes}
+    assert list(moved) == ["full, offload", "attn_only, offload"], "of four blocks, what the first two keep"
+    for name, row in moved.items():
+        assert kernels[name]["copies"].count >= row.copies > 0

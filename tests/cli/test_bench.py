@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import json
@@ -16,9 +17,10 @@ import fastac
 from fastac import cli
 from fastac.cli import measuring
 from fastac.cli.measuring import VARIANTS, Measurements, Switch, Workload, bench
-from fastac.engine import region
+from fastac.engine import offload, region
 from fastac.errors import FastacError
 from fastac.models import published as configurations
+from fastac.verify import readable_bytes
 from tests import support
 from tests.support import cells_of
 
@@ -197,6 +199,27 @@ def test_a_budget_of_ones_own_on_a_model_that_is_left_plain() -> None:
     assert all(parameter.grad is None for parameter in workload.model.parameters())
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="bytes of a CPU stay, where there is a device beside it")
+def test_what_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that is held as well: no more and no less is than without offload."""
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    workload = Workload(*support.build("WanTransformer3DModel", num_layers=4))
+    found = bench(workload, "tiny Wan", rounds=1, offload=True, clock=itertools.count().__next__)
+    rows = rows_of(found)
+    assert list(rows) == [*NAMES, "full, offload", "attn_only, offload"]
+    saved, offloaded = rows["attn_only"], rows["attn_only, offload"]
+    assert offloaded.held_bytes == saved.held_bytes
+    assert offloaded.held_bytes > offloaded.host_bytes > rows["full, offload"].host_bytes > 0 == saved.host_bytes
+    assert (offloaded.copies, offloaded.waited_bytes, offloaded.different) == (4, (), 0), "two blocks, out and back"
+    table = str(found)
+    assert "one memory: what is on the host is held as well" in table
+    assert cells_of(table)["attn_only, offload"][6] == readable_bytes(offloaded.host_bytes)
+    assert "copies waited for" not in table
+    gpu = dataclasses.replace(found, device="cuda", rows=(dataclasses.replace(offloaded, waited_bytes=(1024,)),))
+    assert cells_of(str(gpu))["attn_only, offload"][7] == "1 of 4 (1.0 KiB)"
+    assert "one memory" not in str(gpu)
+
+
 def test_ways_take_turns() -> None:
     """In every round each way once, in several orders; the time of a switch is nobody's."""
     now, order = [0.0], []
@@ -239,7 +262,7 @@ def test_bytes_are_those_of_the_allocator() -> None:
 
 def test_a_configuration_and_a_video(small: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written = tmp_path / "bench.json"
-    command = ["bench", *small, "--dtype", "fp32", "--rounds", "1", "--layers", "2", "--batch", "2"]
+    command = ["bench", *small, "--dtype", "fp32", "--rounds", "1", "--layers", "2", "--batch", "2", "--offload"]
     assert cli.main([*command, "--budget", "20KiB", "--json", str(written)]) == 0
     captured = capsys.readouterr()
     assert captured.err == "", "what is being done is told to a terminal alone"
@@ -248,6 +271,7 @@ def test_a_configuration_and_a_video(small: list[str], capsys: pytest.CaptureFix
     cells = cells_of(captured.out)
     assert [cells[name][4] for name in ("none", "full", "attn_only", "torch SAC, by name")] == ["4", "8", "4", "4"]
     assert {row[5] for row in cells.values()} == {"bitwise", "refused"}
+    assert (cells["full"][6], "attn_only, offload" in cells) == ("0 B", True)
     found = json.loads(written.read_text())
     assert found["command"].startswith(f"fastac bench {small[0]} --frames 5")
     assert {"processor", "cores", "torch", "fastac"} < found["machine"].keys()
