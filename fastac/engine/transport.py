@@ -99,7 +99,7 @@ class StreamTransport(Transport):
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         for event in after:
             stream.wait_event(event)
-        with stream:
+        with self._lock, stream:  # a stream that two threads enter at once raises
             for device, host in pairs:
                 host.copy_(device, non_blocking=True) if to_host else device.copy_(host, non_blocking=True)
         return stream.record_event()
@@ -114,7 +114,7 @@ class StreamTransport(Transport):
         return before, behind
 
     def had_to_wait(self, waiting: Any) -> bool:
-        """Whether there was time between the events. Waits for them."""
+        """Whether there was time between the events, as there is also where the host is late. Waits for them."""
         before, behind = waiting
         behind.synchronize()
         return bool(before.elapsed_time(behind) > 0.02)  # ms. Two events without a wait are some us apart.
