@@ -8,7 +8,7 @@ from pathlib import Path
 from fastac.errors import FastacError
 
 _MEMINFO = Path("/proc/meminfo")
-_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
 class _State:
@@ -24,7 +24,10 @@ def available() -> int | None:
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-        found.append(int(_LIMIT.read_text()) - int(_USED.read_text()))
+        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
+        cache = int(stat["inactive_file"]) + int(stat["active_file"])  # which gives way
+        found.append(limit - used + cache)
     except (OSError, KeyError, ValueError):  # other systems; "max" where a container has no limit
         pass
     return min(found, default=None)
@@ -39,7 +42,7 @@ def check(size: int, blocks: int, policy: object) -> None:
         return
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
     host = available()
-    if host is not None and ranks * size > host:
+    if host is not None and ranks * (size - _state.fits) > host:  # what fitted before is allocated by now
         raise FastacError(
             f"{policy}: {blocks} blocks keep {size / 2**30:.1f} GiB in host memory, on {ranks} ranks "
             f"{ranks * size / 2**30:.1f} GiB, and {host / 2**30:.1f} GiB are available.\n"

@@ -57,16 +57,12 @@ class KeptStorage:
             return False
         return not torch_private.is_shared(self.device)  # else somebody holds it anyway
 
-    def offload(self) -> Pairs:
-        """Be held on the host alone. Returns what is to be copied."""
-        assert self.device is not None
-        device, self.device = self.device, None
-        self.host = [self.transport.host_memory(len(piece)) for piece in device.split(PIECE)]
-        return self.pairs(device)
-
     def pairs(self, device: torch.Tensor) -> Pairs:
-        """Its pieces, in memory of the device and on the host."""
-        return list(zip(device.split(PIECE), self.host, strict=True))
+        """Its pieces, in memory of the device and on the host, which is allocated for the first time."""
+        pieces = device.split(PIECE)
+        if not self.host:
+            self.host = [self.transport.host_memory(len(piece)) for piece in pieces]
+        return list(zip(pieces, self.host, strict=True))
 
 
 class ReloadedStorage:
@@ -182,9 +178,10 @@ class Stash:
         blocks = max(1, self.record.offloading - self.policy.keep)
         host_memory.check(blocks * sum(one.size for one in storages), blocks, self.policy)
         for transport, group in _by_transport(storages):
-            copies = transport.begin([pair for one in group for pair in one.offload()], True, (), self.transfers)
-            for one in group:
-                one.offloaded = copies
+            pairs = [pair for one in group if one.device is not None for pair in one.pairs(one.device)]
+            copies = transport.begin(pairs, True, (), self.transfers)
+            for one in group:  # no sooner: host memory may not be had
+                one.device, one.offloaded = None, copies
                 one.transfers.device_bytes -= one.size
                 self.transfers.host_bytes += one.size
 

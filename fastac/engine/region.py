@@ -91,7 +91,7 @@ class Region:
         """Let a stash say where what is kept is from now on. args: as the forward was given them."""
         if self.tape is not None and stash.policy.offloads_outputs:
             for entry in self.tape.entries:
-                entry.stow(stash)
+                entry.offload(stash)
         if stash.takes_inputs:
             torch_private.register_hooks(self.args, args, stash.keep_input, unpack_input)
             self.kwargs = {name: stash.keep_input(value) for name, value in self.kwargs.items()}
@@ -125,14 +125,14 @@ class Region:
         """Run the function again for a backward. Returns what goes into the slots."""
         recompute = _Recompute(self)
         tensors = recompute.tensors
-        kwargs = self.kwargs
-        if self.stash is not None:
-            self.stash.reload()
-            kwargs = unpack_keywords(kwargs)
-        args = torch_private.unpack(self.args)
         before = [(device, generator_state(device)) for device, _ in self.generators]
-        set_states(self.generators)
         try:
+            kwargs = self.kwargs
+            if self.stash is not None:
+                self.stash.reload()
+                kwargs = unpack_keywords(kwargs)
+            args = torch_private.unpack(self.args)
+            set_states(self.generators)
             with (
                 contextlib.suppress(_Stop),
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),

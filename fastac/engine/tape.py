@@ -165,7 +165,7 @@ class Entry:
     def _hold(self, kept: Sequence[Any]) -> None:
         self.kept, self.versions = kept, torch_private.versions(kept)
 
-    def stow(self, stash: Stash) -> None:
+    def offload(self, stash: Stash) -> None:
         """Let the stash of the region say where the outputs are."""
         if self.kept is not None and self.op.kind != "choice" and not self.was_changed:
             self._hold(

@@ -496,7 +496,7 @@ def unpack(saved: Any) -> list[Any]:
 
 
 def register_hooks(saved: Any, values: Iterable[Any], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
-    """Let hooks hold what `save` was given: pack(value) what it saved of a tensor, or None where that stays."""
+    """Let hooks hold what `save` was given: pack(value) what it saved of a tensor, unless that is the tensor."""
     if _make_saved_tensor is None:
         output, _ = saved
         saved = output.grad_fn._raw_saved_tensors

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,6 +193,21 @@ def test_forwards_that_raise_give_host_memory_back(device: Simulated) -> None:
     allocated = device.allocated
     assert_same(train(model), expected)
     assert device.allocated == allocated
+
+
+def test_host_memory_that_cannot_be_had_loses_nothing(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward that asks for it raises; the one before it trains."""
+    model, expected = stack(layers=LAYERS, policy=Policy("full", offload=True)), train(stack(layers=LAYERS))
+    inputs = stack_inputs()
+    loss = support.loss_of(model(**inputs))
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "host_memory", lambda size: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            model(**stack_inputs())
+    loss.backward()
+    assert_same(
+        support.gradients(support.leaves_of(model, inputs)), {k: v for k, v in expected.items() if k != "output"}
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -460,6 +476,24 @@ def test_a_host_without_enough_memory(ranks: str, fits: bool, device: Simulated,
         model(**inputs).sum().backward()
 
 
-def test_available_memory_of_this_host() -> None:
-    found = host_memory.available()
-    assert found is None or 2**20 < found < 2**50
+def test_what_fitted_before_is_allocated_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer videos need the rest alone."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(host_memory._state, "fits", 60)
+    monkeypatch.setattr(host_memory, "available", lambda: 40)
+    host_memory.check(100, 1, "full")
+    with pytest.raises(FastacError, match="are available"):
+        host_memory.check(141, 1, "full")
+
+
+def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's; in a container with a limit no more than that leaves, where caches of files give way."""
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "_CONTAINER", tmp_path)
+    assert host_memory.available() is None
+    (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 800 kB\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory.available() == 800 * 1024
+    for name, text in {"max": "1000", "current": "700", "stat": "anon 1\nactive_file 20\ninactive_file 30\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert host_memory.available() == 350
