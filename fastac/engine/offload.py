@@ -47,7 +47,7 @@ class KeptStorage:
         self.size = storage.nbytes()
         self.transport = transport
         self.transfers = transfers  # of the first region that keeps it
-        self._reference = StorageWeakRef(storage)  # while it is there, no other storage has the address
+        self._reference: StorageWeakRef | None = StorageWeakRef(storage)  # while it is there, no other has the address
         transport.storages[self._reference.cdata] = self
         transfers.device_bytes += self.size
 
@@ -56,6 +56,12 @@ class KeptStorage:
         if self.device is None or self.is_common or self.last is not stash.reference:
             return False
         return not torch_private.is_shared(self.device)  # else somebody holds it anyway
+
+    def leave(self, copies: Copies) -> None:
+        """Be held on the host alone, by these copies."""
+        assert self._reference is not None
+        del self.transport.storages[self._reference.cdata]
+        self.device, self.offloaded, self._reference = None, copies, None
 
     def pairs(self, device: torch.Tensor) -> Pairs:
         """Its pieces, in memory of the device and on the host, which is allocated for the first time."""
@@ -156,7 +162,7 @@ class Stash:
         if transport is None or untyped.nbytes() < SMALLEST:
             return tensor
         storage = transport.storages.get(StorageWeakRef(untyped).cdata)
-        if storage is None or storage.device is None:
+        if storage is None:
             storage = KeptStorage(untyped, transport, self.transfers)
         storage.last = self.reference
         if is_input:
@@ -181,7 +187,7 @@ class Stash:
             pairs = [pair for one in group if one.device is not None for pair in one.pairs(one.device)]
             copies = transport.begin(pairs, True, (), self.transfers)
             for one in group:  # no sooner: host memory may not be had
-                one.device, one.offloaded = None, copies
+                one.leave(copies)
                 one.transfers.device_bytes -= one.size
                 self.transfers.host_bytes += one.size
 
@@ -189,14 +195,12 @@ class Stash:
         """A recompute begins: wait for its copies, and prefetch for the region that backward wants next."""
         for transport, _ in _by_transport(self.storages):
             transport.release()
-        prefetched = None if _state.prefetched is None else _state.prefetched()
-        if prefetched is not None and prefetched is not self:
+        if _state.prefetched is not None and (prefetched := _state.prefetched()) not in (None, self):
             prefetched.reloaded = []  # backward wanted another: at most one is held on the device
         self.reloaded = _reload(self.storages, self.transfers)
         for copies in {one.copies for one in self.reloaded}:
             copies.wait()
-        previous = None if self.previous is None else self.previous()
-        if previous is not None:
+        if self.previous is not None and (previous := self.previous()) is not None:
             _state.prefetched = self.previous
             previous.reloaded = _reload(previous.storages, previous.transfers)
 

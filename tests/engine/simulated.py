@@ -101,7 +101,7 @@ class Simulated(Transport):
             with torch_private.without_modes():
                 for pair in earliest.pairs:
                     self._move(*(pair if copy.to_host else pair[::-1]), copy.to_host)
-            earliest.is_done = True
+            earliest.is_done, earliest.pairs = True, []
 
     def _move(self, source: Bytes, target: Bytes, to_host: bool) -> None:
         found, written = source.now(), target.now()

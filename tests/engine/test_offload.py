@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fastac.verify import Offloaded
 from tests import support
 from tests.engine.outcomes import CASES, Cases
 from tests.engine.simulated import Simulated, simulated
-from tests.engine.test_outcomes import expected_of
+from tests.engine.test_outcomes import expected_of, parameters
 from tests.live_bytes import LiveBytes
 from tests.support import TEXT_TOKENS, VIDEO_TOKENS, WIDTH, AttentionBlock, Tensors, assert_same, stack, stack_inputs
 
@@ -150,10 +151,11 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
-def test_outcome(name: str, device: Simulated, at_once: None) -> None:
+@parameters(CASES)
+def test_outcome(name: str, device: Simulated, at_once: None, attention_executions: Counter[str]) -> None:
     """Cases of tests/engine/test_outcomes.py, with everything on the host between forward and recompute."""
-    expected, _, calls = expected_of(name)
+    expected, executions, calls = expected_of(name)
+    attention_executions.clear()
     try:
         found = Cases(Policy("attn_only", offload=True)).step(CASES[name])
     except (RuntimeError, FastacError) as error:
@@ -164,6 +166,7 @@ def test_outcome(name: str, device: Simulated, at_once: None) -> None:
     if name == "saved":  # which says whether it was given the very tensor
         found["output.1"] = expected["output.1"]
     assert_same(found, expected)
+    assert attention_executions[support.CPU_ATTENTION] == executions
 
 
 def test_an_input_changed_in_place_is_an_error(device: Simulated) -> None:
