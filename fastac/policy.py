@@ -71,8 +71,6 @@ class Policy:
             raise FastacError(f"Policy(keep={self.keep!r}): expected a number of blocks, 1 or more")
         if self.offload and (self.name == "none" or (self.saves_nothing and self.offload == "attention")):
             raise FastacError(f'Policy("{self.name}", offload={self.offload!r}): it has nothing of that to offload')
-        if self.keep != 2 and not self.offload:
-            raise FastacError(f"Policy(keep={self.keep}): it has a meaning with offload alone")
         if self.name == "linear_only" and (self.min_kv or not self.linear):
             raise FastacError('Policy("linear_only", linear=(...)): names are needed, and min_kv has no meaning')
 

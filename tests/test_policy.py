@@ -63,7 +63,6 @@ def test_a_policy_is_a_frozen_value(policy: Policy, printed: str) -> None:
         ({"name": "linear_only"}, "linear"),
         ({"offload": "host"}, r'True, "attention" and "inputs"'),
         *(({"offload": True, "keep": wrong}, "1 or more") for wrong in (0, True, "2")),
-        ({"keep": 3}, "with offload alone"),
         ({"name": "none", "offload": True}, "nothing of that"),
         ({"name": "full", "offload": "attention"}, "nothing of that"),
         ({"name": "linear_only", "linear": ("*",), "min_kv": 3}, "min_kv"),
