@@ -23,8 +23,8 @@ from fastac.errors import FastacError
 from fastac.policy import Policy
 
 SMALLEST = 2**21
-"""Bytes of a storage below which it stays on the device. Both of its copies take the host some 60 us to begin, in which
-25 GB/s copy 1.5 MB (benchmarks/region_steps.py)."""
+"""Bytes of a storage below which it stays on the device. Both of its copies take the host some 85 us to begin, in which
+25 GB/s copy 2.1 MB (benchmarks/region_steps.py)."""
 
 
 class KeptStorage:
