@@ -353,6 +353,27 @@ def test_a_tensor_goes_once(device: Simulated) -> None:
     loss.backward()
 
 
+def test_an_output_changed_in_place_is_an_error(device: Simulated) -> None:
+    """The saved output of a block, which is the next one's input, by the caller."""
+    blocks, (video, text) = stack(layers=5, block=OneOp).blocks, stack_inputs().values()
+    hidden = video * 1
+    for number, block in enumerate(blocks):
+        hidden = fastac.checkpoint(block, hidden, text, policy=Policy(offload="attention"))
+        if number == 1:
+            hidden.mul_(2)
+    assert blocks[1]._fastac_record.transfers.host_bytes > 0
+    with pytest.raises(FastacError, match="was changed in place after it was saved"):
+        hidden.sum().backward()
+
+
+def test_what_several_blocks_share_stays(device: Simulated) -> None:
+    """Also when none of them is among the last any more, as in RL."""
+    model = Leading(Policy("full", offload=True), 3)
+    losses = [model(**stack_inputs(seed)).sum() for seed in (1, 2)]
+    assert device.allocated == 4 * INPUT
+    torch.stack(losses).sum().backward()
+
+
 def test_what_the_caller_holds_stays(device: Simulated) -> None:
     model = stack(layers=4)
     hidden, text = stack_inputs().values()
