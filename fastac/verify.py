@@ -27,8 +27,8 @@ from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.eager_look import buffers_preserved
 from fastac.engine import comparison, wrappers
-from fastac.engine.blocks import forget, known_record
-from fastac.engine.calls import Call, Product, RegionResult, Transfers
+from fastac.engine.blocks import BlockRecord, forget, known_record
+from fastac.engine.calls import Call, Product, RegionResult
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import generators_preserved
 from fastac.engine.kinds import state as kinds
@@ -80,13 +80,21 @@ class Offloaded:
         return f"{host} on the host\n{device} on the device\n{waited}"
 
 
-def _offloaded(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
-    records = [record for one in modules if (record := known_record(one)) is not None]
-    moved = [record.transfers for record in records if record.transfers is not None]
+def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
+    """What the latest regions of some modules offloaded; None where none did. Waits for the device."""
+    moved = [record.transfers for record in _records(modules) if record.transfers is not None]
     if not moved:
         return None
-    found = sum(moved, Transfers())
-    return Offloaded(found.host_bytes, found.device_bytes, found.copies, found.waited_bytes())
+    return Offloaded(
+        sum(one.host_bytes for one in moved),
+        sum(one.device_bytes for one in moved),
+        sum(one.copies for one in moved),
+        tuple(size for one in moved for size in one.waited_bytes()),
+    )
+
+
+def _records(modules: Iterable[torch.nn.Module]) -> list[BlockRecord]:
+    return [record for one in modules if (record := known_record(one)) is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +275,7 @@ def _container_report(
         writing=sum(one.writing for one in latest),
         linear_saved=len(products),
         linear_bytes=sum(product.saved_bytes for product in products),
-        offloaded=_offloaded(container.blocks.values()),
+        offloaded=offloaded_by(container.blocks.values()),
     )
 
 
@@ -376,8 +384,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     model.zero_grad(set_to_none=True)
     args, kwargs = _fresh((args, kwargs))
     regions: list[RegionResult] = []
-    records = [record for module in model.modules() if (record := known_record(module)) is not None]
-    for record in records:
+    for record in _records(model.modules()):
         record.transfers = None
     engine.collectors.append(regions)
     try:
@@ -402,7 +409,7 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
     model.zero_grad(set_to_none=True)
     calls = [call for region in regions for call in region.calls]
     products = [product for region in regions for product in region.products]
-    executions, offloaded = (forward.total(), backward.total()), _offloaded(model.modules())
+    executions, offloaded = (forward.total(), backward.total()), offloaded_by(model.modules())
     return Step(tensors, executions, calls, compiled, products=products, offloaded=offloaded)
 
 

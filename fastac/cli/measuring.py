@@ -24,8 +24,7 @@ from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastac import hook
-from fastac.engine.blocks import BlockRecord, record_of
-from fastac.engine.calls import Transfers
+from fastac.engine.blocks import record_of
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, tree_map
 from fastac.errors import FastacError
@@ -35,7 +34,7 @@ from fastac.models.videos import Video
 from fastac.planning import Plan, plan
 from fastac.planning.plans import ROWS
 from fastac.registry import classify
-from fastac.verify import Step, differences, floating, readable_bytes, render, run_step
+from fastac.verify import Step, differences, floating, offloaded_by, readable_bytes, render, run_step
 
 Tell = Callable[[str], object]
 
@@ -342,18 +341,20 @@ class Switch:
         self.variants[name](self)
         self.workload.step()
         self.workload.release()
-        for record in self.records():
-            record.step = 2**20 + 1
+        for block in self.blocks():
+            record_of(block).step = 2**20 + 1
 
-    def records(self) -> list[BlockRecord]:
-        """What is known of the blocks, where the way that is switched on is one of fastac's."""
+    def blocks(self) -> list[torch.nn.Module]:
+        """The blocks, where the way that is switched on is one of fastac's."""
         enabled = hook.enabled_on(self.workload.model)
-        return [record_of(block) for block in enabled.blocks.values()] if enabled is not None else []
+        return [] if enabled is None else list(enabled.blocks.values())
 
     def moved(self) -> dict[str, Any]:
         """What the latest step moved to the host and back, as Measurement has it. Waits for the device."""
-        found = sum((one.transfers for one in self.records() if one.transfers is not None), Transfers())
-        waited = found.waited_bytes() if self.workload.device.type == "cuda" else ()
+        found = offloaded_by(self.blocks())
+        if found is None:
+            return {}
+        waited = found.waited_bytes if self.workload.device.type == "cuda" else ()
         return {"host_bytes": found.host_bytes, "copies": found.copies, "waited_bytes": waited}
 
     def off(self) -> None:

@@ -52,7 +52,7 @@ class RegionResult:
 
 @dataclasses.dataclass
 class Transfers:
-    """What regions moved between the device and the host."""
+    """What one region moved between the device and the host."""
 
     host_bytes: int = 0
     """Kept on the host."""
@@ -62,14 +62,6 @@ class Transfers:
     """That were begun: those of one region in one direction are one."""
     waits: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)
     """For which of them computation waited: the transport, what it knows of the wait, bytes."""
-
-    def __add__(self, other: Transfers) -> Transfers:
-        return Transfers(
-            self.host_bytes + other.host_bytes,
-            self.device_bytes + other.device_bytes,
-            self.copies + other.copies,
-            self.waits + other.waits,
-        )
 
     def waited_bytes(self) -> tuple[int, ...]:
         """Bytes of each of the copies that the device was idle for. Waits for the device."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ class Stash:
         transport, untyped = transport_of(tensor.device), tensor.untyped_storage()
         if transport is None or untyped.nbytes() < SMALLEST:
             return tensor
-        storage = transport.storages.get(StorageWeakRef(untyped).cdata)
+        storage = transport.storages.get(torch_private.memory(tensor))
         if storage is None:
             storage = KeptStorage(untyped, transport, self.transfers)
         storage.last = self.reference
@@ -209,9 +209,8 @@ class Stash:
         self.reloaded = []
 
 
-def _reload(storages: Iterable[KeptStorage], transfers: Transfers) -> list[ReloadedStorage]:
+def _reload(storages: Sequence[KeptStorage], transfers: Transfers) -> list[ReloadedStorage]:
     """Begin to copy back those that are on the host alone. Returns all that are on the device again."""
-    storages = list(storages)
     found = [reloaded for one in storages if (reloaded := one.reloaded()) is not None]
     for transport, group in _by_transport(one for one in storages if one.device is None and one.reloaded() is None):
         devices = [transport.device_memory(one.size) for one in group]

@@ -32,7 +32,7 @@ class Transport:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.storages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.storages: weakref.WeakValueDictionary[object, Any] = weakref.WeakValueDictionary()
         self._running: list[Copies] = []
         self._lock = threading.Lock()  # forward and backward are different threads
 

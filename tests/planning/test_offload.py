@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fastac.engine import offload
 from fastac.models import published as configurations
@@ -21,6 +18,7 @@ from fastac.planning.subject import subject
 from fastac.planning.timeline import Candidate, Event, Kept, Moment, Timeline
 from fastac.planning.video import without_weights
 from fastac.policy import NAMED, Policy
+from tests.engine.simulated import simulated
 from tests.live_bytes import LiveBytes
 from tests.marks import quick
 from tests.planning import planned
@@ -88,32 +86,10 @@ def test_bytes_leave_the_device_between_two_moments(case: str, monkeypatch: pyte
     assert plan.bytes_per_flop == max(size for size, _, _ in leaves.values()) / forward
 
 
-class DeviceBytes(LiveBytes):
-    """Counts no memory of `offload`'s host, which is another's than the device's even where that is a CPU."""
-
-    def __enter__(self) -> Any:
-        self.host: list[torch.Tensor] = []
-        self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(offload.Transport, "host_memory", self._host_memory)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patch.undo()
-
-    def _host_memory(self, size: int) -> torch.Tensor:
-        with _disable_current_modes():
-            host = torch.empty(size, dtype=torch.uint8)
-        self.host.append(host)  # its address is no other's as long as this counts
-        self._outside.add(host.untyped_storage()._cdata)
-        return host
-
-
 @pytest.mark.parametrize("name", quick([WAN, LTX, COGVIDEOX, HUNYUAN_VIDEO, "LTX2VideoTransformer3DModel"], WAN))
 def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the bytes on the device, in the forward's end and at the worst moment, and of those on the host."""
     monkeypatch.setattr("fastac.planning.simulation.GENERATOR_STATE", 0)
-    monkeypatch.setattr(offload, "SMALLEST", 0)
     model, inputs = tiny(name, num_layers=5)
     found = Forecast(subject(model, inputs))
     for policy in (
@@ -122,14 +98,16 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
         Policy(offload="attention"),
         Policy(offload="inputs", keep=3),
     ):
-        plan, mine = found.plan(policy), planned.under(model, policy)
-        planned.step(mine, inputs)  # what is built once is built now
-        with DeviceBytes(planned.clear(mine, inputs)) as meter:
-            outputs = mine(**inputs)
-            held, host = meter.now, sum(map(len, meter.host))
-        del outputs
-        with DeviceBytes(planned.clear(mine, inputs)) as meter:
-            planned.step(mine, inputs)
+        mine = planned.under(model, policy)
+        with simulated(late=False) as device:
+            plan = found.plan(policy)
+            planned.step(mine, inputs)  # what is built once is built now
+            with LiveBytes(planned.clear(mine, inputs)) as meter:
+                outputs = mine(**inputs)
+                held, host = meter.now, device.in_use
+            del outputs
+            with LiveBytes(planned.clear(mine, inputs)) as meter:
+                planned.step(mine, inputs)
         assert (plan.held_bytes, plan.host_bytes) == (held, host), policy
         assert plan.peak_bytes - found.states.total == meter.peak, policy
         assert host > 0
