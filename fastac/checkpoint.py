@@ -132,7 +132,7 @@ def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., An
 class _Call:
     """One call of a function that is checkpointed in eager code with gradients on."""
 
-    __slots__ = ("args", "block", "function", "key", "kwargs", "policy", "record")
+    __slots__ = ("args", "block", "function", "key", "kwargs", "owner", "policy", "record")
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, policy: Policy) -> None:
         self.function = function
@@ -141,6 +141,7 @@ class _Call:
         self.policy = policy
         self.block = block_of(function)
         self.record = kinds.record_of_function(function) if self.block is None else record_of(self.block)
+        self.owner = self.record  # of the block that a function holds, where it is none itself
 
     def run(self, hooks: Hooks | None, preserve_rng_state: bool, determinism_check: str, early_stop: bool) -> Any:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
@@ -183,11 +184,13 @@ class _Call:
         if interception.loaded_modules() != engine.modules:
             prepare()
         function, policy, record = self.function, self.policy, self.record
-        held = tuple(map(type, modules_in(function))) if self.block is None else None
-        self.key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, held)
+        held = modules_in(function) if self.block is None else []
+        if held:
+            self.owner = record_of(held[0])
+        self.key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, *map(type, held))
         if self.block is not None and record.key == self.key:  # cheaper than hashing the key
             return record.latest
-        known = kinds.first_result(function, self.key)
+        known = kinds.first_result(function, self.key) if self.owner.doubted != self.key else None
         if known is None:
             prepare()
         if policy.linear:
@@ -216,15 +219,21 @@ class _Call:
                 where, op = describe(self.function), observer.late[0]
                 logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
                 return
-            if self.policy.linear:
-                linear.check_called(self.policy, tape.products, describe(self.function))
-            self._remember(known)
+            if self.owner.doubted == self.key:  # it attends less, and that is all
+                self.owner.doubted, self.owner.judged = None, self.key
+            else:
+                if self.policy.linear:
+                    linear.check_called(self.policy, tape.products, describe(self.function))
+                self._remember(known)
         elif tape.decomposed:
             problems = [diagnosis.small_ops(describe(self.function), keys) for keys in tape.decomposed]
             raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.made))
         elif tape.made != list(known.made) or tape.products != [one.name for one in known.products]:
-            if len(tape.made) + len(tape.products) < len(known.made) + len(known.products):
-                self._warn_of_fewer(len(tape.made) + len(tape.products), len(known.made) + len(known.products))
+            fewer = len(tape.made) + len(tape.products) < len(known.made) + len(known.products)
+            if fewer and known.compiled:  # nobody can watch it, and a second run of it may communicate
+                self._warn_of_fewer()
+            elif fewer and self.owner.judged != self.key:
+                self.owner.doubted = self.key
             known = tape.result(known.compiled, known.writing)
         for collector in engine.collectors:
             collector.append(known)
@@ -240,15 +249,14 @@ class _Call:
         if not enabled and result.calls and not (saved or result.products):
             kinds.warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
 
-    def _warn_of_fewer(self, made: int, before: int) -> None:
-        if kinds.warn_once(
+    def _warn_of_fewer(self) -> None:
+        kinds.warn_once(
             self.function,
             "fewer",
-            f"{describe(self.function)}: {made} attention calls and saved products, where there were {before} before "
-            f"on inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see. "
+            f"{describe(self.function)}: the compiled block makes fewer attention calls than there were before on "
+            f"inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see. "
             f"fastac.verify tells which",
-        ):
-            prepare()  # an op that was defined since, without any import, is seen from the next region on
+        )
 
     def _note(self, result: RegionResult, outputs: Any, tape: Tape) -> None:
         """Note on the block what its region did, and watch compiled code that is new in it."""
@@ -262,6 +270,8 @@ class _Call:
             record.communication = tape.communication
             if record.latest is not result or record.key is not self.key:
                 record.latest, record.key = result, self.key
+            if record.doubted is self.key:
+                record.key = None  # for the next region to ask
 
 
 # By the name of torch's function

@@ -21,6 +21,8 @@ from fastac import diagnosis, models
 from fastac.backends.availability import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
 from fastac.checkpoint import check_determinism, checkpoint
+from fastac.compile import graphs
+from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear, wrappers
 from fastac.engine.blocks import describe, record_of
 from fastac.engine.tape import engine
@@ -79,8 +81,10 @@ class Enabled:
 
     determinism_check: as `fastac.checkpoint` takes it. blocks: by qualified name, without wrappers. forwards: of the
     blocks, by name, where that is the host. switches: modules with the flag of gradient checkpointing, their flag and
-    function before. wrappers: CheckpointWrappers, and their functions before. opened: regions of the forward that
-    runs. saved: something of a region was saved, or nothing is to be.
+    function before. input_grads: outputs of frozen embeddings require grad since. wrappers: CheckpointWrappers, and
+    their functions before. lists: names of the modules that blocks are in; others: what else is in those that are
+    lists. opened: regions of the forward that runs; in_graphs: those that had run in graphs before it. saved: something
+    of a region was saved, or nothing is to be.
     """
 
     model: torch.nn.Module
@@ -91,11 +95,15 @@ class Enabled:
     forwards: dict[str, Forward] = dataclasses.field(default_factory=dict)
     switches: list[tuple[torch.nn.Module, Any, Any]] = dataclasses.field(default_factory=list)
     wrappers: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    input_grads: bool = False
     opened: int = 0
+    in_graphs: int = 0
     saved: bool = False
 
     def __post_init__(self) -> None:
         self.function = functools.partial(_run, self)  # what the model is given to call
+        self.lists = {name.rpartition(".")[0] for name in self.blocks}
+        self.others = {inside(one) for one in self._listed().values()} - set(self.blocks.values())
         self.saved = saves_nothing(self.policy)
 
     def checkpoint(self, function: Any, block: Any, args: Any, kwargs: Any) -> Any:
@@ -134,18 +142,29 @@ class Enabled:
                 own = self.forwards.setdefault(name, Forward(self, block, vars(block).get("forward")))
                 # by vars: a class may have a __setattr__ of its own
                 vars(block)["forward"] = functools.partial(_run_forward, own)
+            self._switch_on_transformers()
         blocks = set(self.blocks.values())
         for wrapper in [one for one in self.model.modules() if is_wrapper(one) and inside(one) in blocks]:
             self.take_over(wrapper)
         self.model.register_forward_pre_hook(self.before_forward)
-        self.model.register_forward_hook(self.after_forward)
+        self.model.register_forward_hook(self.after_forward, with_kwargs=True)
+
+    def _switch_on_transformers(self) -> None:
+        """Let transformers and peft know that blocks are checkpointed, as transformers' own switch does."""
+        model: Any = self.model
+        self.switches = list(map(models.switch_of, models.transformers_switches(model)))
+        for module, _, _ in self.switches:
+            models.set_switch(module, True, wrappers.call_plainly)
+        if getattr(model, "main_input_name", "") == "input_ids" and not getattr(model, "_require_grads_hooks", ()):
+            # peft's hooks on a layer end with its backward, which frozen inputs would let end before the recompute
+            self.input_grads = not any(one.requires_grad for one in model.get_input_embeddings().parameters())
+            if self.input_grads:
+                model.enable_input_require_grads()
 
     def _attach_function(self) -> None:
         """Give the model the function to call. Raises FastacError for a class of its own that drops it."""
         model: Any = self.model
-        self.switches = [
-            (one, one.gradient_checkpointing, models.switch_function(one)) for one in models.switches(model)
-        ]
+        self.switches = list(map(models.switch_of, models.switches(model)))
         with contextlib.suppress(TypeError):  # a class whose method takes no function
             model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)
         if any(is_ours(models.switch_function(one)) for one, _, _ in self.switches):
@@ -159,7 +178,7 @@ class Enabled:
 
     def take_over(self, wrapper: Any) -> None:
         """Let a CheckpointWrapper around a block call fastac in the place of torch's checkpoint."""
-        if _is_taken_over(wrapper):
+        if is_ours(wrapper.checkpoint_fn):
             return
         self.wrappers.append((wrapper, wrapper.checkpoint_fn))
         wrapper.checkpoint_fn = wrappers.call_plainly if self.by_forward else self.function
@@ -182,6 +201,8 @@ class Enabled:
         for module, flag, function in self.switches:
             if is_ours(models.switch_function(module)):  # else somebody else's, which stays
                 models.set_switch(module, flag, function)
+        if self.input_grads:
+            self.model.disable_input_require_grads()  # type: ignore[operator]
         for wrapper, function in self.wrappers:
             wrapper.checkpoint_fn = function
         self.switches, self.wrappers = [], []
@@ -194,9 +215,9 @@ class Enabled:
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
         """The model's forward begins."""
         if not torch.compiler.is_compiling():
-            self.opened = 0
+            self.opened, self.in_graphs = 0, engine.in_graphs
 
-    def after_forward(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
+    def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when the model ran, with gradients on, and opened no region or saved nothing."""
         if not torch.is_grad_enabled() or saves_nothing(self.policy):
             return
@@ -206,7 +227,7 @@ class Enabled:
         self._check_attached()
         if self.opened and not replaced:
             self.check_saved()
-        elif replaced or not (self.was_switched_off() or engine.traced):
+        elif replaced or not (self.was_switched_off() or self._ran_in_graph((args, kwargs), outputs)):
             cause = "its forward checkpoints by itself, or it calls other modules"
             way_out = models.name_blocks(model, grouped(self.blocks))
             if replaced:
@@ -220,19 +241,37 @@ class Enabled:
                 f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
             )
 
+    def _ran_in_graph(self, inputs: Any, outputs: Any) -> bool:
+        """Whether regions of the forward stand in a graph that torch.compile made, where none is seen to open."""
+        return self.in_graphs != engine.in_graphs or graphs.hold_regions(nodes_between(outputs, inputs))
+
     def _check_attached(self) -> None:
-        """Raise PolicyNotAppliedError for a block that was exchanged, or whose forward was, since `enable`."""
-        attached = {own.block for own in self.forwards.values() if own.is_attached or own.is_wrapped}
-        for name in self.forwards:
-            try:
-                block = inside(self.model.get_submodule(name))
-            except AttributeError:
-                continue  # taken out, as for a stage of a pipeline
-            if block not in attached and models.unwrapped(block) not in attached:
+        """Raise PolicyNotAppliedError for a block that is new since `enable`, or whose forward was exchanged."""
+        if not self.by_forward:
+            return
+        attached = {own.block for own in self.forwards.values() if own.is_attached or own.is_wrapped} | self.others
+        now = self._listed()
+        for name in self.forwards.keys() - now.keys():
+            with contextlib.suppress(AttributeError):  # taken out, as for a stage of a pipeline
+                now[name] = self.model.get_submodule(name)
+        for name, block in now.items():
+            if inside(block) not in attached and models.unwrapped(inside(block)) not in attached:
                 raise PolicyNotAppliedError(
                     f"{self.policy}: {class_name(self.model)}.{name} ({class_name(block)}) ran without checkpointing: "
-                    f"the block, or its forward, was exchanged since fastac.enable. Call fastac.enable again."
+                    f"the block is new, or its forward was exchanged since fastac.enable. Call fastac.enable again."
                 )
+
+    def _listed(self) -> dict[str, torch.nn.Module]:
+        """What stands in the module lists of the blocks now, by name."""
+        found: dict[str, torch.nn.Module] = {}
+        for name in self.lists:
+            with contextlib.suppress(AttributeError):  # it is inside a wrapper
+                inner = self.model.get_submodule(name)
+                if isinstance(inner, models.LISTS):
+                    found |= {
+                        f"{name}.{key}".lstrip("."): one for key, one in inner._modules.items() if one is not None
+                    }
+        return found
 
     def check_once_all_ran(self) -> None:
         """`check_saved` without a forward of the model that ends: a trainer may call the blocks itself."""
@@ -253,7 +292,7 @@ class Enabled:
 
     def was_switched_off(self) -> bool:
         """Whether gradient checkpointing of the model, which was the host, is off now."""
-        modules = [module for module, _, _ in self.switches]
+        modules = [] if self.by_forward else [module for module, _, _ in self.switches]
         return bool(modules) and not any(module.gradient_checkpointing for module in modules)
 
     def was_replaced(self) -> bool:
@@ -318,7 +357,7 @@ def enable(
             (the first match counts), with "none" for blocks that are not to be checkpointed.
         blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
             module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. Left
-            out, it is the module list whose members hold attention, where there is one.
+            out, it is the only module list whose members hold attention, or else are equal.
         determinism_check: "default" compares recompute with the forward, as `checkpoint` does; "none" does not
             (but counts the tensors that are saved).
 
@@ -360,6 +399,7 @@ def enable(
         record.offloading, record.transfers = offloading, None
         record.name, record.key, record.latest = f"{class_name(model)}.{name}", None, None
         record.step, record.recomputed, record.writes = 0, False, None
+        record.doubted, record.judged = None, None
         kinds.forget(block)  # what was seen of its class may not be so of this one
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
@@ -434,8 +474,8 @@ def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
 
 
 def is_ours(function: object) -> bool:
-    """Whether a gradient checkpointing function is the one that `enable` sets."""
-    return isinstance(function, functools.partial) and function.func is _run
+    """Whether a gradient checkpointing function is one that `enable` sets."""
+    return function is wrappers.call_plainly or (isinstance(function, functools.partial) and function.func is _run)
 
 
 def check_module(model: object, call: str) -> None:
@@ -450,18 +490,12 @@ def check_module(model: object, call: str) -> None:
 # CheckpointWrapper
 
 
-def _is_taken_over(wrapper: Any) -> bool:
-    return wrapper.checkpoint_fn is wrappers.call_plainly or is_ours(wrapper.checkpoint_fn)
-
-
 @contextlib.contextmanager
 def checkpointing_preserved(model: torch.nn.Module) -> Iterator[None]:
     """Leave the checkpointing of a model as it is now, fastac's own or not."""
     enabled = enabled_on(model)
     disable(model)
-    flags = [
-        (module, module.gradient_checkpointing, models.switch_function(module)) for module in models.switches(model)
-    ]
+    flags = list(map(models.switch_of, models.switches(model)))
     try:
         yield
     finally:
@@ -473,7 +507,7 @@ def checkpointing_preserved(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _refuse_other(wrapper: Any, where: str) -> None:
-    if not _is_taken_over(wrapper):
+    if not is_ours(wrapper.checkpoint_fn):
         wrappers.check_default(wrapper, where)
 
 
@@ -485,11 +519,19 @@ def choose(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[
     if found and not models.is_by_forward(model, blocks):
         return found
     possible = models.possible_containers(model)
-    if len(found) != 1 or len(possible) != 1:
-        some = f"{len(possible)} module lists whose members may be its blocks" if found else "no list of attention"
+    # Where nothing says attention, equal blocks may call it by themselves: the first region shows whether they do.
+    taken = found or [one for one in possible if len(set(map(type, one.blocks.values()))) == 1]
+    if len(taken) != 1 or len(possible) != 1:
+        some = f"{len(possible)} module lists whose members may be its blocks" if taken else "no list of attention"
         raise FastacError(f"{class_name(model)} has {some}. {models.name_blocks(model, possible)}")
-    logger.info("%s: took the blocks in %r, its only module list of attention", class_name(model), found[0].name)
-    return select(model, found[0].name, outer)
+    logger.info("%s: took the blocks in %r, the only list of them", class_name(model), taken[0].name)
+    return select(model, taken[0].name, outer)
+
+
+def blocks_given(model: torch.nn.Module, blocks: Any) -> Any:
+    """The blocks that a call is about: those that it names, else those that `enable` was given."""
+    enabled = enabled_on(model)
+    return list(enabled.blocks.values()) if blocks is None and enabled is not None and enabled.by_forward else blocks
 
 
 def _refuse_own(model: torch.nn.Module) -> None:

@@ -72,7 +72,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     Args:
         model: as in `fastac.enable`, which this calls.
         policy: as in `fastac.enable`.
-        blocks: as in `fastac.enable`.
+        blocks: as in `fastac.enable`; by default those that it was given.
         determinism_check: as in `fastac.enable`.
         options: those of torch.compile, for every block.
 
@@ -86,8 +86,9 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
         >>> print(fastac.compile(transformer, policy="attn_only"))
     """
     ready = _ready(options)
-    hook.enable(model, policy, blocks=blocks, determinism_check=determinism_check)
     inner = models.unwrapped(model)
+    blocks = hook.blocks_given(inner, blocks)
+    hook.enable(model, policy, blocks=blocks, determinism_check=determinism_check)
     enabled = hook.enabled_on(inner)
     assert enabled is not None
     own = enabled.forwards

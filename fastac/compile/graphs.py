@@ -121,6 +121,18 @@ def reset() -> None:
         engine.listeners.remove(_ran_again)
 
 
+def note_region() -> None:
+    """A region is in what dynamo compiles now, also where AOT takes the graph from its cache and traces nothing."""
+    if (name := torch_private.compile_id()) is not None:
+        _state.here().setdefault(name, Traced(compilations.count))
+
+
+def hold_regions(nodes: Sequence[Any]) -> bool:
+    """Whether there are regions in the graphs among these autograd nodes. Without any, there may be."""
+    traced = _state.here()
+    return bool(traced) and (not nodes or not ids_among(nodes).isdisjoint(traced))
+
+
 def region(policy: Policy) -> Traced:
     """A region is about to be traced by AOT, in this thread."""
     known, name = _state.here(), torch_private.compile_id()

@@ -224,7 +224,7 @@ def run_in_dynamo(
 def _prepare_trace() -> None:
     """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
     prepare()
-    engine.traced = True
+    graphs.note_region()
 
 
 def _contexts_in_graph(policy: Policy) -> Contexts:
@@ -247,6 +247,7 @@ class _InGraph:
         self.observer = observer
 
     def __enter__(self) -> None:
+        engine.in_graphs += 1
         self.tape.__enter__()
         self.observer.__enter__()
 

@@ -31,7 +31,8 @@ class BlockRecord:
     key, latest: of its latest region. communication: of that region's collectives, None where it had none; transfers:
     what it offloaded. looked: when the autograd graph of a region was last searched for compiled code, as compilations
     count. step: how many of its steps have ended; recomputed: a backward came through, so that the next region begins
-    another. writes: whether it writes weights or buffers of its own, once a recompute has shown it.
+    another. writes: whether it writes weights or buffers of its own, once a recompute has shown it. doubted: the key of
+    a region that made fewer calls than the first of its kind, whose next one is watched; judged: of one that was.
     """
 
     name: str = ""
@@ -44,6 +45,8 @@ class BlockRecord:
     recomputed: bool = False
     writes: bool | None = None
     transfers: Transfers | None = None
+    doubted: object = None
+    judged: object = None
 
     def begin_region(self) -> bool:
         """Whether the region that begins has its values compared: those of steps 0, 1, 2, 4, 8 and so on, all of them.

@@ -50,7 +50,7 @@ class Engine:
     answered: counts attention calls that got what was kept, and ran no kernel, while it stands here (fastac.verify).
     collectors: get the result of every region that ends as it should, while they stand here (fastac.verify).
     listeners: called with attention that runs where no region is open: in another thread, in a compiled backward.
-    traced: regions stand in a graph that dynamo made, where none of them is seen to open.
+    in_graphs: how many regions ran in a graph that dynamo made and AOT did not, where none of them is seen to open.
     installed: intercepted ops by qualified name, with what stands in the dispatcher for them.
     pending: fingerprints of recomputes on an accelerator that nobody has read so far (`fastac.engine.comparison`).
     modules: what was loaded when libraries were last looked for. opaque: calls of `fastac.engine.opaque` that are on
@@ -70,7 +70,7 @@ class Engine:
         self.answered: list[collections.Counter[str]] = []
         self.collectors: list[list[RegionResult]] = []
         self.listeners: list[Listener] = []
-        self.traced = False
+        self.in_graphs = 0
         self.pending: list[Any] = []
         self.thread.scope = None
         self.thread.backward = None

@@ -30,7 +30,9 @@ from fastac.models.blocks import (
     select,
     set_switch,
     switch_function,
+    switch_of,
     switches,
+    transformers_switches,
     unwrapped,
     without_wrappers,
 )
@@ -79,7 +81,9 @@ __all__ = [
     "select",
     "set_switch",
     "switch_function",
+    "switch_of",
     "switches",
+    "transformers_switches",
     "unwrapped",
     "without_wrappers",
 ]

@@ -101,18 +101,29 @@ def switches(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if has_switch(module)]
 
 
+def transformers_switches(model: torch.nn.Module) -> list[Any]:
+    """Those of transformers' models. What these and peft do by the flag is more than checkpointing: caches, hooks."""
+    models = [one for one in model.modules() if getattr(type(one), "supports_gradient_checkpointing", False)]
+    return list(dict.fromkeys(module for one in models for module in switches(one)))
+
+
 def switch_function(module: torch.nn.Module) -> Any:
     """The gradient checkpointing function that such a module calls."""
     return vars(module).get(_FUNCTION, _ABSENT)
 
 
-def set_switch(module: Any, flag: Any, function: Any) -> None:
+def switch_of(module: torch.nn.Module) -> tuple[torch.nn.Module, Any, Any]:
+    """Such a module, with what `set_switch` takes to leave it as it is. The flag may be its class's: None."""
+    return module, vars(module).get("gradient_checkpointing"), switch_function(module)
+
+
+def set_switch(module: torch.nn.Module, flag: Any, function: Any) -> None:
     """Set the flag and the function of such a module."""
-    module.gradient_checkpointing = flag
-    if function != _ABSENT:
-        setattr(module, _FUNCTION, function)
-    else:
-        vars(module).pop(_FUNCTION, None)
+    for name, value, absent in (("gradient_checkpointing", flag, None), (_FUNCTION, function, _ABSENT)):
+        if value == absent:
+            vars(module).pop(name, None)
+        else:
+            setattr(module, name, value)
 
 
 def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:

@@ -168,6 +168,27 @@ def test_compiled_blocks_stay_compiled() -> None:
     assert compiled_so_far().graphs == 1
 
 
+def test_a_compiled_block_that_makes_fewer_calls(caplog: pytest.LogCaptureFixture) -> None:
+    """It cannot be watched, and is not run again to look: among several ranks that could wait for the others."""
+    model = compile_blocks(small("attn_only"), "aot_eager")
+    train_step(model, small_inputs())
+    model.blocks[1].attend = lambda query, key, value: query * key * value
+    for _ in range(3):
+        train_step(model, small_inputs())
+    assert caplog.text.count("fewer attention calls") == 1
+
+
+def test_blocks_that_enable_was_given() -> None:
+    """What comes after `enable(model, blocks=...)` does not ask for them again."""
+    model, inputs = stack(), stack_inputs()
+    model.others = torch.nn.ModuleList([support.AttentionBlock()])
+    fastac.enable(model, blocks="blocks")
+    assert fastac.compile(model, backend="aot_eager").blocks == {"AttentionBlock": 2}
+    train_step(model, inputs)
+    assert fastac.report(model).rows[0].saved == 4
+    assert list(fastac.plan(model, inputs).within(0)) == ["blocks.0", "blocks.1"]
+
+
 @pytest.mark.parametrize("first", ["compile", "enable"])
 def test_a_block_that_is_compiled_around_its_checkpoint(first: str) -> None:
     """`blocks=` checkpoints inside the forward: torch runs what block.compile() has around that eagerly, unnoticed."""

@@ -503,23 +503,61 @@ def test_blocks_of_one_class_that_make_different_calls(unlike: set[int], attenti
     assert attention_executions == {CPU_ATTENTION: 8 - len(unlike)}
 
 
-@pytest.mark.parametrize("way", ["a branch", "past the dispatcher"])
-def test_fewer_calls_than_the_first_of_its_kind(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning; training goes on, with the gradients of no checkpointing."""
+@pytest.mark.parametrize("policy", ["attn_only", Policy("attn_only", linear=("self_out", "cross_out"))], ids=str)
+def test_fewer_calls_than_the_first_of_its_kind(policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
+    """A branch on the timestep, or a layer that is dropped: with the gradients of no checkpointing, without a word."""
     inputs, expected, found = stack_inputs(), [], []
-    for policy, steps in (("none", expected), ("attn_only", found)):
-        model = stack(policy=policy, block=Alternating)
-        for step in range(4):
-            if step == 1 and way == "a branch":
-                model.blocks[1].cross = False
-            elif step == 1:
-                model.blocks[1].attend = PastTheDispatcher.apply
+    for one, steps in (("none", expected), (policy, found)):
+        model = stack(policy=one, block=Alternating)
+        for step in range(6):
+            model.blocks[1].cross = step in (0, 3)
             steps.append(train_step(model, inputs))
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
-    (record,) = [record for record in caplog.records if record.name == "fastac"]
-    assert record.levelname == "WARNING"
-    assert "Alternating" in record.getMessage()
+    assert not caplog.records
+
+
+class HidingAttention(torch.autograd.Function):
+    """A kernel that no op shows, and whose Function says what it is."""
+
+    @staticmethod
+    def forward(ctx: Any, *qkv: torch.Tensor) -> torch.Tensor:
+        return PastTheDispatcher.forward(ctx, *qkv)
+
+    backward = PastTheDispatcher.backward
+
+
+def closure(block: torch.nn.Module, *args: torch.Tensor) -> torch.Tensor:
+    """A checkpointed block as older trainers have it: all share one code."""
+
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        return block(*inputs)
+
+    checkpointed: torch.Tensor = fastac.checkpoint(run, *args)
+    return checkpointed
+
+
+@pytest.mark.parametrize("when", ["in the first step", "later"])
+@pytest.mark.parametrize("way", ["diffusers", "blocks", "closures"])
+def test_attention_that_a_later_block_of_a_known_class_hides(way: str, when: str) -> None:
+    """The region makes fewer calls than the first of its kind: its block's next one is watched, and is an error."""
+    model, inputs = wan() if way == "diffusers" else (stack(layers=4), stack_inputs())
+    if way == "closures":
+        model.forward = lambda video, text: functools.reduce(
+            lambda x, block: closure(block, x, text), model.blocks, video
+        )
+    else:
+        fastac.enable(model, blocks=None if way == "diffusers" else "blocks")
+    if when == "later":
+        train_step(model, inputs)
+    if way == "diffusers":
+        model.blocks[1].attn1.processor.attend = PastTheDispatcher.apply
+    else:
+        model.blocks[1].attend = HidingAttention.apply
+    train_step(model, inputs)
+    for _ in range(2):
+        error = error_of(train_step, model, inputs)
+        assert ("blocks.1.attn1" if way == "diffusers" else "HidingAttention") in error
 
 
 def test_an_additional_call_that_is_decomposed() -> None:

@@ -138,6 +138,33 @@ def test_the_only_list_of_attention_is_taken(
         fastac.enable(model)
 
 
+def test_the_only_list_of_equal_blocks_is_taken(attention_executions: Counter[str]) -> None:
+    """Where nothing is called attention: the first region shows whether there is any."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+            self.runs = torch.nn.functional.scaled_dot_product_attention
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.out(self.runs(*self.qkv(x)[:, None].chunk(3, dim=-1))[:, 0])
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Sequential(Layer(), Layer()))
+    inputs = {"input": support.stack_inputs()["video"]}
+    expected = train_step(model, inputs)
+    fastac.enable(model[1])
+    attention_executions.clear()
+    assert_same(train_step(model, inputs), expected)
+    assert attention_executions == {CPU_ATTENTION: 2}
+    for layer in model[1]:
+        layer.runs = lambda query, key, value: query * key * value
+    fastac.enable(model[1])
+    with pytest.raises(PolicyNotAppliedError, match="no attention is saved in any block"):
+        train_step(model, inputs)
+
+
 class Flux(torch.nn.Module):
     """Its single blocks call attention by themselves: nothing in them is called so. Its heads are no blocks."""
 
@@ -285,6 +312,24 @@ def test_a_block_that_was_exchanged_is_noticed(what: str) -> None:
     fastac.enable(model, blocks="blocks")
     support.train_step(model, support.stack_inputs())
     del model.blocks[0]  # a stage of a pipeline
+    support.train_step(model, support.stack_inputs())
+
+
+@pytest.mark.parametrize("blocks", ["blocks", ["blocks.0", "blocks.1"]])
+@pytest.mark.parametrize("how", ["appended", "inserted", "another list"])
+def test_blocks_that_came_after_enable(how: str, blocks: Any) -> None:
+    """They would train without checkpointing; what `enable` left out in the same list may."""
+    model, new = support.stack(layers=3), support.AttentionBlock()
+    fastac.enable(model, blocks=blocks)
+    support.train_step(model, support.stack_inputs())
+    if how == "another list":
+        model.blocks = torch.nn.ModuleList([*model.blocks, new])
+    else:
+        model.blocks.insert(3 if how == "appended" else 0, new)
+    for _ in range(2):
+        with pytest.raises(PolicyNotAppliedError, match=r"blocks\.[03] \(AttentionBlock\).*enable again"):
+            support.train_step(model, support.stack_inputs())
+    fastac.enable(model, blocks="blocks")
     support.train_step(model, support.stack_inputs())
 
 

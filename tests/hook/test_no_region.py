@@ -15,6 +15,7 @@ import fastac
 from fastac import Policy, PolicyNotAppliedError
 from tests import support
 from tests.hook.hosts import HOSTS, CheckpointsItself, Diffuser, alone, diffuser, step_of
+from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import assert_same, stack, stack_inputs, train_step
 
 
@@ -70,6 +71,42 @@ def test_a_forward_that_opened_no_region(
         assert step_of(model, attention_executions) == 4
     fastac.disable(model)
     assert_same(train_step(model, stack_inputs()), expected)
+
+
+class TwoForwards(Diffuser):
+    """One that opens regions, and one that knows nothing of checkpointing."""
+
+    plainly = False
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return OverridesForward.forward(self, video, text) if self.plainly else self.run(video, text)
+
+    run = Diffuser.forward
+
+
+@NEEDS_COMPILED_MODELS
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_trace_speaks_for_the_forward_that_runs_it_alone(backend: str) -> None:
+    """Regions in a compiled graph are not seen to open: one forward is no error for them, and every other still is."""
+    inputs, compiled, others = (
+        stack_inputs(),
+        diffuser(TwoForwards),
+        [diffuser(TwoForwards), diffuser(OverridesForward)],
+    )
+    expected = train_step(compiled, inputs)
+    frozen = diffuser(TwoForwards).requires_grad_(False)
+    for model in (compiled, frozen, *others):
+        fastac.enable(model)
+    for model in (compiled, frozen):
+        model.run = torch.compile(model.run, backend=backend)
+    for _ in range(2):
+        assert_same(train_step(compiled, inputs), expected)
+        frozen(**{name: tensor.detach() for name, tensor in inputs.items()})
+        compiled.plainly = others[0].plainly = True
+        for model in (compiled, *others):
+            with pytest.raises(PolicyNotAppliedError, match="called fastac for none"):
+                train_step(model, {**inputs, "video": compiled.run(**inputs)})
+        compiled.plainly = False
 
 
 def test_blocks_that_a_trainer_calls_itself() -> None:
