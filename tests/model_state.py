@@ -19,6 +19,10 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
             module.__dict__.get("gradient_checkpointing", ABSENT),
             module.__dict__.get("_gradient_checkpointing_func", ABSENT),
             module.__dict__.get("forward", ABSENT),
-            {key: list(hooks.values()) for key, hooks in vars(module).items() if key.endswith("_hooks") and hooks},
+            {
+                key: list(hooks.values())
+                for key, hooks in vars(module).items()
+                if key.endswith("_hooks") and hooks and isinstance(hooks, dict)
+            },
         )
     return found

@@ -504,9 +504,13 @@ def test_blocks_of_one_class_that_make_different_calls(unlike: set[int], attenti
 
 
 @pytest.mark.parametrize("policy", ["attn_only", Policy("attn_only", linear=("self_out", "cross_out"))], ids=str)
-def test_fewer_calls_than_the_first_of_its_kind(policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
-    """A branch on the timestep, or a layer that is dropped: with the gradients of no checkpointing, without a word."""
-    inputs, expected, found = stack_inputs(), [], []
+def test_fewer_calls_than_the_first_of_its_kind(
+    policy: Policy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A branch on the timestep, or a layer that is dropped: exact, watched once more, and not worth a word."""
+    inputs, expected, found, judged = stack_inputs(), [], [], []
+    judge = fastac.diagnosis.judge
+    monkeypatch.setattr("fastac.diagnosis.judge", lambda *args: judged.append(args[0]) or judge(*args))
     for one, steps in (("none", expected), (policy, found)):
         model = stack(policy=one, block=Alternating)
         for step in range(6):
@@ -514,6 +518,7 @@ def test_fewer_calls_than_the_first_of_its_kind(policy: Policy, caplog: pytest.L
             steps.append(train_step(model, inputs))
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
+    assert judged == [*model.blocks]
     assert not caplog.records
 
 

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
 from tests.hook.test_no_region import LibrariesCheckpoint
-from tests.marks import needs_torch
 from tests.support import (
     CPU_ATTENTION,
     AttentionBlock,
@@ -185,11 +184,10 @@ def test_what_the_policy_recomputes_may_be_captured(attention_executions: Counte
     assert attention_executions == {CPU_ATTENTION: 8}
 
 
-@needs_torch("2.12")
 def test_a_compiled_model_that_calls_it_is_refused() -> None:
-    """dynamo makes an operator of torch's checkpoint, which has torch's own saving in it."""
+    """dynamo makes an operator of torch's checkpoint, with torch's own saving. Before torch 2.12 backward shows it."""
     torch._dynamo.reset()
-    with fastac.patch_checkpoint(), pytest.raises(Exception, match=r"fastac\.compile"):
+    with fastac.patch_checkpoint(), pytest.raises(Exception, match=r"makes an operator(.|\n)*fastac\.compile"):
         train_step(torch.compile(caller(by_attribute), backend="aot_eager"), stack_inputs())
 
 

@@ -31,11 +31,13 @@ def made(kind: str) -> Any:
     if kind == "mistral":  # its cache holds the window alone, and is written by every forward
         return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).train()
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
-    if kind == "activated LoRA":  # whose offsets are known to hooks that go when the model's forward ends
+    if kind.startswith("activated LoRA"):  # whose offsets are known to hooks that go when the model's forward ends
         config = peft.LoraConfig(
             task_type="CAUSAL_LM", r=2, alora_invocation_tokens=[3, 4], target_modules=["q_proj", "v_proj"]
         )
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, config)
+        if kind.endswith("inputs"):
+            model.enable_input_require_grads()
     return model
 
 
@@ -43,7 +45,7 @@ def inputs() -> dict[str, Any]:
     return {"input_ids": torch.tensor([[1, 2, 5, 3, 4, 6, 7, 8]]), "return_dict": False}
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "activated LoRA"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "activated LoRA", "activated LoRA, its inputs"])
 def test_what_is_derived_from_the_flag(kind: str, attention_executions: Counter[str]) -> None:
     """No cache in training, and hooks that recompute needs."""
     model = made(kind)
@@ -72,4 +74,7 @@ def test_its_own_switch_after_enable() -> None:
         fastac.enable(model)
     model.activation_checkpointing_disable()
     fastac.enable(model)
-    train_step(model, inputs())
+    model.activation_checkpointing_disable()  # not of what fastac does
+    train_step(model, {**inputs(), "use_cache": False})
+    found = fastac.report(model)
+    assert (found.active, found.rows[0].saved) == (True, 2)
