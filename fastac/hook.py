@@ -69,10 +69,19 @@ class Forward:
     @property
     def is_wrapped(self) -> bool:
         """Whether it is so inside a hook that somebody put around it since."""
-        forward = getattr(vars(self.block).get("forward"), "__wrapped__", None)
+        forward = _inside_hook(vars(self.block).get("forward"))
         while forward is not None and getattr(forward, "func", None) is not _run_forward:
-            forward = getattr(forward, "__wrapped__", None)
+            forward = _inside_hook(forward)
         return forward is not None
+
+
+def _inside_hook(forward: Any) -> Any:
+    """The forward that a hook is around, None without one."""
+    inner = getattr(forward, "__wrapped__", None)
+    for cell in getattr(inner, "__closure__", None) or ():  # diffusers before 0.40 names a function of its own there
+        if type(called := cell.cell_contents).__name__ == "HookFunctionReference":
+            return called.original_forward or called.forward
+    return inner
 
 
 @dataclasses.dataclass(eq=False)

@@ -457,7 +457,8 @@ class Verification:
     noise: the largest difference between two runs of the reference, above 0 where kernels are not deterministic; of a
     model compiled as a whole, also between the reference compiled and not, where that is `compiled`.
     broken: what differs by more than four times its own noise. allowed_again: attention kernels that may run in
-    backward: those that the policy recomputes, and those of the model's own doing. offloaded: of blocks that offload.
+    backward: those that the policy recomputes, and those of the model's own doing. linear_bytes: beside saved_bytes.
+    offloaded: of blocks that offload. is_enabled: the model was; else it is what `enable` would do.
     """
 
     subject: str
@@ -475,8 +476,10 @@ class Verification:
     saved_bytes: int
     allowed_again: int
     linear_saved: int = 0
+    linear_bytes: int = 0
     compiled: bool = False
     offloaded: Offloaded | None = None
+    is_enabled: bool = True
 
     @property
     def is_noise(self) -> bool:
@@ -484,7 +487,8 @@ class Verification:
         return bool(self.different) and not self.broken
 
     def __str__(self) -> str:
-        table = Table(title=f"{self.subject}: {self.policy} against {self.reference}", title_justify="left")
+        would = "" if self.is_enabled else " (not enabled: this is what fastac.enable would do)"
+        table = Table()
         for heading in ("promise", self.reference, self.policy, "kept"):
             table.add_column(heading)
         equal = f"{self.compared - len(self.different)} of {self.compared} bitwise equal"
@@ -499,11 +503,12 @@ class Verification:
         table.add_row("attention runs in backward", str(backward[0]), str(backward[1]), unseen or _yes(once))
         table.add_row("attention calls saved", "", f"{self.saved} of {self.saved + self.recomputed}", "")
         if self.linear_saved:
-            table.add_row("outputs of Linear modules saved", "", str(self.linear_saved), "")
+            size = readable_bytes(self.linear_bytes)
+            table.add_row("outputs of Linear saved", "", f"{self.linear_saved} ({size})", "")
         table.add_row("bytes saved", "", readable_bytes(self.saved_bytes), "")
         if self.offloaded is not None:
             table.add_row("offloaded", "", str(self.offloaded), "")
-        return render(table)
+        return f"{self.subject}: {self.policy} against {self.reference}{would}\n{render(table)}"
 
 
 def _yes(kept: bool) -> str:
@@ -594,6 +599,7 @@ class _Subject:
                 result = self.verify_blocks()
             else:
                 result = self.verify_model()
+        result = dataclasses.replace(result, is_enabled=enabled is not None)
         _raise_if_broken(result)
         return result
 
@@ -710,9 +716,10 @@ class _Subject:
             policy_executions=later.executions,
             saved=len(saved),
             recomputed=len(later.calls) - len(saved),
-            saved_bytes=sum(one.saved_bytes for one in saved) + sum(one.saved_bytes for one in later.products),
+            saved_bytes=sum(one.saved_bytes for one in saved),
             allowed_again=own + (later.executions[0] if unseen else len(later.calls)) - len(saved),
             linear_saved=len(later.products),
+            linear_bytes=sum(one.saved_bytes for one in later.products),
             compiled=compiled,
             offloaded=later.offloaded,
         )
@@ -744,6 +751,7 @@ def _together(parts: list[Verification], policy: str) -> Verification:
         saved_bytes=summed("saved_bytes"),
         allowed_again=summed("allowed_again"),
         linear_saved=summed("linear_saved"),
+        linear_bytes=summed("linear_bytes"),
         compiled=any(part.compiled for part in parts),
     )
 

@@ -124,17 +124,19 @@ def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 def ran_past_patch(policy: Policy, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """The same while `patch_checkpoint` is on: not under a checkpoint that it did not replace, forward or backward."""
     node = torch_private.running_node()
-    again = node is not None and (node.name() == torch_private.COMPILED_NODE or not may_run_again(node))
+    in_graph = node is not None and node.name() == torch_private.COMPILED_NODE
+    again = in_graph or (node is not None and not may_run_again(node))
     if not (again or torch_private.innermost_checkpoint()):
         return
     if policy.saves(keys := op.keys(args, kwargs)):
         seen = f"in the backward of {node.name()}" if again else "under torch's own checkpoint"
+        graph = "is in a graph, as torch.compile makes an operator of what is called by this name, or " * in_graph
         raise PolicyNotAppliedError(
             f"patch_checkpoint({str(policy)!r}): {op.name} over {keys} keys ran {seen}.\n"
-            f"That checkpoint was taken before the name was patched (a functools.partial, a model that was switched on "
-            f"or compiled), or is reentrant, a library's own, or fastac's of policy \"full\".\n"
+            f"That checkpoint {graph}was taken before the name was patched (a functools.partial, a model that was "
+            f"switched on or compiled), or is reentrant, a library's own, or fastac's of policy \"full\".\n"
             f"Call patch_checkpoint before it is taken and switch to use_reentrant=False, or switch that "
-            f"checkpointing off and use fastac.enable(model, blocks=...).\n"
+            f"checkpointing off and use fastac.enable(model, blocks=...), or fastac.compile(model, blocks=...).\n"
             f"If it is no checkpoint: fastac.make_visible(TheFunction, layout=...)."
         )
 
@@ -145,7 +147,10 @@ def not_applied(function: Any, policy: Policy, problems: Sequence[str], made: in
     if len(problems) > MOST_PROBLEMS:
         listed[-1] += f" And {len(problems) - MOST_PROBLEMS} more."
     first = f"{policy}: not every attention call at {describe(function)} was saved ({made} reached a known op)."
-    return PolicyNotAppliedError("\n".join([first, *listed, 'Mend the cause, or use policy="full" for this block.']))
+    way_out = 'Mend the cause, or use policy="full" for this block.'
+    if torch_private.in_forward_mode():
+        way_out = 'Run torch.func.jvp under torch.no_grad(), or without checkpointing (fastac.disable, policy "none").'
+    return PolicyNotAppliedError("\n".join([first, *listed, way_out]))
 
 
 def small_ops(where: str, keys: int, cause: str = "") -> str:

@@ -28,6 +28,8 @@ from fastac.engine.offload import Stash, unpack_input, unpack_keywords
 from fastac.engine.tape import RecomputeError, Replay, Tape
 
 _NOTHING = contextlib.nullcontext()
+_MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a block raises whose state is not what it was; what is derived from these has a meaning of its own."""
 
 
 class _Stop(Exception):  # noqa: N818 it ends a recompute that has all that is needed
@@ -140,7 +142,11 @@ class Region:
                 self._as_in_forward(),
                 _NOTHING if self.tape is None else Replay(self.tape),
             ):
-                self.function(*args, **kwargs)
+                try:
+                    self.function(*args, **kwargs)
+                except _MISTAKES as error:
+                    _name_cause(self.function, error)
+                    raise
             self.record.recomputed = True
             recompute.writes.end()
             if self.complete or not recompute.surplus:  # else a gradient taken inside the forward: it ran beyond that
@@ -169,6 +175,17 @@ class Region:
         if device is not None:
             stack.enter_context(device)
         return stack
+
+
+def _name_cause(function: Any, error: Exception) -> None:
+    """Raise RecomputeError for what a recompute raised; not for lack of memory, which a trainer may catch."""
+    if type(error) in _MISTAKES and "alloc" not in str(error).lower():
+        kind = type("RecomputeError", (RecomputeError, type(error)), {})  # torch's checkpoint raises the error itself
+        raise kind(
+            f"{describe(function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"
+            f"It probably read state that changed in between: a cache, a list, a flag, a context that was left. Switch "
+            f'caches off in training, or do not checkpoint the block (policy "none", blocks=... without it).'
+        ) from error
 
 
 class _Recompute:
@@ -214,7 +231,8 @@ class _Recompute:
             raise RecomputeError(
                 f"{describe(self.function)}: recompute saved {self.count - missing + self.surplus} tensors for "
                 f"backward where the forward saved {self.count}: it took another path.\nAn adapter that was switched, "
-                f"disabled or fused before backward does that, another flag, or a cache. Keep them until it is done."
+                f"disabled or fused before backward does that, another flag, a cache. Keep them until it is done. "
+                f"So does torch.func.jvp with gradients on: run it under torch.no_grad()."
             )
         if self.error is not None:
             raise self.error

@@ -97,6 +97,7 @@ _REQUIRED = (
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
     "_ops._compute_keyset",
+    "autograd.forward_ad._current_level",
     "autograd.Variable._execution_engine.queue_callback",
     "compiler._is_exporting_flag",
     "utils.checkpoint._checkpoint_debug_enabled",
@@ -406,6 +407,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 # Autograd and checkpointing
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode AD is on in this process: torch.func.jvp, or a dual_level of the user's."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def in_backward() -> bool:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
 from fastac.engine.releases import WHOLE_PRODUCT
+from fastac.verify import readable_bytes
 from tests import support
 from tests.engine.cases import twice
 from tests.live_bytes import allocated
@@ -305,7 +306,8 @@ def test_held_bytes_of_copies(bias: bool, before: Any) -> None:
 def test_report_and_verify_say_what_is_held() -> None:
     model, inputs = support.build("WanTransformer3DModel")
     policy = Policy("attn_only", linear=("ffn.*",))
-    assert fastac.verify(model, **inputs, policy=policy).linear_saved == 4
+    verified = fastac.verify(model, **inputs, policy=policy)
+    assert verified.linear_saved == 4
     fastac.enable(model, policy)
     train_step(model, inputs)
     (row,) = fastac.report(model).rows
@@ -313,7 +315,9 @@ def test_report_and_verify_say_what_is_held() -> None:
     columns = block.ffn.net[0].proj.out_features + block.ffn.net[2].out_features
     assert row.linear_saved == 4
     assert row.linear_bytes == 2 * 4 * video.shape[0] * (video[0, 0].numel() // 4) * columns
-    assert "Linear" in str(fastac.report(model))
+    assert (verified.saved_bytes, verified.linear_bytes) == (row.saved_bytes, row.linear_bytes)
+    for size in map(readable_bytes, (row.saved_bytes, row.linear_bytes)):
+        assert all(size in str(one) for one in (fastac.report(model), verified))
     fastac.verify(model, **inputs)
     train_step(model, inputs)
     assert fastac.report(model).rows == (row,), "verify leaves it as it was"

@@ -16,7 +16,6 @@ import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
 from tests import support
 from tests.hook.substitutes import TEXT, OriginalWan, Plain
-from tests.marks import needs_diffusers
 from tests.model_state import state_of
 from tests.support import CPU_ATTENTION, assert_same, train_step
 
@@ -247,7 +246,7 @@ def test_hooks_before_enable(library: str, attention_executions: Counter[str]) -
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("library", ["accelerate", pytest.param("diffusers", marks=needs_diffusers("0.40"))])
+@LIBRARIES
 def test_hooks_after_enable(library: str, attention_executions: Counter[str]) -> None:
     """A refused disable changes nothing."""
     model, inputs = Nest(), support.stack_inputs()

@@ -40,6 +40,7 @@ def test_what_is_as_promised(attention_executions: Counter[str]) -> None:
         assert result.different == ()
         assert result.compared > len(list(model.parameters())), "outputs and inputs as well"
         assert "4 of 4" in str(result)
+        assert "fastac.enable would" in str(result)
         ran = sum(result.reference_executions) + sum(result.policy_executions)
         assert attention_executions[CPU_ATTENTION] in (ran + 4, 2 * ran)
 
@@ -64,6 +65,7 @@ def test_each_policy(policy: Any, backward: int, saved: int, recomputed: int, pe
         result = fastac.verify(model, **stack_inputs(), **options, per_block=per_block)
         assert result.policy_executions == (4, backward)
         assert (result.saved, result.recomputed) == (saved, recomputed)
+        assert ("fastac.enable would" in str(result)) is not enabled
         assert result.policy == ("mixed (attn_only, full)" if isinstance(policy, dict) else str(policy))
     assert fastac.verify(model, policy="attn_only", **stack_inputs()).policy_executions == (4, 0)
 

@@ -3,7 +3,8 @@
 python -m tests.versions                  the oldest and the newest: README's example, the eager engine, parity
 python -m tests.versions 2.11.0           another one
 python -m tests.versions --all            every release; hook, verify, plan, compile and more on three of them
-python -m tests.versions --all --write    the same, into docs/versions.md; releases that are named change their lines
+python -m tests.versions --all --write    the same, into docs/versions.md where all passed; releases that are named
+                                          change their lines
 """
 
 from __future__ import annotations
@@ -166,11 +167,12 @@ def main() -> None:
         parser.error("--write needs --all")
     releases = arguments.releases or (list(DIFFUSERS) if arguments.all else [FLOOR, NEWEST])
     results = [run(one, EAGER | MORE if arguments.all and one in EVERYTHING else EAGER) for one in releases]
-    if arguments.write:
-        DOCUMENT.write_text("\n".join(document(results)) + "\n", encoding="utf-8")
     bad = [one for one in results if one.failed or not one.is_kept]
     wrong = [f"{one.release}: {', '.join(one.failed) or 'the example'}" for one in bad]
-    sys.exit(f"failed: {'; '.join(wrong)}" if wrong else 0)
+    if wrong:
+        sys.exit(f"failed: {'; '.join(wrong)}")
+    if arguments.write:
+        DOCUMENT.write_text("\n".join(document(results)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
