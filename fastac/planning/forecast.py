@@ -16,6 +16,7 @@ from fastac.planning.knapsack import Choice, Output
 from fastac.planning.simulation import EXCHANGED, Split
 from fastac.planning.subject import Subject, simulated
 from fastac.planning.timeline import Candidate, Place, Timeline
+from fastac.planning.weights import stored_bytes
 from fastac.policy import NAMED, Policy
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
@@ -78,14 +79,14 @@ def states_of(
         raise FastacError(f"plan(optimizer={optimizer!r}): there are {', '.join(OPTIMIZERS)}")
     if gpus < 1:
         raise FastacError(f"plan(gpus={gpus}): 1 or more was expected")
-    parameters = sum(parameter.nbytes for parameter in model.parameters())
-    buffers = sum(value.nbytes for value in model.buffers())
+    parameters = sum(map(stored_bytes, model.parameters()))
+    buffers = sum(map(stored_bytes, model.buffers()))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kept = sum(parameter.numel() * OPTIMIZERS[optimizer](parameter.itemsize) for parameter in trained)
     gathered = 0
     if gpus > 1:
         sizes = [
-            2 * sum(one.nbytes for one in block.parameters())
+            2 * sum(map(stored_bytes, block.parameters()))
             + sum(one.nbytes for one in block.parameters() if one.requires_grad)
             for block in blocks
         ]

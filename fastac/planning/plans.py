@@ -15,7 +15,8 @@ from rich.table import Table
 
 from fastac.errors import FastacError, class_name
 from fastac.planning.forecast import Forecast, PolicyPlan, States
-from fastac.planning.subject import BREAKS, subject
+from fastac.planning.subject import Inputs, subject
+from fastac.planning.weights import BREAKS
 from fastac.policy import NAMED, Policy, of_first
 from fastac.verify import readable_bytes, render
 
@@ -39,19 +40,22 @@ WITHIN = "within "
 """How the name of a plan for a budget begins."""
 
 
-UNITS = {"": 1, "b": 1}
+UNITS = {"b": 1}
 UNITS.update({f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)})
 UNITS.update({f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)})
 
 
 def parse_bytes(text: str | int) -> int:
-    """A number of bytes: 1234, "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB". Raises FastacError."""
+    """A number of bytes: "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB", or a number. Raises FastacError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     found = re.fullmatch(r"\s*([0-9]+)(\.[0-9]+)?\s*([a-z]*)\s*", text.lower()) if isinstance(text, str) else None
     unit = UNITS.get(found[3]) if found else None
     if found is None or unit is None or (found[2] and unit == 1):
-        raise FastacError(f'{text!r}: expected bytes, as in 1234, "512MiB", "24GiB" (2**30 each) or "24GB" (10**9)')
+        raise FastacError(
+            f'{text!r}: expected bytes with their unit, as in "512MiB", "24GiB" (2**30 each) or "24GB" (10**9); in '
+            f"Python a whole number may have none"
+        )
     return int(Fraction(found[1] + (found[2] or "")) * unit)
 
 
@@ -199,7 +203,7 @@ def summary(policies: Collection[Policy]) -> str:
 
 def plan(
     model: torch.nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Inputs,
     *,
     blocks: Any = None,
     optimizer: str = "adamw",
@@ -209,9 +213,9 @@ def plan(
     """Plan a step of a model: what each policy holds, its peak, and the FLOPs that it recomputes.
 
     Args:
-        model: it is copied without its data, and may be on the device "meta".
-        inputs: keyword arguments of one call.
-        blocks: as in `enable`.
+        model: it is copied without its data, and may be on the device "meta", offloaded or quantized.
+        inputs: keyword arguments of one call, by name; or a tuple of arguments by position.
+        blocks: as in `enable`; by default those that it was given.
         optimizer: "adamw", "adamw8bit" or "sgd".
         gpus: among how many FSDP2 shards weights, gradients and the optimizer's states.
         checkpointed: adds what "full" and "attn_only" do where the first so many blocks are checkpointed and the rest
@@ -222,20 +226,30 @@ def plan(
 
     Raises:
         FastacError: the model has no blocks that are known, does not run on these inputs without data, or is not
-            trained; `inputs` are no mapping; the optimizer is not known.
+            trained; `inputs` are neither; the optimizer is not known.
 
     Example:
         >>> plan = fastac.plan(transformer, inputs)
         >>> fastac.enable(transformer, plan.within("24GiB"))
     """
-    if not isinstance(inputs, Mapping):
+    if not isinstance(inputs, (Mapping, tuple, list)):
         raise FastacError(
             f"plan(inputs=...): a mapping of argument names to values was expected, as in "
-            f'{{"hidden_states": ..., "timestep": ...}}, got {type(inputs).__name__}'
+            f'{{"hidden_states": ..., "timestep": ...}}, or a tuple of arguments, got {type(inputs).__name__}'
         )
-    shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, torch.Tensor)]
-    forecast = Forecast(subject(model, inputs, blocks), optimizer, gpus)
-    return make_plan(forecast, class_name(model), ", ".join(shapes), checkpointed=checkpointed)
+    named = inputs.items() if isinstance(inputs, Mapping) else (("", value) for value in inputs)
+    shapes = [f"{name} {tuple(value.shape)}".strip() for name, value in named if isinstance(value, torch.Tensor)]
+    try:
+        forecast = Forecast(subject(model, inputs, blocks), optimizer, gpus)
+        return make_plan(forecast, class_name(model), ", ".join(shapes), checkpointed=checkpointed)
+    except FastacError:
+        raise
+    except BREAKS as error:  # the model's own, or of what is not known of tensors without data
+        raise FastacError(
+            f"plan: {class_name(model)} does not run without data on {', '.join(shapes)}: {type(error).__name__}: "
+            f"{error}\nIf its weights are offloaded, sharded or quantized, plan before, or from its configuration: "
+            f"fastac plan config.json."
+        ) from error
 
 
 def make_plan(
@@ -251,16 +265,11 @@ def make_plan(
 
     checkpointed: how many blocks are, in two more rows. offload: whether what the budget is for waits in host memory.
     """
-    try:
-        policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
-        if checkpointed is not None:
-            for one in ("full", "attn_only"):
-                some = of_first(list(forecast.subject.blocks), checkpointed, one)
-                policies.append(forecast.plan(some, f"{one}, first {checkpointed} blocks"))
-    except FastacError:
-        raise
-    except BREAKS as error:  # the model's own, or of what is not known of tensors without data
-        raise FastacError(f"plan: {name} does not run on {inputs}: {type(error).__name__}: {error}") from error
+    policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
+    if checkpointed is not None:
+        for one in ("full", "attn_only"):
+            some = of_first(list(forecast.subject.blocks), checkpointed, one)
+            policies.append(forecast.plan(some, f"{one}, first {checkpointed} blocks"))
     blocks: dict[str, Policy] = {}
     if budget is None and memory is not None:
         budget = forecast.largest_budget(memory, offload)

@@ -268,7 +268,7 @@ class Meter(TorchDispatchMode):
 
 def simulate(
     model: torch.nn.Module,
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, Any] | Sequence[Any],
     blocks: Mapping[str, torch.nn.Module],
     attach: Callable[[Callable[..., Any]], None],
     checkpointed: Collection[str],
@@ -306,8 +306,9 @@ def simulate(
     attach(call)
     for parameter in model.parameters():
         parameter.grad = None
+    run = functools.partial(model, **inputs) if isinstance(inputs, Mapping) else functools.partial(model, *inputs)
     with _named_linear(meter, blocks), meter:
-        outputs = [t for t in tree_leaves(model(**inputs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        outputs = [t for t in tree_leaves(run()) if isinstance(t, torch.Tensor) and t.requires_grad]
         if not outputs:
             raise FastacError(
                 "plan: no output of the model requires grad: nothing of it is trained, or gradients are off"
@@ -345,7 +346,7 @@ def _named_linear(meter: Meter, blocks: Mapping[str, torch.nn.Module]) -> Iterat
     handles = []
     for block in blocks.values():
         for name, module in block.named_modules():
-            if isinstance(module, torch.nn.Linear):
+            if type(module).forward is torch.nn.Linear.forward:  # others cannot be saved: `linear.attach`
                 handles.append(module.register_forward_pre_hook(functools.partial(begin, name)))
                 handles.append(module.register_forward_hook(end))
     try:

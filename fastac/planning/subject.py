@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,25 +11,27 @@ import torch
 
 from fastac import hook, models
 from fastac.engine import flops, torch_private
+from fastac.engine.torch_private import tree_leaves
 from fastac.models import BlockContainer
 from fastac.planning.known_values import KnownValues
 from fastac.planning.simulation import Split, simulate
 from fastac.planning.timeline import Timeline
+from fastac.planning.weights import fake, faked
 
-BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError)
-"""What a model raises that does not run on some inputs, or without values."""
+Inputs = Mapping[str, Any] | Sequence[Any]
+"""Of one call: keyword arguments, or those by position."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is simulated: a model and the keyword arguments of one call, all of fake tensors.
+    """What is simulated: a model and the arguments of one call, all of fake tensors.
 
     containers: of its blocks. by_forward: their forward is what is simulated, not what the model is given to call.
     known: the values of those inputs that say what the model does.
     """
 
     model: torch.nn.Module
-    inputs: Mapping[str, Any]
+    inputs: Inputs
     containers: Sequence[BlockContainer]
     by_forward: bool
     known: KnownValues
@@ -40,56 +41,37 @@ class Subject:
         """All blocks, by name."""
         return {name: block for container in self.containers for name, block in container.blocks.items()}
 
-    def given(self, inputs: Mapping[str, Any]) -> Subject:
+    def given(self, inputs: Inputs) -> Subject:
         """The same model with other inputs."""
-        fakes = torch_private.tree_map(functools.partial(_fake_input, self.known), dict(inputs))
+        plain = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
+        fakes = torch_private.tree_map(functools.partial(_fake_input, self.known), plain)
         return dataclasses.replace(self, inputs=fakes)
 
 
-def subject(model: torch.nn.Module, inputs: Mapping[str, Any], blocks: Any = None) -> Subject:
+def subject(model: torch.nn.Module, inputs: Inputs, blocks: Any = None) -> Subject:
     """A copy of a model and its inputs without their data. blocks: as in `enable`.
 
-    Raises FastacError for a model without blocks that are known.
+    Raises FastacError for a model without blocks that are known, or that cannot be copied.
     """
     known = KnownValues(torch_private.fake_mode())
-    fake = _faked(models.unwrapped(model), known)
-    hook.disable(fake)  # what is enabled on the model is not what is simulated
-    containers = hook.choose(fake, blocks, fake)
-    for module in models.switches(fake):
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    like = max(tensors, key=torch.is_floating_point, default=torch.empty(0))
+    copied = faked(models.unwrapped(model), known, like)
+    blocks = hook.blocks_given(copied, blocks)
+    hook.disable(copied)  # what is enabled on the model is not what is simulated
+    containers = hook.choose(copied, blocks, copied)
+    for module in models.switches(copied):
         module.gradient_checkpointing = False
-    return Subject(fake, {}, containers, models.is_by_forward(fake, blocks), known).given(inputs)
-
-
-def _faked(model: torch.nn.Module, known: KnownValues) -> torch.nn.Module:
-    """A deep copy of a model with fake tensors in the place of its own."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [
-        value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)
-    ]
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        fake = _fake(tensor.detach(), known)
-        if isinstance(tensor, torch.nn.Parameter):
-            fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = fake
-    return copy.deepcopy(model, memo)
-
-
-def _fake(tensor: torch.Tensor, known: KnownValues) -> torch.Tensor:
-    """A tensor without data: on the device of one that has data, else on the CPU, where all operations are known."""
-    if torch_private.is_fake(tensor) or tensor.device.type == "meta":
-        with known.mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return known.mode.from_tensor(tensor)  # type: ignore[no-any-return]
+    return Subject(copied, {}, containers, models.is_by_forward(copied, blocks), known).given(inputs)
 
 
 def _fake_input(known: KnownValues, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    fake = _fake(value.detach(), known).requires_grad_(value.requires_grad)
+    found = fake(value, known, value.device).requires_grad_(value.requires_grad)
     if value.device.type == "cpu" and not torch_private.is_fake(value):
-        known.learn(fake, value.detach())
-    return fake
+        known.learn(found, value.detach())
+    return found
 
 
 def simulated(

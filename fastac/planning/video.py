@@ -16,8 +16,9 @@ from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
 from fastac.planning.plans import ROWS, WITHIN, Plan, make_plan
 from fastac.planning.simulation import Split
-from fastac.planning.subject import BREAKS, Subject, subject
+from fastac.planning.subject import Subject, subject
 from fastac.planning.timeline import Timeline
+from fastac.planning.weights import BREAKS
 
 logger = logging.getLogger("fastac")
 
@@ -67,17 +68,6 @@ def plan_video(
     keep within the budget waits in host memory. tell: is given what is being done.
     Raises FastacError for a video that does not fit the model.
     """
-    try:
-        search = _Search(configuration, video, training, offload, tell)
-        forecast = search.forecast(video.frames)
-    except FastacError:
-        raise
-    except BREAKS as error:
-        # whatever a class of diffusers makes of figures that do not go together
-        first = (str(error).splitlines() or [""])[0]
-        raise FastacError(
-            f"plan: {configuration.name} cannot be built and run as it is configured: {type(error).__name__}: {first}"
-        ) from error
     sizes = (
         f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
     )
@@ -85,7 +75,19 @@ def plan_video(
     on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
-    found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload)
+    try:
+        search = _Search(configuration, video, training, offload, tell)
+        forecast = search.forecast(video.frames)
+        found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload)
+    except FastacError:
+        raise
+    except BREAKS as error:
+        # whatever a class of diffusers makes of figures that do not go together
+        first = (str(error).splitlines() or [""])[0]
+        raise FastacError(
+            f"plan: {configuration.name} cannot be built as it is configured, or does not run on {described}: "
+            f"{type(error).__name__}: {first}"
+        ) from error
     if memory is None:
         return found
     largest = {

@@ -133,6 +133,7 @@ def test_what_cannot_be_planned_is_one_message(
         ([*small, "--frames", "10"], "frames 10 is not a multiple of 4"),
         ([*small, "--batch", "0"], "batch is 0"),
         ([*small, "--budget", "much"], "'much'"),
+        ([*small, "--budget", "40"], "'40': expected bytes with their unit"),
         ([*small, "--memory", "80G"], "'80G'"),
         ([*small, "--lora", "-1"], "--lora -1"),
         ([*small, "--tflops", "0"], "--tflops 0"),

@@ -29,7 +29,9 @@ def test_bytes_are_parsed(text: str | int, expected: int) -> None:
     assert type(parsed) is int
 
 
-@pytest.mark.parametrize("text", [-1, True, 1.5, None, "", "GiB", "-1GiB", "1e9", "24 apples", "24G", "1.5", "nan"])
+@pytest.mark.parametrize(
+    "text", [-1, True, 1.5, None, "", "GiB", "-1GiB", "1e9", "24 apples", "24G", "1.5", "40", "nan"]
+)
 def test_what_is_no_number_of_bytes_is_an_error(text: Any) -> None:
     with pytest.raises(FastacError, match=repr(text)):
         parse_bytes(text)

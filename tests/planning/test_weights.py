@@ -1,0 +1,163 @@
+"""`fastac.plan` of models whose weights are stored in other ways: offloaded, cast by layer, quantized."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import cpu_offload, disk_offload
+from diffusers.hooks import HookRegistry, ModelHook
+
+import fastac
+from fastac.errors import FastacError
+from tests.planning import planned
+from tests.planning.planned import WAN, stack_inputs, tiny
+from tests.planning.test_plans import everything_of
+from tests.support import AttentionStack, stack
+
+CPU = torch.device("cpu")
+FLOAT8 = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.bfloat16}
+
+
+class Packed(torch.nn.Parameter):
+    """Int8 numbers, as libraries have them: a class of their own, with scales that are no parameter."""
+
+    def __new__(cls, weight: torch.Tensor) -> Any:
+        scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        mine = super().__new__(cls, (weight.detach() / scale).to(torch.int8).flatten(), requires_grad=False)
+        mine.scale = scale
+        return mine
+
+
+class ByParameter(torch.nn.Linear):
+    """A Linear module with such a weight in the place of its own."""
+
+    def __init__(self, plain: torch.nn.Linear) -> None:
+        super().__init__(plain.in_features, plain.out_features, plain.bias is not None, "meta")
+        self.weight, self.bias = Packed(plain.weight), plain.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.view(self.out_features, -1).to(x.dtype) * self.weight.scale
+        return F.linear(x, weight, self.bias)
+
+
+class ByBuffer(torch.nn.Module):
+    """The same without a weight, with its scales in a dict."""
+
+    def __init__(self, plain: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = plain.in_features, plain.out_features, plain.bias
+        packed = Packed(plain.weight)
+        self.meta = {"scale": packed.scale}
+        self.register_buffer("packed", packed.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.packed.view(self.out_features, -1).to(x.dtype) * self.meta["scale"]
+        return F.linear(x, weight, self.bias)
+
+
+def packed(model: Any, kind: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
+    """Its frozen Linear modules become such ones."""
+    for name, module in list(model.blocks.named_modules()):
+        if type(module) is torch.nn.Linear and not module.weight.requires_grad:
+            model.blocks.set_submodule(name, kind(module))
+
+
+WAYS: dict[str, Callable[[Any, Path], object]] = {
+    "blocks": lambda model, path: model.enable_group_offload(
+        CPU, CPU, offload_type="block_level", num_blocks_per_group=1
+    ),
+    "leaves": lambda model, path: model.enable_group_offload(CPU, CPU, "leaf_level", low_cpu_mem_usage=True),
+    "leaves, on disk": lambda model, path: model.enable_group_offload(
+        CPU, CPU, "leaf_level", offload_to_disk_path=str(path)
+    ),
+    "layerwise casting": lambda model, path: model.enable_layerwise_casting(**FLOAT8),
+    "casting and leaves": lambda model, path: (
+        model.enable_layerwise_casting(**FLOAT8),
+        model.enable_group_offload(CPU, CPU, "leaf_level"),
+    ),
+    "cpu_offload": lambda model, path: cpu_offload(model, CPU),
+    "disk_offload": lambda model, path: disk_offload(model, str(path), CPU),
+    "quantized": lambda model, path: packed(model, ByParameter),
+    "quantized, in buffers": lambda model, path: packed(model, ByBuffer),
+}
+
+
+def steps_of(plan: fastac.Plan) -> list[Any]:
+    """What the policies of a plan do, whatever weights hold."""
+    return [dataclasses.replace(one, peak_bytes=one.peak_bytes - plan.states.total) for one in plan.policies]
+
+
+@pytest.mark.parametrize(("way", "enabled"), [*((way, False) for way in WAYS), ("blocks", True), ("leaves", True)])
+def test_weights_that_are_stored_in_another_way(way: str, enabled: bool, tmp_path: Path) -> None:
+    """Planned as those of a plain model, with their own bytes; and what is planned can be enabled and trained."""
+    model, inputs = tiny(WAN, torch.bfloat16, lora=4)
+    expected = fastac.plan(model, inputs)
+    if enabled:
+        fastac.enable(model, "full", blocks="blocks")
+    WAYS[way](model, tmp_path)
+    before = everything_of(model)
+    found = fastac.plan(model, inputs)
+    assert everything_of(model) == before
+    assert steps_of(found) == steps_of(expected)
+    assert found.states.optimizer == expected.states.optimizer
+    tensors = [*model.parameters(), *model.buffers()]
+    scales = [one.weight.scale for one in model.modules() if isinstance(one, ByParameter)]
+    scales += [one.meta["scale"] for one in model.modules() if isinstance(one, ByBuffer)]
+    assert found.states.weights == sum(tensor.nbytes for tensor in (*tensors, *scales))
+    if "_offload" not in way:  # which takes the adapters away, too
+        if not enabled:
+            fastac.enable(model, found.within("1GiB"))
+        planned.step(model, inputs)
+        assert all(one.grad is not None for one in model.parameters() if one.requires_grad)
+        assert fastac.report(model).rows
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    """A Python module, a lock, a generator, also inside of others."""
+    model: Any = stack()
+    expected = fastac.plan(model, stack_inputs(), blocks="blocks")
+    model.library, model.blocks[0].lock = torch, threading.Lock()
+    model.blocks[1].queue = [{"items": (number for number in range(3))}]
+    assert fastac.plan(model, stack_inputs(), blocks="blocks") == expected
+    assert list(model.blocks[1].queue[0]["items"]) == [0, 1, 2]
+
+
+def test_what_cannot_be_planned_says_when_it_can() -> None:
+    """With the cause: hooks that change what is computed, and modules that cannot be copied."""
+
+    class Whole(AttentionStack):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("in parts here")
+
+    hooked = stack()
+    HookRegistry.check_if_exists_or_initialize(hooked).register_hook(ModelHook(), "own")
+    for model, cause in ((Whole(), "AssertionError: in parts here"), (hooked, "FakeTensor")):
+        with pytest.raises(FastacError, match=f"(?s){cause}.*sharded or quantized, plan before.*fastac plan") as caught:
+            fastac.plan(model, stack_inputs(), blocks="blocks")
+        assert caught.value.__cause__ is not None
+
+
+def test_a_linear_module_of_a_class_of_its_own_is_not_chosen() -> None:
+    """`enable` refuses it."""
+    model: Any = stack()
+    for block in model.blocks:
+        block.ffn.requires_grad_(False)
+    packed(model, ByParameter)
+    chosen = fastac.plan(model, stack_inputs(), blocks="blocks").within("1GiB")
+    assert all(policy.linear and not any("ffn" in name for name in policy.linear) for policy in chosen.values())
+
+
+def test_arguments_by_position() -> None:
+    model, inputs = stack(), stack_inputs()
+    expected = fastac.plan(model, inputs, blocks="blocks")
+    for given in (tuple(inputs.values()), list(inputs.values())):
+        found = fastac.plan(model, given, blocks="blocks")
+        assert found.policies == expected.policies
+        assert found.inputs == "(1, 24, 16), (1, 6, 16)"
