@@ -190,7 +190,7 @@ class _Call:
         self.key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, *map(type, held))
         if self.block is not None and record.key == self.key:  # cheaper than hashing the key
             return record.latest
-        known = kinds.first_result(function, self.key) if self.owner.doubted != self.key else None
+        known = None if self.owner.is_doubted(self.key) else kinds.first_result(function, self.key)
         if known is None:
             prepare()
         if policy.linear:
@@ -219,21 +219,22 @@ class _Call:
                 where, op = describe(self.function), observer.late[0]
                 logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
                 return
-            if self.owner.doubted == self.key:  # it attends less, and that is all
-                self.owner.doubted, self.owner.judged = None, self.key
-            else:
+            first = kinds.first_result(self.function, self.key)
+            if first is None:
                 if self.policy.linear:
                     linear.check_called(self.policy, tape.products, describe(self.function))
                 self._remember(known)
+            elif _is_fewer(tape, first):  # it attends less, and that is all
+                self.owner.doubts[self.key] = True
         elif tape.decomposed:
             problems = [diagnosis.small_ops(describe(self.function), keys) for keys in tape.decomposed]
             raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.made))
         elif tape.made != list(known.made) or tape.products != [one.name for one in known.products]:
-            fewer = len(tape.made) + len(tape.products) < len(known.made) + len(known.products)
-            if fewer and known.compiled:  # nobody can watch it, and a second run of it may communicate
-                self._warn_of_fewer()
-            elif fewer and self.owner.judged != self.key:
-                self.owner.doubted = self.key
+            if _is_fewer(tape, known):
+                if known.compiled:  # nobody can watch it, and a second run of it may communicate
+                    self._warn_of_fewer()
+                else:
+                    self.owner.doubt(self.key)
             known = tape.result(known.compiled, known.writing)
         for collector in engine.collectors:
             collector.append(known)
@@ -270,8 +271,12 @@ class _Call:
             record.communication = tape.communication
             if record.latest is not result or record.key is not self.key:
                 record.latest, record.key = result, self.key
-            if record.doubted is self.key:
+            if record.is_doubted(self.key):
                 record.key = None  # for the next region to ask
+
+
+def _is_fewer(tape: Tape, known: RegionResult) -> bool:
+    return len(tape.made) + len(tape.products) < len(known.made) + len(known.products)
 
 
 # By the name of torch's function

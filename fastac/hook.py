@@ -88,12 +88,12 @@ def _inside_hook(forward: Any) -> Any:
 class Enabled:
     """How the blocks of one model are checkpointed, and what was there before.
 
-    determinism_check: as `fastac.checkpoint` takes it. blocks: by qualified name, without wrappers. forwards: of the
-    blocks, by name, where that is the host. switches: modules with the flag of gradient checkpointing, their flag and
-    function before. input_grads: outputs of frozen embeddings require grad since. wrappers: CheckpointWrappers, and
-    their functions before. lists: names of the modules that blocks are in; others: what else is in those that are
-    lists. opened: regions of the forward that runs; in_graphs: those that had run in graphs before it. saved: something
-    of a region was saved, or nothing is to be.
+    determinism_check: as `fastac.checkpoint` takes it. blocks: by qualified name, without wrappers. given: `blocks`
+    as `enable` got it. forwards: of the blocks, by name, where that is the host. switches: modules with the flag of
+    gradient checkpointing, their flag and function before. input_grads: outputs of embeddings require grad since.
+    wrappers: CheckpointWrappers, and their functions before. lists: names of the modules that blocks are in; others:
+    what else is in those that are lists. opened: regions of the forward that runs; in_graphs: those that had run in
+    graphs before it. saved: something of a region was saved, or nothing is to be.
     """
 
     model: torch.nn.Module
@@ -101,6 +101,7 @@ class Enabled:
     determinism_check: str
     blocks: dict[str, torch.nn.Module]
     by_forward: bool
+    given: Any = None
     forwards: dict[str, Forward] = dataclasses.field(default_factory=dict)
     switches: list[tuple[torch.nn.Module, Any, Any]] = dataclasses.field(default_factory=list)
     wrappers: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
@@ -161,12 +162,13 @@ class Enabled:
     def _switch_on_transformers(self) -> None:
         """Let transformers and peft know that blocks are checkpointed, as transformers' own switch does."""
         model: Any = self.model
-        self.switches = list(map(models.switch_of, models.transformers_switches(model)))
+        self.switches = list(map(models.switch_of, models.transformers_switches(model, set(self.blocks.values()))))
         for module, _, _ in self.switches:
             models.set_switch(module, True, wrappers.call_plainly)
-        if getattr(model, "main_input_name", "") == "input_ids" and not getattr(model, "_require_grads_hooks", ()):
-            # peft's hooks on a layer end with its backward, which frozen inputs would let end before the recompute
-            self.input_grads = not any(one.requires_grad for one in model.get_input_embeddings().parameters())
+        variants = [one for module in model.modules() for one in getattr(module, "lora_variant", {}).values()]
+        if self.switches and any("ALora" in class_name(one) for one in variants):
+            # its hooks end with the backward of a layer, which without gradients of inputs comes before recompute
+            self.input_grads = not getattr(model, "_require_grads_hooks", ())
             if self.input_grads:
                 model.enable_input_require_grads()
 
@@ -366,7 +368,7 @@ def enable(
             (the first match counts), with "none" for blocks that are not to be checkpointed.
         blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
             module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. Left
-            out, it is the only module list whose members hold attention, or else are equal.
+            out: what it was enabled with; else the only module list whose members hold attention, or are equal.
         determinism_check: "default" compares recompute with the forward, as `checkpoint` does; "none" does not
             (but counts the tensors that are saved).
 
@@ -381,6 +383,10 @@ def enable(
     check_module(model, "enable")
     check_determinism("enable", determinism_check)
     outer, model = model, models.unwrapped(model)
+    if models.is_by_forward(model, None):  # else the model may be its own host
+        blocks = blocks_given(model, blocks)
+    if isinstance(blocks, Iterable) and not isinstance(blocks, (str, torch.nn.Module)):
+        blocks = list(blocks)
     by_forward = models.is_by_forward(model, blocks)
     containers = choose(model, blocks, outer)
     if by_forward:
@@ -392,7 +398,7 @@ def enable(
     for module in model.modules():
         if is_wrapper(module) and inside(module) in named.values():
             _refuse_other(module, class_name(inside(module)))
-    enabled = Enabled(model, selected, determinism_check, named, by_forward)
+    enabled = Enabled(model, selected, determinism_check, named, by_forward, blocks)
     linear.check_names({block: enabled.policy_of(block) for block in named.values()})
     before = enabled_on(model)
     disable(model)
@@ -408,7 +414,7 @@ def enable(
         record.offloading, record.transfers = offloading, None
         record.name, record.key, record.latest = f"{class_name(model)}.{name}", None, None
         record.step, record.recomputed, record.writes = 0, False, None
-        record.doubted, record.judged = None, None
+        record.doubts = {}
         kinds.forget(block)  # what was seen of its class may not be so of this one
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
@@ -538,9 +544,9 @@ def choose(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[
 
 
 def blocks_given(model: torch.nn.Module, blocks: Any) -> Any:
-    """The blocks that a call is about: those that it names, else those that `enable` was given."""
+    """What a call names as blocks; where it names none, what `enable` was given."""
     enabled = enabled_on(model)
-    return list(enabled.blocks.values()) if blocks is None and enabled is not None and enabled.by_forward else blocks
+    return enabled.given if blocks is None and enabled is not None else blocks
 
 
 def _refuse_own(model: torch.nn.Module) -> None:

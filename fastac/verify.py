@@ -587,7 +587,8 @@ class _Subject:
                 "verify: it proves what `enable` does, in a model of its own making, and would tell nothing of "
                 "patch_checkpoint, which is on. With logging at INFO, each kind of checkpoint says what it saves."
             )
-        self.blocks = hook.blocks_given(self.inner, self.blocks)
+        if enabled is not None and enabled.by_forward and self.blocks is None:
+            self.blocks = list(enabled.blocks.values())
         if self.policy is None:
             self.policy = "attn_only" if enabled is None else enabled.policy_as_given()
         if enabled is not None:

@@ -72,7 +72,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     Args:
         model: as in `fastac.enable`, which this calls.
         policy: as in `fastac.enable`.
-        blocks: as in `fastac.enable`; by default those that it was given.
+        blocks: as in `fastac.enable`; left out, what it was given.
         determinism_check: as in `fastac.enable`.
         options: those of torch.compile, for every block.
 
@@ -86,6 +86,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
         >>> print(fastac.compile(transformer, policy="attn_only"))
     """
     ready = _ready(options)
+    hook.check_module(model, "compile")
     inner = models.unwrapped(model)
     blocks = hook.blocks_given(inner, blocks)
     hook.enable(model, policy, blocks=blocks, determinism_check=determinism_check)

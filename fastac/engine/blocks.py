@@ -18,6 +18,9 @@ from fastac.engine.collectives import Communication
 from fastac.engine.wrappers import inside
 from fastac.errors import class_name
 
+MANY = 256
+"""Input signatures of a block's class that are remembered; with more than that, all are learned anew."""
+
 _RECORD = "_fastac_record"
 _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
 """The last is what hooks of diffusers before 0.40 put in the place of a forward, bound by a partial."""
@@ -31,8 +34,8 @@ class BlockRecord:
     key, latest: of its latest region. communication: of that region's collectives, None where it had none; transfers:
     what it offloaded. looked: when the autograd graph of a region was last searched for compiled code, as compilations
     count. step: how many of its steps have ended; recomputed: a backward came through, so that the next region begins
-    another. writes: whether it writes weights or buffers of its own, once a recompute has shown it. doubted: the key of
-    a region that made fewer calls than the first of its kind, whose next one is watched; judged: of one that was.
+    another. writes: whether it writes weights or buffers of its own, once a recompute has shown it. doubts: kinds of
+    which a region made fewer calls than the first; whether one was watched that did.
     """
 
     name: str = ""
@@ -45,8 +48,7 @@ class BlockRecord:
     recomputed: bool = False
     writes: bool | None = None
     transfers: Transfers | None = None
-    doubted: object = None
-    judged: object = None
+    doubts: dict[object, bool] = dataclasses.field(default_factory=dict)
 
     def begin_region(self) -> bool:
         """Whether the region that begins has its values compared: those of steps 0, 1, 2, 4, 8 and so on, all of them.
@@ -56,6 +58,16 @@ class BlockRecord:
         if self.recomputed:
             self.step, self.recomputed = self.step + 1, False
         return self.step & (self.step - 1) == 0
+
+    def doubt(self, key: object) -> None:
+        """A region of a kind made fewer calls than the first: the next ones are watched until one does so again."""
+        if len(self.doubts) >= MANY:
+            self.doubts.clear()
+        self.doubts.setdefault(key, False)
+
+    def is_doubted(self, key: object) -> bool:
+        """Whether regions of a kind are watched."""
+        return bool(self.doubts) and not self.doubts.get(key, True)
 
     def __deepcopy__(self, memo: Any) -> BlockRecord:
         return BlockRecord(self.name, self.offloading)

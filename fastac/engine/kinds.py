@@ -6,13 +6,10 @@ import logging
 import weakref
 from typing import Any
 
-from fastac.engine.blocks import BlockRecord, block_of, kind_of
+from fastac.engine.blocks import MANY, BlockRecord, block_of, kind_of
 from fastac.engine.calls import RegionResult
 
 logger = logging.getLogger("fastac")
-
-_MANY = 256
-"""Input signatures of a block's class that are remembered; with more than that, all are learned anew."""
 
 
 class _State:
@@ -51,7 +48,7 @@ def first_result(function: Any, key: Any) -> RegionResult | None:
 def remember(function: Any, key: Any, result: RegionResult) -> None:
     """Note what the first region of a kind did."""
     results = _results(function)
-    if len(results) >= _MANY:
+    if len(results) >= MANY:
         results.clear()
     results[key] = result
 
@@ -69,11 +66,9 @@ def _results(function: Any) -> dict[Any, RegionResult]:
     return found
 
 
-def warn_once(function: Any, what: str, message: str) -> bool:
-    """Log a warning, once for a block's class (or code). what: names it. Returns whether it was logged now."""
+def warn_once(function: Any, what: str, message: str) -> None:
+    """Log a warning, once for a block's class (or code). what: names it."""
     said = state.warned.setdefault(kind_of(function), set())
-    if what in said:
-        return False
-    said.add(what)
-    logger.warning("%s", message)
-    return True
+    if what not in said:
+        said.add(what)
+        logger.warning("%s", message)

@@ -179,7 +179,8 @@ class Region:
 
 def _name_cause(function: Any, error: Exception) -> None:
     """Raise RecomputeError for what a recompute raised; not for lack of memory, which a trainer may catch."""
-    if type(error) in _MISTAKES and "alloc" not in str(error).lower():
+    of_memory = any(word in str(error).lower() for word in ("alloc", "out of memory"))
+    if type(error) in _MISTAKES and not of_memory:
         kind = type("RecomputeError", (RecomputeError, type(error)), {})  # torch's checkpoint raises the error itself
         raise kind(
             f"{describe(function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"

@@ -101,10 +101,11 @@ def switches(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if has_switch(module)]
 
 
-def transformers_switches(model: torch.nn.Module) -> list[Any]:
-    """Those of transformers' models. What these and peft do by the flag is more than checkpointing: caches, hooks."""
-    models = [one for one in model.modules() if getattr(type(one), "supports_gradient_checkpointing", False)]
-    return list(dict.fromkeys(module for one in models for module in switches(one)))
+def transformers_switches(model: torch.nn.Module, blocks: set[torch.nn.Module]) -> list[Any]:
+    """Blocks of transformers' models, and what they are in. By their flag these and peft use no cache and set hooks."""
+    owners = [one for one in model.modules() if getattr(type(one), "supports_gradient_checkpointing", False)]
+    found = dict.fromkeys(module for one in owners for module in switches(one))
+    return [module for module in found if not blocks.isdisjoint(module.modules())]
 
 
 def switch_function(module: torch.nn.Module) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from fastac import hook
 from fastac.errors import FastacError, class_name
 from fastac.planning.forecast import Forecast, PolicyPlan, States
 from fastac.planning.subject import Inputs, subject
@@ -215,7 +216,7 @@ def plan(
     Args:
         model: it is copied without its data, and may be on the device "meta", offloaded or quantized.
         inputs: keyword arguments of one call, by name; or a tuple of arguments by position.
-        blocks: as in `enable`; by default those that it was given.
+        blocks: as in `enable`.
         optimizer: "adamw", "adamw8bit" or "sgd".
         gpus: among how many FSDP2 shards weights, gradients and the optimizer's states.
         checkpointed: adds what "full" and "attn_only" do where the first so many blocks are checkpointed and the rest
@@ -237,6 +238,7 @@ def plan(
             f"plan(inputs=...): a mapping of argument names to values was expected, as in "
             f'{{"hidden_states": ..., "timestep": ...}}, or a tuple of arguments, got {type(inputs).__name__}'
         )
+    hook.check_module(model, "plan")
     named = inputs.items() if isinstance(inputs, Mapping) else (("", value) for value in inputs)
     shapes = [f"{name} {tuple(value.shape)}".strip() for name, value in named if isinstance(value, torch.Tensor)]
     try:

@@ -183,10 +183,12 @@ def test_blocks_that_enable_was_given() -> None:
     model, inputs = stack(), stack_inputs()
     model.others = torch.nn.ModuleList([support.AttentionBlock()])
     fastac.enable(model, blocks="blocks")
-    assert fastac.compile(model, backend="aot_eager").blocks == {"AttentionBlock": 2}
+    model.blocks.append(support.AttentionBlock())
+    fastac.enable(model, fastac.plan(model, inputs).within("1MiB", linear=False))
+    assert fastac.compile(model, backend="aot_eager").blocks == {"AttentionBlock": 3}
     train_step(model, inputs)
-    assert fastac.report(model).rows[0].saved == 4
-    assert list(fastac.plan(model, inputs).within(0)) == ["blocks.0", "blocks.1"]
+    assert fastac.report(model).rows[0].saved == 6
+    assert fastac.first_blocks(model, 1) == {"blocks.0": "attn_only", "blocks.1": "none", "blocks.2": "none"}
 
 
 @pytest.mark.parametrize("first", ["compile", "enable"])

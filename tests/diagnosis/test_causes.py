@@ -532,8 +532,9 @@ class HidingAttention(torch.autograd.Function):
     backward = PastTheDispatcher.backward
 
 
-def closure(block: torch.nn.Module, *args: torch.Tensor) -> torch.Tensor:
+def closure(model: Any, i: int, *args: torch.Tensor) -> torch.Tensor:
     """A checkpointed block as older trainers have it: all share one code."""
+    block = model.blocks[i]
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
         return block(*inputs)
@@ -542,27 +543,48 @@ def closure(block: torch.nn.Module, *args: torch.Tensor) -> torch.Tensor:
     return checkpointed
 
 
-@pytest.mark.parametrize("when", ["in the first step", "later"])
-@pytest.mark.parametrize("way", ["diffusers", "blocks", "closures"])
+def by_number(model: Any, i: int, *args: torch.Tensor) -> torch.Tensor:
+    """A function that may run any of the blocks."""
+    checkpointed: torch.Tensor = fastac.checkpoint(lambda *inputs: model.blocks[i](*inputs), *args)
+    return checkpointed
+
+
+@pytest.mark.parametrize("when", ["from the first step on", "later", "in every second step", "in two sizes"])
+@pytest.mark.parametrize("way", ["diffusers", "blocks", "closures", "by number"])
 def test_attention_that_a_later_block_of_a_known_class_hides(way: str, when: str) -> None:
-    """The region makes fewer calls than the first of its kind: its block's next one is watched, and is an error."""
-    model, inputs = wan() if way == "diffusers" else (stack(layers=4), stack_inputs())
-    if way == "closures":
-        model.forward = lambda video, text: functools.reduce(
-            lambda x, block: closure(block, x, text), model.blocks, video
-        )
-    else:
-        fastac.enable(model, blocks=None if way == "diffusers" else "blocks")
-    if when == "later":
-        train_step(model, inputs)
+    """A region makes fewer calls than the first of its kind: its block's next ones are watched, until they do again."""
+    sizes = [1, 2] if when == "in two sizes" else [1]
     if way == "diffusers":
-        model.blocks[1].attn1.processor.attend = PastTheDispatcher.apply
+        model, inputs = wan()
+        steps = [
+            {
+                name: tensor.repeat_interleave(size, 0)
+                for name, tensor in inputs.items()
+                if isinstance(tensor, torch.Tensor)
+            }
+            | {"return_dict": False}
+            for size in sizes
+        ]
+        hiding, hidden, place = model.blocks[1].attn1.processor, PastTheDispatcher.apply, "blocks.1.attn1"
+        fastac.enable(model)
     else:
-        model.blocks[1].attend = HidingAttention.apply
-    train_step(model, inputs)
+        model, steps = stack(layers=4), [stack_inputs(batch=size) for size in sizes]
+        hiding, hidden, place = model.blocks[1], HidingAttention.apply, "HidingAttention"
+        if way == "blocks":
+            fastac.enable(model, blocks="blocks")
+        else:
+            run = closure if way == "closures" else by_number
+            model.forward = lambda video, text: functools.reduce(lambda x, i: run(model, i, x, text), range(4), video)
+    if when == "later":
+        train_step(model, steps[0])
+    seen = hiding.attend
+    unnoticed = 2 if when in ("in every second step", "in two sizes") else 1
+    for step in range(unnoticed):
+        hiding.attend = seen if when == "in every second step" and step % 2 else hidden
+        train_step(model, steps[step % len(steps)])
+    hiding.attend = hidden
     for _ in range(2):
-        error = error_of(train_step, model, inputs)
-        assert ("blocks.1.attn1" if way == "diffusers" else "HidingAttention") in error
+        assert place in error_of(train_step, model, steps[0])
 
 
 def test_an_additional_call_that_is_decomposed() -> None:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import Counter
 from typing import Any
 
 import peft
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    T5Config,
+    T5EncoderModel,
+)
 
 import fastac
 from fastac import FastacError
+from tests import support
 from tests.model_state import state_of
 from tests.support import CPU_ATTENTION, assert_same, train_step
 
@@ -61,6 +72,61 @@ def test_what_is_derived_from_the_flag(kind: str, attention_executions: Counter[
     assert_same(train_step(copy.deepcopy(model), inputs()), expected)
     fastac.disable(model)
     assert state_of(model) == before
+
+
+class Holding(torch.nn.Module):
+    """A model that trains blocks beside a text encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.blocks = made("llama"), support.stack().blocks
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        text = text + self.encoder(**inputs())[0].mean()
+        for block in self.blocks:
+            video = block(video, text)
+        return video
+
+
+def test_only_what_the_blocks_are_in_is_switched_on() -> None:
+    """Not an encoder beside them, nor T5's attention, which lets its mask require grad by a flag of its own."""
+    model = Holding()
+    fastac.enable(model, blocks="blocks")
+    model.encoder.activation_checkpointing_enable()
+    train_step(model, support.stack_inputs())
+    config = T5Config(**dict.fromkeys(("vocab_size", "d_model", "d_ff"), 16), d_kv=8, num_layers=1, num_heads=2)
+    encoder = T5EncoderModel(config)
+    before = state_of(encoder)
+    fastac.enable(encoder, blocks="encoder.block")
+    on = {name for name, one in encoder.named_modules() if getattr(one, "gradient_checkpointing", False)}
+    assert on == {"encoder", "encoder.block.0"}
+    fastac.disable(encoder)
+    assert state_of(encoder) == before
+
+
+def test_a_transformer_without_embeddings(attention_executions: Counter[str]) -> None:
+    """As Open-Sora's, a PreTrainedModel; LoRA of another kind than the activated changes nothing of the inputs."""
+
+    class Video(PreTrainedModel):
+        config_class = PretrainedConfig
+        supports_gradient_checkpointing = True
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.blocks = support.stack().blocks
+
+        forward = support.AttentionStack.forward
+        policy = "none"
+
+    model = Video(PretrainedConfig())
+    expected = train_step(model, support.stack_inputs())
+    fastac.enable(model, blocks="blocks")
+    attention_executions.clear()
+    assert_same(train_step(model, support.stack_inputs()), expected)
+    assert attention_executions == {CPU_ATTENTION: 4}
+    lora = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    fastac.enable(lora)
+    assert_same(train_step(pickle.loads(pickle.dumps(lora)), inputs()), train_step(lora, inputs()))
 
 
 def test_its_own_switch_after_enable() -> None:
