@@ -232,7 +232,9 @@ class _Call:
         elif tape.made != list(known.made) or tape.products != [one.name for one in known.products]:
             if _is_fewer(tape, known):
                 if known.compiled:  # nobody can watch it, and a second run of it may communicate
-                    self._warn_of_fewer()
+                    where, why = describe(self.function), "layer drop, a branch, or attention that fastac cannot see"
+                    said = f"{where}: compiled, and fewer attention calls than before: {why} (fastac.verify tells)"
+                    kinds.warn_once(self.function, "fewer", said)
                 else:
                     self.owner.doubt(self.key)
             known = tape.result(known.compiled, known.writing)
@@ -249,15 +251,6 @@ class _Call:
         enabled = self.block is not None and self.record.name  # by its model, which looks at all of its blocks
         if not enabled and result.calls and not (saved or result.products):
             kinds.warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
-
-    def _warn_of_fewer(self) -> None:
-        kinds.warn_once(
-            self.function,
-            "fewer",
-            f"{describe(self.function)}: the compiled block makes fewer attention calls than there were before on "
-            f"inputs of these shapes. Layer drop and branches do that; so does attention that fastac cannot see. "
-            f"fastac.verify tells which",
-        )
 
     def _note(self, result: RegionResult, outputs: Any, tape: Tape) -> None:
         """Note on the block what its region did, and watch compiled code that is new in it."""

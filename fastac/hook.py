@@ -88,12 +88,12 @@ def _inside_hook(forward: Any) -> Any:
 class Enabled:
     """How the blocks of one model are checkpointed, and what was there before.
 
-    determinism_check: as `fastac.checkpoint` takes it. blocks: by qualified name, without wrappers. given: `blocks`
-    as `enable` got it. forwards: of the blocks, by name, where that is the host. switches: modules with the flag of
+    determinism_check: as `fastac.checkpoint` takes it. blocks: by qualified name, without wrappers. given: `blocks` as
+    `enable` got it. forwards: of the blocks, by name, where that is the host. switches: modules with the flag of
     gradient checkpointing, their flag and function before. input_grads: outputs of embeddings require grad since.
-    wrappers: CheckpointWrappers, and their functions before. lists: names of the modules that blocks are in; others:
-    what else is in those that are lists. opened: regions of the forward that runs; in_graphs: those that had run in
-    graphs before it. saved: something of a region was saved, or nothing is to be.
+    wrappers: CheckpointWrappers, and their functions before. others: what else is in the module lists of the blocks.
+    opened: regions of the forward that runs; in_graphs: those that had run in graphs before it. saved: something of a
+    region was saved, or nothing is to be.
     """
 
     model: torch.nn.Module
@@ -112,7 +112,6 @@ class Enabled:
 
     def __post_init__(self) -> None:
         self.function = functools.partial(_run, self)  # what the model is given to call
-        self.lists = {name.rpartition(".")[0] for name in self.blocks}
         self.others = {inside(one) for one in self._listed().values()} - set(self.blocks.values())
         self.saved = saves_nothing(self.policy)
 
@@ -235,7 +234,8 @@ class Enabled:
         replaced = self.was_replaced()
         if torch.compiler.is_compiling() and not replaced:
             return
-        self._check_attached()
+        if self.by_forward:
+            self._check_attached()
         if self.opened and not replaced:
             self.check_saved()
         elif replaced or not (self.was_switched_off() or self._ran_in_graph((args, kwargs), outputs)):
@@ -258,8 +258,6 @@ class Enabled:
 
     def _check_attached(self) -> None:
         """Raise PolicyNotAppliedError for a block that is new since `enable`, or whose forward was exchanged."""
-        if not self.by_forward:
-            return
         attached = {own.block for own in self.forwards.values() if own.is_attached or own.is_wrapped} | self.others
         now = self._listed()
         for name in self.forwards.keys() - now.keys():
@@ -275,13 +273,11 @@ class Enabled:
     def _listed(self) -> dict[str, torch.nn.Module]:
         """What stands in the module lists of the blocks now, by name."""
         found: dict[str, torch.nn.Module] = {}
-        for name in self.lists:
+        for name in {name.rpartition(".")[0] for name in self.blocks}:
             with contextlib.suppress(AttributeError):  # it is inside a wrapper
                 inner = self.model.get_submodule(name)
                 if isinstance(inner, models.LISTS):
-                    found |= {
-                        f"{name}.{key}".lstrip("."): one for key, one in inner._modules.items() if one is not None
-                    }
+                    found |= {f"{name}.{key}".lstrip("."): one for key, one in inner.named_children()}
         return found
 
     def check_once_all_ran(self) -> None:

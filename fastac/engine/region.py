@@ -179,10 +179,9 @@ class Region:
 
 def _name_cause(function: Any, error: Exception) -> None:
     """Raise RecomputeError for what a recompute raised; not for lack of memory, which a trainer may catch."""
-    of_memory = any(word in str(error).lower() for word in ("alloc", "out of memory"))
-    if type(error) in _MISTAKES and not of_memory:
-        kind = type("RecomputeError", (RecomputeError, type(error)), {})  # torch's checkpoint raises the error itself
-        raise kind(
+    if type(error) in _MISTAKES and not any(word in str(error).lower() for word in ("alloc", "out of memory")):
+        # of its type, too: torch's checkpoint raises the error itself
+        raise type("RecomputeError", (RecomputeError, type(error)), {})(
             f"{describe(function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"
             f"It probably read state that changed in between: a cache, a list, a flag, a context that was left. Switch "
             f'caches off in training, or do not checkpoint the block (policy "none", blocks=... without it).'

@@ -495,12 +495,9 @@ class Replay(Scope):
 
 
 class RecomputeError(FastacError, CheckpointError):
-    """A recompute that is not what the forward was. Code that expects torch's CheckpointError catches it.
+    """A recompute that is not what the forward was. Code that expects torch's CheckpointError catches it."""
 
-    One that stands for an exception of the recompute is of its type as well, and pickled without it.
-    """
-
-    __str__ = Exception.__str__  # a KeyError has one of its own
+    __str__ = Exception.__str__  # one that stands for a KeyError of the recompute is a KeyError, too
 
     def __reduce__(self) -> Any:
         return RecomputeError, self.args

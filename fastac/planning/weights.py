@@ -36,8 +36,7 @@ class Unpacked(torch.nn.Linear):
 
 def stored_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a parameter or buffer of a copy as the model stores it; of any other its own."""
-    size: int = getattr(tensor, _STORED, tensor.nbytes)
-    return size
+    return int(getattr(tensor, _STORED, tensor.nbytes))
 
 
 def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> torch.nn.Module:
@@ -153,7 +152,7 @@ def _copy(value: Any, memo: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:
         return copy.deepcopy(value, mine), mine
     except BREAKS as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        one = [frame.f_locals["x"] for frame in frames if frame.f_code is copy.deepcopy.__code__][-1]
+        one = [frame.f_locals["x"] for frame in frames if frame.f_code is copy.deepcopy.__code__][-1]  # its argument
         if isinstance(one, torch.nn.Module):
             raise
     return _copy(value, {**memo, id(one): one})
