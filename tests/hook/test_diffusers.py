@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from typing import Any
@@ -110,8 +111,9 @@ class Pipeline:
 )
 def test_what_cannot_be_enabled(make: Any, message: str) -> None:
     model = make()
-    with pytest.raises(fastac.FastacError, match=message):
-        fastac.enable(model)
+    for call in (fastac.enable, fastac.compile, functools.partial(fastac.plan, inputs={})):
+        with pytest.raises(fastac.FastacError, match=message):
+            call(model)
     assert not hasattr(model, "_fastac")
 
 
