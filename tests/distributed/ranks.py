@@ -34,7 +34,7 @@ PRELOADED = ["diffusers.models.transformers.transformer_wan", "tests.conftest", 
 GROUP_TIMEOUT = 60.0
 """Seconds that a collective waits for the other ranks."""
 
-PATIENCE = 200.0
+PATIENCE = 270.0
 """Seconds after which ranks that are not done are ended, and the test fails."""
 
 
