@@ -110,7 +110,12 @@ def _is_packed(module: torch.nn.Module, own: list[torch.Tensor]) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return _is_of_torch(tensor) and tensor.is_floating_point() and tensor.itemsize > 1
+    return _is_of_torch(tensor) and _is_computed_with(tensor.dtype)
+
+
+def _is_computed_with(dtype: torch.dtype) -> bool:
+    """Whether products run in a dtype: floating, of 16 bits or more."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _is_of_torch(tensor: torch.Tensor) -> bool:
@@ -119,8 +124,8 @@ def _is_of_torch(tensor: torch.Tensor) -> bool:
 
 def _unpacked(module: Any, known: KnownValues, like: torch.Tensor) -> torch.nn.Module:
     weight, bias = getattr(module, "weight", like.detach()), getattr(module, "bias", None)
-    is_floating = weight.is_floating_point() and weight.itemsize > 1
-    dtype = getattr(module, "compute_dtype", None) or torch.result_type(weight if is_floating else like, 1.0)
+    numbers = weight if _is_computed_with(weight.dtype) else like
+    dtype = getattr(module, "compute_dtype", None) or torch.result_type(numbers, 1.0)
     plain = Unpacked(module.in_features, module.out_features, bias is not None, device="meta", dtype=dtype)
     found: Any = faked(plain.requires_grad_(weight.requires_grad), known, like)
     setattr(found.weight, _STORED, _stored(vars(module), type(module), set()))

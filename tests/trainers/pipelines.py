@@ -39,14 +39,22 @@ def clip() -> tuple[Any, Any]:
 
 def cogvideox() -> Any:
     transformer = diffusers.CogVideoXTransformer3DModel(
-        **(
-            {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_layers": 2}
-            | {"time_embed_dim": 8, "text_embed_dim": 32, "max_text_seq_length": 16, "patch_size": 2}
-            | {"sample_width": 4, "sample_height": 4, "sample_frames": 9, "use_rotary_positional_embeddings": True}
-        )
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        time_embed_dim=8,
+        text_embed_dim=32,
+        max_text_seq_length=16,
+        patch_size=2,
+        sample_width=4,
+        sample_height=4,
+        sample_frames=9,
+        use_rotary_positional_embeddings=True,
     )
     vae = diffusers.AutoencoderKLCogVideoX(
-        **({"latent_channels": 4, "layers_per_block": 1} | {"norm_num_groups": 2, "block_out_channels": (8, 8, 8, 8)})
+        latent_channels=4, layers_per_block=1, norm_num_groups=2, block_out_channels=(8, 8, 8, 8)
     )
     tokenizer, text_encoder = t5()
     return diffusers.CogVideoXPipeline(tokenizer, text_encoder, vae, transformer, diffusers.CogVideoXDDIMScheduler())
@@ -54,18 +62,26 @@ def cogvideox() -> Any:
 
 def flux() -> Any:
     transformer = diffusers.FluxTransformer2DModel(
-        **(
-            {"num_attention_heads": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 4, 8), "guidance_embeds": True}
-            | {"num_layers": 2, "num_single_layers": 2, "in_channels": 16}
-            | {"joint_attention_dim": 32, "pooled_projection_dim": 32}
-        )
+        num_attention_heads=2,
+        attention_head_dim=16,
+        axes_dims_rope=(4, 4, 8),
+        guidance_embeds=True,
+        num_layers=2,
+        num_single_layers=2,
+        in_channels=16,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
     )
     vae = diffusers.AutoencoderKL(
-        **(
-            {"latent_channels": 4, "block_out_channels": (8, 8), "norm_num_groups": 2, "shift_factor": 0.1}
-            | {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-            | {"use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.36}
-        )
+        latent_channels=4,
+        block_out_channels=(8, 8),
+        norm_num_groups=2,
+        shift_factor=0.1,
+        scaling_factor=0.36,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
     )
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     (tokenizer, text_encoder), (tokenizer_2, text_encoder_2) = clip(), t5()
@@ -76,18 +92,23 @@ def flux() -> Any:
 
 def ltx() -> Any:
     transformer = diffusers.LTXVideoTransformer3DModel(
-        **(
-            {"num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 8, "out_channels": 8, "num_layers": 2}
-            | {"cross_attention_dim": 32, "caption_channels": 32}
-        )
+        num_attention_heads=4,
+        attention_head_dim=8,
+        in_channels=8,
+        out_channels=8,
+        num_layers=2,
+        cross_attention_dim=32,
+        caption_channels=32,
     )
     vae = diffusers.AutoencoderKLLTXVideo(
-        **(
-            {"latent_channels": 8, "block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4}
-            | {"layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 5, "patch_size": 1}
-            | {"spatio_temporal_scaling": (True, True, False, False)}
-            | {"decoder_spatio_temporal_scaling": (True, True, False, False)}
-        )
+        latent_channels=8,
+        block_out_channels=(8,) * 4,
+        decoder_block_out_channels=(8,) * 4,
+        patch_size=1,
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
     )
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     tokenizer, text_encoder = t5()
