@@ -7,6 +7,7 @@ left behind, `eager_look` runs compiled code once without its compiler.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -73,7 +74,10 @@ def judge(
     if problems:
         raise not_applied(function, policy, list(dict.fromkeys(problems)), len(tape.made))
     _warn_of_cut_off(function, nodes)
-    return tape.result(compiled, observer.writing if observer is not None else 0)
+    result = tape.result(compiled, observer.writing if observer is not None else 0)
+    if observer is None:
+        return result
+    return dataclasses.replace(result, flops=observer.flops, saved_flops=observer.saved_flops)
 
 
 def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
