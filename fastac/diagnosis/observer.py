@@ -143,8 +143,9 @@ class Observer(TorchDispatchMode):
         """Take note of one op that has just run."""
         bound = registry.classify(op)
         count = 0
-        with contextlib.suppress(Exception):  # a formula that fails costs a figure of the report, not the step
-            count = flops.of_call(op, args, kwargs, outputs)
+        if not torch_private.is_abstract(args):  # a number would fix the sizes of a trace
+            with contextlib.suppress(Exception):  # a formula that fails costs a figure of the report, not the step
+                count = flops.of_call(op, args, kwargs, outputs)
         self.flops += count
         if bound is not None and not bound.number:
             self.late.append(bound.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
@@ -70,6 +71,12 @@ class Masked(support.AttentionBlock):
 
     def forward(self, video: torch.Tensor, text: torch.Tensor, mask: None) -> torch.Tensor:
         return super().forward(video, text)
+
+
+@pytest.fixture(autouse=True)
+def no_other_regions() -> None:
+    """Free the regions that tests before this one left behind in cycles."""
+    gc.collect()
 
 
 def notes_of(error: BaseException) -> str:
