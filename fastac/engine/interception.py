@@ -82,7 +82,7 @@ def _intercept(first: BoundOp) -> None:
 
     first.number = len(engine.installed) + 1  # before other threads' calls arrive here: their tapes know none of it
     library = None
-    if isinstance(first.op, torch_private.HigherOrderOperator):
+    if first.is_higher_order:
         torch_private.at_backend_select(first.op, called)
     else:
         namespace, _, rest = name.partition("::")

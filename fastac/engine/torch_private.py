@@ -13,7 +13,7 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
@@ -29,6 +29,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+
+from fastac.registry.torch_private import qualified_name
 
 SEEN_IN = "2.9 to 2.15"
 """Releases of torch that fastac was run with: docs/versions.md."""
@@ -106,9 +108,7 @@ _REQUIRED = (
 
 require(_REQUIRED)
 
-Op = torch._ops.OpOverload | torch._ops.HigherOrderOperator
 Function = TypeVar("Function", bound=Callable[..., Any])
-HigherOrderOperator = torch._ops.HigherOrderOperator
 
 COMPILED_NODE = "CompiledFunctionBackward"
 """Name of the autograd node that stands for code torch.compile made."""
@@ -120,33 +120,15 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 # The dispatcher
 
 
-def is_op(value: object) -> bool:
-    """Whether a value is an op: of the dispatcher, one overload, or a higher-order one."""
-    return isinstance(value, (torch._ops.OpOverload, HigherOrderOperator))
-
-
 @functools.cache
 def is_of_torch(op: Any) -> bool:
     """Whether an op is one of torch's own, higher-order ones among them."""
     return not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prim", "prims")
 
 
-def qualified_name(op: Op) -> str:
-    """`namespace::name`, with `.overload` where it has one."""
-    if isinstance(op, HigherOrderOperator):
-        return f"{op.namespace}::{op.name()}"
-    name: str = op._schema.name
-    return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
-
-
 _BACKEND_SELECT = torch._C.DispatchKey.BackendSelect
 BELOW_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(_BACKEND_SELECT)
 """Keys to redispatch a call to: the kernel below BackendSelect, which then runs with the GIL released."""
-
-
-def op_names() -> list[str]:
-    """`namespace::name.overload` of every op the dispatcher knows at this moment."""
-    return torch._C._dispatch_get_all_op_names()
 
 
 def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
@@ -157,50 +139,7 @@ def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key)
 
 
-class Argument(NamedTuple):
-    """One argument of an op. written: the op may change the tensor; optional: it may be None."""
-
-    name: str
-    default: Any
-    written: bool
-    optional: bool
-
-
-def arguments_of(op: Op) -> list[Argument]:
-    """An op's arguments, from its schema; those of a higher-order op, which has none, from its signature."""
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        parameters = list(inspect.signature(op.__call__).parameters.values())
-        return [Argument(parameter.name, parameter.default, False, False) for parameter in parameters]
-    return [
-        Argument(
-            argument.name,
-            argument.default_value,
-            argument.alias_info is not None and argument.alias_info.is_write,
-            isinstance(argument.type, torch.OptionalType),
-        )
-        for argument in op._schema.arguments
-    ]
-
-
-def returns_tensors(op: Op) -> bool:
-    """Whether an op has a tensor among its outputs; a higher-order op does not say, and counts as having one."""
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        return True
-    return any("Tensor" in str(output.type) for output in op._schema.returns)
-
-
-def redispatch_of(op: Op) -> Callable[..., Any]:
-    """A function (keyset, *args, **kwargs) that calls an op's kernel for a keyset."""
-    if not isinstance(op, torch._ops.HigherOrderOperator):
-        return op.redispatch
-
-    def redispatch(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        return op.dispatch(keyset.highestPriorityTypeId(), *args, **kwargs)
-
-    return redispatch
-
-
-def at_backend_select(op: torch._ops.HigherOrderOperator, function: Callable[..., Any]) -> None:
+def at_backend_select(op: Any, function: Callable[..., Any]) -> None:
     """Let calls of a higher-order op pass by function(keyset, *args, **kwargs), as an implementation does for an op."""
 
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Which ops fastac knows: rows, which are data, and the ops of this process that they stand for.
+"""The ops that fastac knows: rows, which are data, and the ops of this process that they name.
 
-A row names an op by a namespace pattern and a name, and says what fastac must know about its calls. `classify` finds
-the row of an op and remembers the decision. No library is imported for that: its ops are in the dispatcher once
-somebody else has loaded it.
+A row names an op by a namespace pattern and a name, and says how to read its calls. `classify` finds the row of an op
+and remembers it. No library is imported for that: its ops are in the dispatcher once the user has loaded it.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import dataclasses
 import logging
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fastac.engine import torch_private
-from fastac.engine.torch_private import Op, qualified_name
 from fastac.errors import FastacError, UnsupportedBackendError
+from fastac.registry import torch_private
+from fastac.registry.torch_private import Op, qualified_name
 
 logger = logging.getLogger("fastac")
 
@@ -29,20 +28,21 @@ b batch, s sequence, h heads, d dim, t the tokens of all sequences packed, 3 que
 """
 
 ALWAYS = "always"
+"""`dropout` of a row whose kernel may draw random numbers in every call, for all that is known."""
 
 OPAQUE_NAMESPACE = "fastac_opaque"
-"""Of the ops that fastac.make_visible makes."""
+"""Namespace of the ops that fastac.make_visible makes."""
 
 KINDS = {
     "attention": "runs an attention forward: its outputs are saved where the policy says so",
-    "decomposition": "runs only where an attention was decomposed into small ops, so that nothing can be saved",
+    "decomposition": "runs only when an attention is decomposed into small ops: nothing can be saved",
     "choice": "chooses blocks of sparse attention, as (values, indices): saved beside the attention that follows",
-    "exchange": "a collective that returns no more than it was given: saved, so that it is not issued again",
-    "gather": "a collective that returns a multiple of what it was given, such as unsharded weights: issued again",
-    "wait": "completes a collective: waiting again for what is complete costs nothing",
-    "linear": "the product that a Linear module ends in: saved where the policy names the module",
+    "exchange": "a collective that returns no more than its input: saved, and not issued again",
+    "gather": "a collective that returns a multiple of its input, such as unsharded weights: issued again",
+    "wait": "completes a collective: runs again, which costs nothing once the collective is complete",
+    "linear": "the matmul of a Linear module: saved where the policy names the module",
 }
-"""What a row's op does, and what that means for its outputs."""
+"""Kind of a row -> what its op does, and what happens to its outputs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,10 @@ class Row:
     """One dispatcher op that fastac knows.
 
     Args:
-        namespace: regular expression that must match the whole namespace (hub builds carry a build-specific one);
-            "higher_order" for a higher-order op.
+        namespace: regular expression for the whole namespace (builds from the hub have one each); "higher_order" for a
+            higher-order op.
         name: the bare name of the op, without overload.
-        kind: of KINDS.
+        kind: a key of KINDS.
     """
 
     namespace: str
@@ -63,16 +63,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flops:
-    """What only the counting of FLOPs needs to know of an attention op.
+    """Arguments and backward of an attention op that only FLOP counting reads.
 
     Args:
-        backward: name of the op, in the same namespace, that runs the backward; its first four tensors are the
+        backward: name of the op, in the same namespace, that runs the backward. Its first four tensors are the
             gradient of the output, query, key and value. "" where the dispatcher sees none.
-        offsets: of packed sequences, the two arguments that say where those of queries and of keys begin, and the last
-            one ends (cu_seqlens); or the masks, (batch, sequence), of what is no padding.
-        blocks: of sparse attention, the arguments that say which blocks of keys each block of queries attends to:
-            lists, (batch, heads, blocks of queries, longest), and how many count in each; or one map, with all blocks
-            of keys last.
+        offsets: for packed sequences, the two arguments with the offsets of queries and of keys (cu_seqlens); or with
+            their masks, (batch, sequence), True where a token is no padding.
+        blocks: for sparse attention, the arguments that say which blocks of keys each block of queries attends to:
+            lists, (batch, heads, blocks of queries, longest list), and their lengths; or one map, (batch, heads, blocks
+            of queries, blocks of keys).
     """
 
     backward: str = ""
@@ -85,18 +85,18 @@ class AttentionOp(Row):
     """One dispatcher op that runs an attention forward and returns its output and statistics.
 
     Args:
-        backend: what it is called in reports, such as "fa2".
+        backend: its name in reports, such as "fa2".
         namespace, name: of the op, see Row.
-        layout: of the key tensor, a name in KEYS_DIMENSION.
+        layout: of the key tensor, a key of KEYS_DIMENSION.
         key: the argument that holds the key tensor.
-        max_kv: argument that holds the number of keys where the layout is packed; used when it is not None in a call.
-        dropout: the argument that makes the kernel draw random numbers, None for never, "always" when nobody knows.
-        selection: of sparse attention, the arguments that hold the chosen blocks; they are saved with the outputs.
-        coarse: of sparse attention, the argument with one entry per block of keys. Attention over that few keys, which
-            it chooses its blocks by, is small ops and may be recomputed.
-        with_argument: an argument by which the op is told from another library's op of the same namespace and name.
+        max_kv: the argument that holds the number of keys, for packed layouts; not read in a call where it is None.
+        dropout: the argument that makes the kernel draw random numbers; None for never, "always" if unknown.
+        selection: for sparse attention, the arguments that hold the chosen blocks; they are saved with the outputs.
+        coarse: for sparse attention, the argument with one entry per block of keys. The attention over that few keys
+            that chooses the blocks is small ops, and may be recomputed.
+        with_argument: an argument that only this op has, where two libraries have an op of this namespace and name.
         trains: False refuses the op, with `note` as the reason.
-        flops: what only the counting of FLOPs needs.
+        flops: for FLOP counting alone.
 
     Example:
         >>> fastac.register(fastac.AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward"))
@@ -118,10 +118,10 @@ class AttentionOp(Row):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpaqueFunction:
-    """An autograd.Function whose forward is an attention that no dispatcher op shows; made visible once it is loaded.
+    """An autograd.Function whose forward is an attention without a dispatcher op; made visible once it is loaded.
 
     Args:
-        module: regular expression for the whole name of the module that holds it, in its __dict__.
+        module: regular expression for the whole name of the module that has it in its __dict__.
         name: of the class in that module.
         backend, key, layout, max_kv, dropout, flops: as in AttentionOp, of the arguments of its forward.
     """
@@ -139,32 +139,34 @@ class OpaqueFunction:
 class BoundOp:
     """A row bound to one op of this process: reads calls by argument position.
 
-    Raises FastacError when the op cannot be saved: an argument it always writes, no tensor among its outputs, or an
-    argument that the row names and the op lacks.
+    Raises FastacError when the op cannot be saved: it always writes an argument, returns no tensor, or lacks an
+    argument that the row names.
     """
 
     number = 0
     """Its place among the intercepted ops, from 1 on; 0 for one that is not intercepted."""
 
     def __init__(self, op: Op, row: Row) -> None:
+        attention = row if isinstance(row, AttentionOp) else None
         self.op = op
         self.redispatch = torch_private.redispatch_of(op)
         self.row = row
         self.kind = row.kind
         self.name = str(op)
         self.qualified_name = qualified_name(op)
-        self.is_attention = isinstance(row, AttentionOp)
-        self.backend = row.backend if isinstance(row, AttentionOp) else ""
-        self.trains = not isinstance(row, AttentionOp) or row.trains
-        self.may_draw = isinstance(row, AttentionOp) and row.dropout is not None
-        self.selects = isinstance(row, AttentionOp) and bool(row.selection)
+        self.is_attention = attention is not None
+        self.backend = attention.backend if attention else ""
+        self.trains = attention is None or attention.trains
+        self.may_draw = attention is not None and attention.dropout is not None
+        self.selects = attention is not None and bool(attention.selection)
         self.is_opaque = self.is_attention and row.namespace == OPAQUE_NAMESPACE
+        self.is_higher_order = isinstance(op, torch_private.HigherOrderOperator)
         arguments = torch_private.arguments_of(op)
         self._positions = {argument.name: i for i, argument in enumerate(arguments)}
         self._defaults = {argument.name: argument.default for argument in arguments}
         self.written = [argument.name for argument in arguments if argument.written]
-        if isinstance(row, AttentionOp):
-            self._key, self._dimension = self._positions.get(row.key, 0), KEYS_DIMENSION[row.layout]
+        if attention is not None:
+            self._key, self._dimension = self._positions.get(attention.key, 0), KEYS_DIMENSION[attention.layout]
         if self.trains and row.kind != "decomposition":
             self._check_schema([argument.name for argument in arguments if argument.written and not argument.optional])
 
@@ -179,25 +181,18 @@ class BoundOp:
             raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save")
         if row.kind == "choice" and "dim" not in self._positions:
             raise FastacError(f"register: {self.name} has no argument 'dim', so it is no choice as topk and sort are")
-        if not isinstance(row, AttentionOp):
-            return
-        named = [row.key, row.max_kv, None if row.dropout == ALWAYS else row.dropout, row.coarse, *row.selection]
-        for name in (*named, *row.flops.offsets, *row.flops.blocks):
-            if name and name not in self._positions:
-                raise FastacError(
-                    f"register: the row of {self.name} names the argument {name!r}, which the op does not have. "
-                    f"Its arguments are {', '.join(self._positions)}: say which, as AttentionOp(key=...) does."
-                )
+        if isinstance(row, AttentionOp):
+            check_named(row, self._positions, f"register: {self.name}", [row.coarse, *row.selection])
 
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The value a call has for an argument, however it was passed."""
+        """The value of an argument in a call, passed by position or by name."""
         position = self._positions[name]
         return args[position] if position < len(args) else kwargs.get(name, self._defaults[name])
 
     def keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Number of keys each query of an attention call may attend to (a SymInt under a trace with dynamic shapes).
 
-        Of a decomposed attention: that of its softmax, whose last dimension counts them. 0 for any other kind.
+        Of a decomposed attention: the last dimension of its softmax. 0 for any other kind.
         """
         row = self.row
         if not isinstance(row, AttentionOp):
@@ -211,30 +206,28 @@ class BoundOp:
             return key.shape[self._dimension]  # type: ignore[no-any-return]
         except IndexError:
             raise FastacError(
-                f"{self.name}: by its row the layout of {row.key!r} is {row.layout!r}, and it was called with the "
-                f"shape {tuple(key.shape)}. Give the row the argument that holds the keys (key=...) and their layout."
+                f"{self.name}: its row says that the layout of {row.key!r} is {row.layout!r}, and it was called with "
+                f"the shape {tuple(key.shape)}. Name the argument that holds the keys (key=...) and its layout."
             ) from None
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the kernel may draw random numbers in this call."""
         dropout = self.row.dropout if isinstance(self.row, AttentionOp) else None
-        if dropout is None or dropout == ALWAYS:
-            return dropout is not None
-        return bool(self.argument(dropout, args, kwargs))
+        return dropout == ALWAYS or (dropout is not None and bool(self.argument(dropout, args, kwargs)))
 
     def selection(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor | None]:
-        """The tensors of a call that hold the blocks it was given to attend to."""
+        """The tensors of a call that hold the blocks it attends to."""
         names = self.row.selection if isinstance(self.row, AttentionOp) else ()
         return [self.argument(name, args, kwargs) for name in names]
 
     def coarse_keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """How many keys the coarse attention has that goes with this call; 0 for a kernel that is not sparse."""
+        """Number of keys of the coarse attention that goes with this call; 0 for a kernel that is not sparse."""
         name = self.row.coarse if isinstance(self.row, AttentionOp) else ""
         blocks = self.argument(name, args, kwargs) if name else None
         return 0 if blocks is None else int(blocks.numel())
 
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raise FastacError when this call, which is to be saved, passes a tensor that the kernel writes."""
+        """Raise FastacError when this call, whose output is saved, passes a tensor that the kernel writes."""
         for name in self.written:
             if self.argument(name, args, kwargs) is not None:
                 raise FastacError(
@@ -252,7 +245,7 @@ class BoundOp:
 
 
 class _State:
-    """Everything that this module knows in this process."""
+    """The rows and decisions of this process."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -260,9 +253,9 @@ class _State:
         self.reset()
 
     def reset(self) -> None:
-        """Forget decisions: ops are looked at anew."""
+        """Forget decisions: ops are classified anew."""
         self.decisions: dict[object, BoundOp | None] = {}
-        self.reported: set[str] = set()
+        self.reported: set[str] = set()  # errors already logged
 
 
 state = _State()
@@ -274,13 +267,13 @@ def rows() -> tuple[Row, ...]:
 
 
 def register(*new_rows: Row) -> None:
-    """Add rows; ops that are loaded are checked at once, others when they are first met.
+    """Add rows. Ops that are loaded are checked at once, others when they are first called.
 
     Args:
         new_rows: such as `AttentionOp(...)`. All of them are added, or none.
 
     Raises:
-        FastacError: a row is not well-formed, stands already, or its op cannot be saved. Nothing is registered then.
+        FastacError: a row is malformed or registered already, or its op cannot be saved. Nothing is registered then.
 
     Example:
         >>> fastac.register(fastac.AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward"))
@@ -289,7 +282,9 @@ def register(*new_rows: Row) -> None:
         before = list(state.rows)
         try:
             for row in new_rows:
-                check_row(row)
+                if not isinstance(row, Row):
+                    raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
+                check(row)
                 if any(_identity(row) == _identity(other) for other in state.rows):
                     raise FastacError(f"register: there is a row for {row.namespace}::{row.name} already")
                 state.rows.append(row)
@@ -301,53 +296,51 @@ def register(*new_rows: Row) -> None:
             raise
 
 
-def check_row(row: Row) -> None:
-    """Raise FastacError when a row is not well-formed."""
-    if not isinstance(row, Row):
-        raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
-    check_texts(row, "register")
-    check_pattern(row.namespace, f"register: namespace of {row.name!r}")
-    backward = row.flops.backward if isinstance(row, AttentionOp) else ""
-    for name in (row.name, *[backward] * bool(backward)):
-        if not name.isidentifier():
-            raise FastacError(
-                f"register: {name!r} is not the bare name of an op. Write it without namespace and overload: "
-                f'AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward")'
-            )
-    if row.kind not in KINDS or (row.kind == "attention") is not isinstance(row, AttentionOp):
-        raise FastacError(f"register: kind {row.kind!r} of {row.name} is none of {', '.join(KINDS)}")
-    if isinstance(row, AttentionOp):
-        check_layout(row.layout, row.flops, f"register: {row.name}")
-        if len(row.flops.blocks) > 1 and not row.coarse:
-            raise FastacError(f"register: {row.name} names lists of blocks, and no `coarse` that says how many exist")
-
-
-def check_texts(row: Any, where: str) -> None:
-    """Raise FastacError where a field of a row is not of the type that it is declared with."""
-    declarations: Any = dataclasses.fields(row)
-    for field in declarations:
+def check(row: Row | OpaqueFunction, call: str = "register") -> None:
+    """Raise FastacError when a row is malformed. call: the public function that it was given to."""
+    where = f"{call}: {row.name!r}"
+    for field in dataclasses.fields(row):
         value, declared = getattr(row, field.name), str(field.type)
         if declared == "str | None" and value is None:
             continue
         kind: type = {"s": str, "t": tuple, "b": bool, "F": Flops}[declared[0]]
         if not isinstance(value, kind) or (isinstance(value, tuple) and not all(isinstance(i, str) for i in value)):
-            raise FastacError(f"{where}: {field.name} is {value!r}, expected {declared}, in {row!r}")
-
-
-def check_pattern(pattern: str, where: str) -> None:
-    """Raise FastacError for what is no regular expression."""
+            raise FastacError(f"{where}: {field.name} is {value!r}, expected {declared}")
+    pattern = row.namespace if isinstance(row, Row) else row.module
     try:
         re.compile(pattern)
     except re.error as error:
         raise FastacError(f"{where}: {pattern!r} is not a regular expression: {error}") from error
-
-
-def check_layout(layout: str, flops: Flops, where: str) -> None:
-    """Raise FastacError for an unknown layout, and for offsets that are not those of queries and of keys."""
-    if layout not in KEYS_DIMENSION:
+    if isinstance(row, Row) and (
+        row.kind not in KINDS or (row.kind == "attention") is not isinstance(row, AttentionOp)
+    ):
+        raise FastacError(f"{where}: kind {row.kind!r} is none of {', '.join(KINDS)}")
+    flops = getattr(row, "flops", Flops())
+    for name in filter(None, (row.name, flops.backward)):
+        if not name.isidentifier():
+            raise FastacError(f"{where}: {name!r} is not the bare name of an op, without namespace and overload")
+    if (layout := getattr(row, "layout", "thd")) not in KEYS_DIMENSION:
         raise FastacError(f"{where}: layout {layout!r} is none of {', '.join(KEYS_DIMENSION)}")
     if len(flops.offsets) not in (0, 2):
         raise FastacError(f"{where}: offsets are two arguments, of queries and of keys: got {flops.offsets!r}")
+    if isinstance(row, AttentionOp) and len(flops.blocks) > 1 and not row.coarse:
+        raise FastacError(f"{where}: it names lists of blocks, and no `coarse` that says how many exist")
+
+
+def check_named(
+    row: AttentionOp | OpaqueFunction, arguments: Collection[str], where: str, others: Iterable[str] = ()
+) -> None:
+    """Raise FastacError for an argument that a row names and its op, or forward, does not have.
+
+    others: further arguments that the row names.
+    """
+    dropout = None if row.dropout == ALWAYS else row.dropout
+    for name in filter(None, (row.key, row.max_kv, dropout, *row.flops.offsets, *row.flops.blocks, *others)):
+        if name not in arguments:
+            raise FastacError(
+                f"{where} has no argument {name!r}, which its row names. Its arguments are {', '.join(arguments)}: "
+                f"name one of these, as in key=..."
+            )
 
 
 def _identity(row: Row) -> tuple[str, str, str]:
@@ -356,24 +349,23 @@ def _identity(row: Row) -> tuple[str, str, str]:
 
 def _row_of(op: Op) -> Row | None:
     namespace, _, name = qualified_name(op).partition(".")[0].partition("::")
-    found = []
-    for row in state.rows:
-        if row.name == name and re.fullmatch(row.namespace, namespace):
-            argument = getattr(row, "with_argument", "")
-            if not argument or any(argument == one.name for one in torch_private.arguments_of(op)):
-                found.append(row)
+    named = [row for row in state.rows if row.name == name and re.fullmatch(row.namespace, namespace)]
+    if not named:
+        return None
+    arguments = {argument.name: argument for argument in torch_private.arguments_of(op)}
+    found = [row for row in named if getattr(row, "with_argument", "") in ("", *arguments)]
     if len(found) > 1:
         raise FastacError(
             f"register: {namespace}::{name} is claimed by {len(found)} rows: "
             + "; ".join(f"{row.namespace}::{row.name} of {getattr(row, 'backend', 'fastac')}" for row in found)
         )
-    if found and found[0].kind == "choice" and any(one.written for one in torch_private.arguments_of(op)):
-        return None  # an overload with `out`: what it writes is the caller's own
+    if found and found[0].kind == "choice" and any(argument.written for argument in arguments.values()):
+        return None  # an overload with `out`: the caller owns what it writes
     return found[0] if found else None
 
 
 def classify(op: Any) -> BoundOp | None:
-    """The row of an op, bound to it, or None for an op without a row. Answered from a dict after the first time.
+    """The row of an op, bound to it; None for an op without a row. Looked up in a dict after the first time.
 
     op: an OpOverload or a HigherOrderOperator; anything else has no row.
     """
@@ -381,11 +373,8 @@ def classify(op: Any) -> BoundOp | None:
         return state.decisions[op]
     except KeyError:
         pass
-    decision = None
-    if torch_private.is_op(op):
-        row = _row_of(op)
-        decision = BoundOp(op, row) if row is not None else None
-    state.decisions[op] = decision
+    row = _row_of(op) if isinstance(op, Op) else None
+    decision = state.decisions[op] = None if row is None else BoundOp(op, row)
     return decision
 
 
@@ -403,7 +392,7 @@ def find_op(qualified: str) -> Op | None:
 def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
     """Every op of this process that a row names, all overloads.
 
-    One that cannot be saved is left out; it raises when one of the rows `strictly` is concerned.
+    An op that cannot be saved is left out and logged. It raises FastacError if its row is one of `strictly`.
     """
     rows_by_name: dict[str, list[Row]] = {}
     for row in state.rows:
@@ -411,13 +400,13 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
     found = []
     for qualified in [*torch_private.op_names(), *(f"higher_order::{name}" for name in rows_by_name)]:
         namespace, _, rest = qualified.partition("::")
-        mine = rows_by_name.get(rest.partition(".")[0], ())
-        if not any(re.fullmatch(row.namespace, namespace) for row in mine):
+        named = rows_by_name.get(rest.partition(".")[0], ())
+        if not any(re.fullmatch(row.namespace, namespace) for row in named):
             continue
         try:
             bound = classify(find_op(qualified))
         except FastacError as error:
-            if any(row in strictly for row in mine):
+            if any(row in strictly for row in named):
                 raise
             if str(error) not in state.reported:
                 state.reported.add(str(error))
