@@ -32,7 +32,8 @@ class FastacError(RuntimeError):
         self.rank = rank()
 
     def __str__(self) -> str:
-        return f"{self.rank}: {super().__str__()}" if self.rank else super().__str__()
+        message = RuntimeError.__str__(self)  # of a subclass that is also a KeyError, super() would quote it
+        return f"{self.rank}: {message}" if self.rank else message
 
 
 class UnsupportedBackendError(FastacError):

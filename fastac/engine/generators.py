@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 _CPU = torch.device("cpu")
 
-States = list[tuple[torch.device, torch.Tensor]]
+States = Sequence[tuple[torch.device, torch.Tensor]]
 """Generators, by device, with their states."""
 
 
@@ -21,7 +21,7 @@ def generator_state(device: torch.device) -> torch.Tensor:
     return state
 
 
-def set_states(states: Iterable[tuple[torch.device, torch.Tensor]]) -> None:
+def set_states(states: States) -> None:
     """Put generators into states that they were in before."""
     for device, state in states:
         if device.type == "cpu":
