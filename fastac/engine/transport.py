@@ -1,7 +1,7 @@
-"""Copies between a device and the host, beside what is computed, and what holds memory until they are done.
+"""Copies between a device and the host, in parallel with computation.
 
-Each direction has a stream. What copies read and write is held until they are done, and the host waits for none of
-them: where one has to be done first, the stream that computes waits for its event.
+Each direction has a stream. Memory that a copy reads or writes is held until the copy is done. The host waits for no
+copy: where one has to be done first, the computing stream waits for its event.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from fastac.engine.calls import Transfers
 
 PIECE = 2**26
-"""Bytes that are copied at once: torch's allocator of pinned memory rounds each piece up to a power of two."""
+"""Bytes of a piece that is copied at once: torch's allocator of pinned memory rounds each up to a power of two."""
 
 IN_FLIGHT = 2
-"""Regions whose copies to the host are in flight at one time. Before those of one more, computation waits."""
+"""Regions whose copies to the host may be in flight at one time. Computation waits before those of one more."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Bytes on the device and on the host."""
 
 
 class Transport:
-    """Copies between a device and host memory that are done at once: of a device without streams."""
+    """Copies between host memory and a device without streams: they are done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -37,20 +37,20 @@ class Transport:
         self._lock = threading.Lock()  # forward and backward are different threads
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """So many bytes on the host."""
+        """Allocate bytes on the host."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def device_memory(self, size: int) -> torch.Tensor:
-        """So many bytes on the device."""
+        """Allocate bytes on the device."""
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def copy(self, pairs: Pairs, to_host: bool, after: Iterable[Any]) -> Any:
-        """Begin copies, after what is computed so far and after some events. Returns the event of their end."""
+        """Begin copies, after the computation so far and after some events. Returns the event of their end."""
         for device, host in pairs:
             host.copy_(device) if to_host else device.copy_(host)
 
     def wait(self, event: Any) -> Any:
-        """Let what is computed next wait for an event. Returns what `had_to_wait` takes."""
+        """Let the computation that follows wait for an event. Returns the argument for `had_to_wait`."""
 
     def had_to_wait(self, waiting: Any) -> bool:
         """Whether the device was idle in a `wait`."""
@@ -74,7 +74,7 @@ class Transport:
         return copies
 
     def release(self) -> None:
-        """Hold no longer what copies used that are done."""
+        """Drop the memory of copies that are done."""
         with self._lock:
             done = [one for one in self._running if self.is_done(one.event)]
             self._running = [one for one in self._running if one not in done]
@@ -83,18 +83,18 @@ class Transport:
 
 
 class StreamTransport(Transport):
-    """Copies beside what is computed, of an accelerator, from and to pinned memory."""
+    """Copies between pinned host memory and an accelerator, in parallel with computation."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._streams = {to_host: torch.Stream(device) for to_host in (True, False)}
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """So many bytes of pinned memory, which torch hands out again once they are free."""
+        """Allocate bytes of pinned memory, which torch reuses once they are free."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, pairs: Pairs, to_host: bool, after: Iterable[Any]) -> Any:
-        """Let the stream of the direction copy."""
+        """Copy on the stream of the direction."""
         stream = self._streams[to_host]
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         for event in after:
@@ -105,19 +105,19 @@ class StreamTransport(Transport):
         return stream.record_event()
 
     def wait(self, event: Any) -> Any:
-        """Let the current stream wait. Returns events before and behind that."""
+        """Let the current stream wait. Returns events before and after that."""
         stream = torch.accelerator.current_stream(self.device)
-        before, behind = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
         before.record(stream)
         stream.wait_event(event)
-        behind.record(stream)
-        return before, behind
+        after.record(stream)
+        return before, after
 
     def had_to_wait(self, waiting: Any) -> bool:
-        """Whether there was time between the events, as there is also where the host is late. Waits for them."""
-        before, behind = waiting
-        behind.synchronize()
-        return bool(before.elapsed_time(behind) > 0.02)  # ms. Two events without a wait are some us apart.
+        """Whether time passed between the events, as it also does where the host is late. Waits for them."""
+        before, after = waiting
+        after.synchronize()
+        return bool(before.elapsed_time(after) > 0.02)  # ms. Events without a wait between them are some us apart.
 
     def is_done(self, event: Any) -> bool:
         """Whether the event was reached."""
@@ -126,7 +126,7 @@ class StreamTransport(Transport):
 
 @functools.cache
 def transport_of(device: torch.device) -> Transport | None:
-    """How tensors get from a device to the host; None for those of the host itself, where there is a device."""
+    """The transport of tensors on a device; None for the CPU, where there is an accelerator."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device.type == "cpu":
         return Transport(device) if accelerator is None else None
@@ -136,21 +136,21 @@ def transport_of(device: torch.device) -> Transport | None:
 
 @dataclasses.dataclass(eq=False)
 class Copies:
-    """Copies in one direction that were begun together. What they read and write is held until they are done."""
+    """Copies of one region in one direction."""
 
     transport: Transport
     to_host: bool
-    device: list[torch.Tensor]
+    device: list[torch.Tensor]  # memory that they read or write, held until they are done
     host: list[torch.Tensor]
-    after: Sequence[Copies]
+    after: Sequence[Copies]  # done before these begin
     transfers: Transfers
-    event: Any
+    event: Any  # of their end
 
     def __post_init__(self) -> None:
         self.transfers.copies += 1
 
     def wait(self) -> None:
-        """Let what is computed next find the copies done. It may use memory of the device that they used."""
+        """Let the computation that follows wait for the copies. It may then use their memory on the device."""
         self.transfers.waits.append((self.transport, self.transport.wait(self.event), sum(map(len, self.host))))
         for copies in (self, *self.after):
             copies.device = []
