@@ -12,38 +12,29 @@ when it is made: an op that is loaded later counts in the next one.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from fastac import registry
 from fastac.engine.torch_private import has_no_data, tree_leaves
-from fastac.registry import KEYS_DIMENSION, AttentionOp, OpaqueFunction
+from fastac.registry import AttentionOp, OpaqueFunction, number_of_keys
 from fastac.registry.torch_private import Op, arguments_of
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Products:
-    """The sizes of the matrix products of one attention call."""
+class Products(NamedTuple):
+    """Sizes of the matrix products of one attention call."""
 
-    output: torch.Tensor
-    """(..., head dim of the values), or its gradient, with its heads before the last dimension where it is packed."""
-    key: torch.Tensor
-    """(..., head dim of queries and keys)"""
-    keys: int
-    """Number of keys that each query may attend to."""
-    offsets: Sequence[torch.Tensor | None]
-    blocks: Sequence[torch.Tensor]
-    coarse: torch.Tensor | None
-    """The arguments that AttentionOp names so."""
+    pairs: int  # of a query and a key that it attends to, of all heads and sequences
+    key_dim: int  # head dim of queries and keys
+    value_dim: int
 
     def forward(self) -> int:
         """FLOPs of scores and output: torch.utils.flop_counter.sdpa_flop_count."""
-        return 2 * self._pairs() * (self.key.shape[-1] + self.output.shape[-1])
+        return 2 * self.pairs * (self.key_dim + self.value_dim)
 
     def backward(self) -> int:
         """FLOPs of scores, again, and of four gradients: torch.utils.flop_counter.sdpa_backward_flop_count.
@@ -51,19 +42,31 @@ class Products:
         Three products are over the head dim of the keys: scores, gradients of query and key. Two are over that of the
         values: gradients of probabilities and values.
         """
-        return 2 * self._pairs() * (3 * self.key.shape[-1] + 2 * self.output.shape[-1])
+        return 2 * self.pairs * (3 * self.key_dim + 2 * self.value_dim)
 
-    def _pairs(self) -> int:
-        """Pairs of a query and a key, of all heads and sequences."""
-        lengths = [_lengths(tensor) for tensor in self.offsets]
-        if lengths and all(lengths):
-            return int(self.output.shape[-2] * sum(queries * keys for queries, keys in zip(*lengths, strict=True)))
-        pairs: int = math.prod(self.output.shape[:-1]) * self.keys
-        if not self.blocks:
-            return pairs
-        chosen = self.blocks[0].numel() if has_no_data(self.blocks[-1]) else int(self.blocks[-1].sum())
-        of_keys = self.blocks[0].shape[-1] if self.coarse is None else self.coarse.numel()
-        return pairs * chosen // (math.prod(self.blocks[0].shape[:-1]) * of_keys)
+
+def products(
+    row: AttentionOp | OpaqueFunction, call: Mapping[str, Any], output: torch.Tensor, key: torch.Tensor
+) -> Products:
+    """The products of a call.
+
+    Args:
+        call: its arguments by name.
+        output: (..., head dim of the values), or its gradient; with its heads before the last dimension if packed.
+        key: (..., head dim of queries and keys).
+    """
+    lengths = [_lengths(call.get(name)) for name in row.flops.offsets]
+    blocks = [call[name] for name in row.flops.blocks if name in call]
+    if lengths and all(lengths):
+        pairs = output.shape[-2] * sum(queries * keys for queries, keys in zip(*lengths, strict=True))
+    else:
+        pairs = math.prod(output.shape[:-1]) * number_of_keys(row, call.get(row.max_kv or ""), key, row.name)
+        if blocks:
+            chosen = blocks[0].numel() if has_no_data(blocks[-1]) else int(blocks[-1].sum())
+            coarse = call.get(getattr(row, "coarse", ""))
+            of_keys = blocks[0].shape[-1] if coarse is None else coarse.numel()
+            pairs = pairs * chosen // (math.prod(blocks[0].shape[:-1]) * of_keys)
+    return Products(pairs, key.shape[-1], output.shape[-1])
 
 
 def _lengths(offsets: torch.Tensor | None) -> list[int]:
@@ -79,23 +82,6 @@ def named_arguments(
 ) -> dict[str, Any]:
     """A call's arguments by name. defaults: of all arguments, in the order of the signature."""
     return {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
-
-
-def products(
-    row: AttentionOp | OpaqueFunction, call: Mapping[str, Any], output: torch.Tensor, key: torch.Tensor
-) -> Products:
-    """The products of a call. call: its arguments by name. output: or its gradient."""
-    keys = call.get(row.max_kv) if row.max_kv is not None else None
-    if keys is None or isinstance(keys, torch.Tensor) or keys < 0:  # some libraries pass -1 where nothing is packed
-        keys = key.shape[KEYS_DIMENSION[row.layout]]
-    return Products(
-        output=output,
-        key=key,
-        keys=keys,
-        offsets=[call.get(name) for name in row.flops.offsets],
-        blocks=[call[name] for name in row.flops.blocks if name in call],
-        coarse=call.get(getattr(row, "coarse", "")),
-    )
 
 
 _keys: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], int]] = {}
@@ -146,16 +132,22 @@ def _register(op: Op, row: AttentionOp, is_backward: bool) -> None:
         output = next(value for value in outputs if isinstance(value, torch.Tensor))
         return products(row, call, output, call[row.key]).forward()
 
-    def backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Products:
+    def backward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
         call = named_arguments(defaults, args, kwargs)
-        gradient, _, key, _ = [value for value in call.values() if isinstance(value, torch.Tensor)][:4]
-        return products(row, call, gradient, key)
+        gradient, _, key, _ = _tensors(call)[:4]
+        return products(row, call, gradient, key).backward()
 
+    def keys_of_backward(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        call = named_arguments(defaults, args, kwargs)
+        return number_of_keys(row, call.get(row.max_kv or ""), _tensors(call)[2], row.name)
+
+    add_formula(op, backward if is_backward else forward)
     if is_backward:
-        _keys[_target(op)] = lambda args, kwargs: backward(args, kwargs).keys
-        add_formula(op, lambda *args, out_val=None, **kwargs: backward(args, kwargs).backward())
-    else:
-        add_formula(op, forward)
+        _keys[_target(op)] = keys_of_backward
+
+
+def _tensors(call: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [value for value in call.values() if isinstance(value, torch.Tensor)]
 
 
 def _target(op: Op) -> Any:

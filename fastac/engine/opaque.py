@@ -27,7 +27,7 @@ from fastac.engine import interception, torch_private
 from fastac.engine.flops import add_formula, named_arguments, products
 from fastac.engine.tape import engine, held_bytes, thread
 from fastac.errors import FastacError
-from fastac.registry import ALWAYS, KEYS_DIMENSION, OPAQUE_NAMESPACE, AttentionOp, Flops, OpaqueFunction
+from fastac.registry import ALWAYS, OPAQUE_NAMESPACE, AttentionOp, Flops, OpaqueFunction, number_of_keys
 
 logger = logging.getLogger("fastac")
 
@@ -65,11 +65,11 @@ class Companion:
     outputs: Any  # of the forward: one, or a tuple
     saved: list[Any]  # given to save_for_backward
     constant: list[Any]  # given to mark_non_differentiable
+    materializes: list[bool]  # given to set_materialize_grads
     attributes: Mapping[str, Any]  # other attributes of the context
-    materializes: bool | None  # given to set_materialize_grads
 
-    def give(self, context: Any, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], ran: bool) -> Any:
-        """Set up the context as the forward did. ran: the forward ran on this very context. Returns the outputs."""
+    def give(self, context: Any, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
+        """Set up the context as the forward did. Returns the outputs."""
 
         def tensor(value: Any) -> Any:
             return (inputs if value.is_input else tensors)[value.number] if isinstance(value, _Place) else value
@@ -77,10 +77,9 @@ class Companion:
         context.save_for_backward(*map(tensor, self.saved))
         if self.constant:
             context.mark_non_differentiable(*map(tensor, self.constant))
-        if not ran:
-            vars(context).update(torch_private.tree_map(tensor, self.attributes))
-            if self.materializes is not None:
-                context.set_materialize_grads(self.materializes)
+        for value in self.materializes:
+            context.set_materialize_grads(value)
+        vars(context).update(torch_private.tree_map(tensor, self.attributes))
         return torch_private.tree_map(tensor, self.outputs)
 
     def extra_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -98,19 +97,12 @@ class _Call:
     args: tuple[Any, ...]
     tensors: list[torch.Tensor]  # among the arguments
     companion: Companion | None = None
-    ran: bool = False
 
     def run(self) -> list[torch.Tensor]:
         """Run the forward. Returns its outputs, and the tensors that it saved beyond its inputs."""
-        context, materializes = self.context, None
-        set_materialize_grads = context.set_materialize_grads
-
-        def noted(value: bool) -> None:  # the context cannot be asked for it
-            nonlocal materializes
-            materializes = value
-            set_materialize_grads(value)
-
-        context.set_materialize_grads = noted
+        context = self.context
+        materializes: list[bool] = []
+        context.set_materialize_grads = materializes.append  # the context does not say what it was given
         try:
             outputs = self.forward(context, *self.args)
         finally:
@@ -132,8 +124,7 @@ class _Call:
 
         returned = torch_private.tree_map(place_of, outputs)
         saved, constants = ([place_of(one) for one in given] for given in (to_save, constant))
-        self.companion = Companion(returned, saved, constants, attributes, materializes)
-        self.ran = True
+        self.companion = Companion(returned, saved, constants, materializes, attributes)
         return tensors
 
 
@@ -237,15 +228,16 @@ def make_visible(
         if by_hand or "set_materialize_grads" in vars(ctx) or not tensors or not _is_watched(tensors):
             return original(ctx, *args, **kwargs)
         named = named_arguments(defaults, args)
+        keys = number_of_keys(row, named.get(max_kv or ""), _key_of(row, named, tensors), function.__qualname__)
         draws = dropout == ALWAYS or (dropout is not None and bool(named[dropout]))
         handle = next(_numbers)
         call = engine.opaque[handle] = _Call(original, ctx, args, tensors)
         try:
-            flat = op(tensors[0], tensors[1:], _keys_of(function, row, named, tensors), draws, handle)
+            flat = op(tensors[0], tensors[1:], keys, draws, handle)
         finally:
             del engine.opaque[handle]
         assert call.companion is not None
-        return call.companion.give(ctx, flat, tensors, call.ran)
+        return call.companion.give(ctx, flat, tensors)
 
     state.visible[name] = function, row
     function.forward = staticmethod(forward)  # type: ignore[method-assign]
@@ -289,20 +281,6 @@ def _key_of(row: OpaqueFunction, named: Mapping[str, Any], tensors: Sequence[tor
         return named[row.key]  # type: ignore[no-any-return]
     large = [tensor for tensor in tensors if tensor.dim() > 2] or tensors[:1]
     return large[min(1, len(large) - 1)]
-
-
-def _keys_of(function: type, row: OpaqueFunction, named: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> int:
-    """Number of keys of a call. Raises FastacError where the key tensor does not have the layout."""
-    given = named[row.max_kv] if row.max_kv else None
-    if isinstance(given, int):  # reading a tensor would wait for the device
-        return given
-    key = _key_of(row, named, tensors)
-    if key.dim() < -KEYS_DIMENSION[row.layout]:
-        raise FastacError(
-            f"{function.__qualname__} was made visible with layout={row.layout!r}, and its key tensor has the shape "
-            f"{tuple(key.shape)}. Name the key and its layout: fastac.make_visible(..., key=...)."
-        )
-    return int(key.shape[KEYS_DIMENSION[row.layout]])
 
 
 def _is_watched(tensors: Sequence[Any]) -> bool:

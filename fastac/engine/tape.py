@@ -43,7 +43,7 @@ class Engine:
     """What the engine knows in this process, except for the scope that is open in each thread."""
 
     def __init__(self) -> None:
-        self.installed: dict[str, tuple[BoundOp, Any]] = {}  # intercepted ops by qualified name, with their Library
+        self.installed: dict[str, BoundOp] = {}  # intercepted ops by qualified name
         self.lock = threading.RLock()
         self.modules: object = None  # modules that were loaded when ops were last looked for
         self.opaque: dict[int, Any] = {}  # calls of fastac.engine.opaque in the dispatcher, by the op's last argument

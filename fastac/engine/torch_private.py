@@ -1,6 +1,6 @@
 """Private names of torch that the engine uses: dispatcher, dynamo, tensors, autograd, checkpointing.
 
-Seen in torch 2.9 to 2.15. Each name is looked up when fastac is first used, not at its import. A name that is gone is an
+Seen in torch 2.9 to 2.15. They are looked up when fastac is first used, not at its import. One that is gone is an
 ImportError that names it and the torch version. Private names of the compiler are in `fastac.compile.torch_private`,
 those of traces in `fastac.graph.torch_private`.
 """
@@ -212,17 +212,13 @@ def proxy_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
 
 
-def in_compile_trace() -> bool:
-    """Whether dynamo or AOT is tracing in this thread (`torch.compiler.is_compiling()` is process-wide)."""
-    return TracingContext.try_get() is not None
-
-
 def in_other_trace() -> bool:
     """Whether a trace that is neither dynamo nor AOT is on: `make_fx`, and tools that use it."""
     if not in_proxy_trace():
         return False
     non_strict = getattr(torch.compiler, "_is_non_strict_tracing", None)  # since 2.12
-    return not in_compile_trace() or (non_strict is not None and non_strict())
+    # Not torch.compiler.is_compiling(), which is of the process: dynamo or AOT may trace in another thread.
+    return TracingContext.try_get() is None or (non_strict is not None and non_strict())
 
 
 def in_export() -> bool:
@@ -353,7 +349,7 @@ def running_node() -> Any:
 
 
 def innermost_checkpoint() -> object:
-    """A key for the checkpoint, torch's or fastac's, whose hook packs saved tensors in this thread now; None if none."""
+    """A key for the checkpoint, torch's or fastac's, whose hook packs saved tensors in this thread now, or None."""
     return _packs("_checkpoint_hook")
 
 
@@ -363,7 +359,7 @@ def in_recompute() -> bool:
 
 
 def saved_tensors_hooks() -> Any:
-    """The saved-tensor hooks that are open in this thread, (pack, unpack); None if there are none but a checkpoint's."""
+    """The saved-tensor hooks that are open in this thread, (pack, unpack); None for those of a checkpoint, or none."""
     return None if _packs("_checkpoint_hook", "_recomputation_hook") else _top_hooks()
 
 

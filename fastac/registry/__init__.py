@@ -136,6 +136,33 @@ class OpaqueFunction:
     flops: Flops = Flops()
 
 
+_NO_ATTENTION = AttentionOp(backend="", namespace="", name="", dropout=None)
+"""Read instead of a row that is no attention."""
+
+
+def number_of_keys(row: AttentionOp | OpaqueFunction, given: Any, key: torch.Tensor, name: str) -> int:
+    """Number of keys each query of a call may attend to (a SymInt under a trace with dynamic shapes).
+
+    Args:
+        given: the value of `max_kv`; None without one.
+        key: the key tensor.
+        name: of the op or function, for the message.
+
+    Raises:
+        FastacError: the key tensor does not have the row's layout.
+    """
+    # Reading a tensor would wait for the device. Some libraries pass -1 where nothing is packed.
+    if given is not None and not isinstance(given, torch.Tensor) and given >= 0:
+        return given  # type: ignore[no-any-return]
+    try:
+        return key.shape[KEYS_DIMENSION[row.layout]]
+    except IndexError:
+        raise FastacError(
+            f"{name}: its row says that the layout of {row.key or 'its second tensor'!r} is {row.layout!r}, and it was "
+            f"called with the shape {tuple(key.shape)}. Name the argument that holds the keys (key=...) and its layout."
+        ) from None
+
+
 class BoundOp:
     """A row bound to one op of this process: reads calls by argument position.
 
@@ -147,31 +174,29 @@ class BoundOp:
     """Its place among the intercepted ops, from 1 on; 0 for one that is not intercepted."""
 
     def __init__(self, op: Op, row: Row) -> None:
-        attention = row if isinstance(row, AttentionOp) else None
         self.op = op
         self.redispatch = torch_private.redispatch_of(op)
         self.row = row
         self.kind = row.kind
         self.name = str(op)
         self.qualified_name = qualified_name(op)
-        self.is_attention = attention is not None
-        self.backend = attention.backend if attention else ""
-        self.trains = attention is None or attention.trains
-        self.may_draw = attention is not None and attention.dropout is not None
-        self.selects = attention is not None and bool(attention.selection)
-        self.is_opaque = self.is_attention and row.namespace == OPAQUE_NAMESPACE
+        self.is_attention = isinstance(row, AttentionOp)
+        self.is_opaque = row.namespace == OPAQUE_NAMESPACE
         self.is_higher_order = isinstance(op, torch_private.HigherOrderOperator)
+        self._attention = row if isinstance(row, AttentionOp) else _NO_ATTENTION
+        self.backend = self._attention.backend
+        self.trains = self._attention.trains
+        self.may_draw = self._attention.dropout is not None
+        self.selects = bool(self._attention.selection)
         arguments = torch_private.arguments_of(op)
         self._positions = {argument.name: i for i, argument in enumerate(arguments)}
         self._defaults = {argument.name: argument.default for argument in arguments}
+        self._key = self._positions.get(self._attention.key, 0)
         self.written = [argument.name for argument in arguments if argument.written]
-        if attention is not None:
-            self._key, self._dimension = self._positions.get(attention.key, 0), KEYS_DIMENSION[attention.layout]
         if self.trains and row.kind != "decomposition":
             self._check_schema([argument.name for argument in arguments if argument.written and not argument.optional])
 
     def _check_schema(self, always_written: Sequence[str]) -> None:
-        row = self.row
         if always_written:
             raise FastacError(
                 f"register: {self.name} writes its argument {always_written[0]!r}. On replay the kernel does not run "
@@ -179,10 +204,11 @@ class BoundOp:
             )
         if not torch_private.returns_tensors(self.op):
             raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save")
-        if row.kind == "choice" and "dim" not in self._positions:
+        if self.kind == "choice" and "dim" not in self._positions:
             raise FastacError(f"register: {self.name} has no argument 'dim', so it is no choice as topk and sort are")
-        if isinstance(row, AttentionOp):
-            check_named(row, self._positions, f"register: {self.name}", [row.coarse, *row.selection])
+        if self.is_attention:
+            others = [self._attention.coarse, *self._attention.selection]
+            check_named(self._attention, self._positions, f"register: {self.name}", others)
 
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The value of an argument in a call, passed by position or by name."""
@@ -190,40 +216,26 @@ class BoundOp:
         return args[position] if position < len(args) else kwargs.get(name, self._defaults[name])
 
     def keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Number of keys each query of an attention call may attend to (a SymInt under a trace with dynamic shapes).
-
-        Of a decomposed attention: the last dimension of its softmax. 0 for any other kind.
-        """
-        row = self.row
-        if not isinstance(row, AttentionOp):
-            return args[0].shape[-1] if row.kind == "decomposition" else 0
-        if row.max_kv is not None:
-            keys: int | None = self.argument(row.max_kv, args, kwargs)
-            if keys is not None and keys >= 0:  # some libraries pass -1 where nothing is packed
-                return keys
-        key = args[self._key] if self._key < len(args) else kwargs[row.key]
-        try:
-            return key.shape[self._dimension]  # type: ignore[no-any-return]
-        except IndexError:
-            raise FastacError(
-                f"{self.name}: its row says that the layout of {row.key!r} is {row.layout!r}, and it was called with "
-                f"the shape {tuple(key.shape)}. Name the argument that holds the keys (key=...) and its layout."
-            ) from None
+        """Number of keys of an attention call; of a decomposed one, the last dimension of its softmax; otherwise 0."""
+        if not self.is_attention:
+            return args[0].shape[-1] if self.kind == "decomposition" else 0
+        row = self._attention
+        given = None if row.max_kv is None else self.argument(row.max_kv, args, kwargs)
+        return number_of_keys(row, given, args[self._key] if self._key < len(args) else kwargs[row.key], self.name)
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the kernel may draw random numbers in this call."""
-        dropout = self.row.dropout if isinstance(self.row, AttentionOp) else None
+        dropout = self._attention.dropout
         return dropout == ALWAYS or (dropout is not None and bool(self.argument(dropout, args, kwargs)))
 
     def selection(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor | None]:
         """The tensors of a call that hold the blocks it attends to."""
-        names = self.row.selection if isinstance(self.row, AttentionOp) else ()
-        return [self.argument(name, args, kwargs) for name in names]
+        return [self.argument(name, args, kwargs) for name in self._attention.selection]
 
     def coarse_keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Number of keys of the coarse attention that goes with this call; 0 for a kernel that is not sparse."""
-        name = self.row.coarse if isinstance(self.row, AttentionOp) else ""
-        blocks = self.argument(name, args, kwargs) if name else None
+        coarse = self._attention.coarse
+        blocks = self.argument(coarse, args, kwargs) if coarse else None
         return 0 if blocks is None else int(blocks.numel())
 
     def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -238,9 +250,9 @@ class BoundOp:
     def check_trains(self) -> None:
         """Raise UnsupportedBackendError when the row says that the op has no backward."""
         if not self.trains:
-            note = getattr(self.row, "note", "") or "its row says so"
             raise UnsupportedBackendError(
-                f"{self.name} does not train: {note}. Use another attention backend; `fastac backends` lists them."
+                f"{self.name} does not train: {self._attention.note or 'its row says so'}. Use another attention "
+                f"backend; `fastac backends` lists them."
             )
 
 
@@ -352,16 +364,16 @@ def _row_of(op: Op) -> Row | None:
     named = [row for row in state.rows if row.name == name and re.fullmatch(row.namespace, namespace)]
     if not named:
         return None
-    arguments = {argument.name: argument for argument in torch_private.arguments_of(op)}
-    found = [row for row in named if getattr(row, "with_argument", "") in ("", *arguments)]
+    arguments = torch_private.arguments_of(op)
+    found = [row for row in named if getattr(row, "with_argument", "") in ("", *(one.name for one in arguments))]
     if len(found) > 1:
         raise FastacError(
             f"register: {namespace}::{name} is claimed by {len(found)} rows: "
             + "; ".join(f"{row.namespace}::{row.name} of {getattr(row, 'backend', 'fastac')}" for row in found)
         )
-    if found and found[0].kind == "choice" and any(argument.written for argument in arguments.values()):
-        return None  # an overload with `out`: the caller owns what it writes
-    return found[0] if found else None
+    if not found or (found[0].kind == "choice" and any(one.written for one in arguments)):
+        return None  # a choice with `out`: the caller owns what it writes
+    return found[0]
 
 
 def classify(op: Any) -> BoundOp | None:
@@ -394,19 +406,17 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
 
     An op that cannot be saved is left out and logged. It raises FastacError if its row is one of `strictly`.
     """
-    rows_by_name: dict[str, list[Row]] = {}
-    for row in state.rows:
-        rows_by_name.setdefault(row.name, []).append(row)
+    names = {row.name for row in state.rows}
     found = []
-    for qualified in [*torch_private.op_names(), *(f"higher_order::{name}" for name in rows_by_name)]:
+    for qualified in [*torch_private.op_names(), *(f"higher_order::{name}" for name in names)]:
         namespace, _, rest = qualified.partition("::")
-        named = rows_by_name.get(rest.partition(".")[0], ())
-        if not any(re.fullmatch(row.namespace, namespace) for row in named):
+        name = rest.partition(".")[0]
+        if name not in names:
             continue
         try:
             bound = classify(find_op(qualified))
         except FastacError as error:
-            if any(row in strictly for row in named):
+            if any(row.name == name and re.fullmatch(row.namespace, namespace) for row in strictly):
                 raise
             if str(error) not in state.reported:
                 state.reported.add(str(error))
