@@ -13,13 +13,14 @@ backward that recomputes raises. On an accelerator nothing waits for the numbers
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,31 +36,28 @@ metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dty
 """Compared for every tensor in every step. The version counts in-place changes."""
 
 
+Difference = tuple["Fingerprint", "Fingerprint", float, str]
+"""A tensor's fingerprints in forward and recompute, the noise between them, and its op and module in words."""
+
+
+@dataclasses.dataclass
 class Comparison:
-    """Compares the tensors that one recompute saves with those of its forward, in their order.
+    """Compares the tensors that one recompute saves with those of its forward, in their order."""
 
-    Args:
-        function: that the region runs.
-        record: of its block. The first recompute notes there whether the block writes weights or buffers of its own.
-        fingerprints: of the tensors that the forward saved, if values are compared.
-        ends: code of the frame that calls the function.
-    """
+    function: Any
+    record: BlockRecord
+    """Of the block. The first recompute notes there whether the block writes weights or buffers of its own."""
+    fingerprints: Iterable[Fingerprint | None]
+    """Of the tensors that the forward saved, if values are compared."""
+    ends: types.CodeType
+    """Code of the frame that calls the function."""
 
-    def __init__(
-        self,
-        function: Any,
-        record: BlockRecord,
-        fingerprints: Iterable[Fingerprint | None] | None,
-        ends: types.CodeType,
-    ) -> None:
-        self.function = function
-        self.record = record
-        self.ends = ends
-        self._fingerprints = iter(fingerprints or ())
+    def __post_init__(self) -> None:
+        self._fingerprints = iter(self.fingerprints)
         self._allowed = 0.0  # the noise of the coarsest dtype so far, which is in all that follows
         self._error: RecomputeError | None = None  # of the first tensor whose metadata differ
         self._differences: list[Difference] = []
-        modules = [] if record.writes is False else _owners_of(function)
+        modules = [] if self.record.writes is False else _owners_of(self.function)
         self._versions = {one: one._version for module in modules for _, one in _state_of(module)}
 
     def add_metadata(self, forward: Metadata, tensor: torch.Tensor) -> None:
@@ -97,7 +95,7 @@ class Comparison:
         if forward.is_read_later or relative_difference(forward, again) > allowed:
             where = place(module_of(self.function), tensor, self.ends)
             if where is not None:
-                self._differences.append(Difference(forward, again, allowed, where))
+                self._differences.append((forward, again, allowed, where))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether the block has written a weight or buffer in this recompute."""
@@ -112,7 +110,7 @@ class Comparison:
         """Raise RecomputeError if something differs; for values on an accelerator, leave that to `check_pending`."""
         if self._error is not None:
             raise self._error
-        if any(one.forward.is_read_later for one in self._differences):
+        if any(forward.is_read_later for forward, *_ in self._differences):
             engine.pending.append((describe(self.function), self._differences))
         elif self._differences:
             _check(describe(self.function), self._differences)
@@ -186,9 +184,6 @@ _WIDE = {
 """Dtype that has fingerprints -> dtype of its sums. Missing are float8 and smaller, which torch adds up only as copies,
 and uint8, which holds workspaces of kernels and packed weights."""
 
-_PART = 2**16
-"""Elements of a tensor that are copied at once, so that comparing values does not raise the peak of a step."""
-
 
 class Fingerprint(NamedTuple):
     """Numbers of one tensor. If it is on an accelerator, they are tensors there, and not waited for."""
@@ -218,29 +213,19 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj())
         longest = sorted(range(values.dim()), key=lambda dim: values.shape[dim])[-2:]
-        parts = _parts(values, longest[-1], wide) if longest else [values]
-        sums = [_weighted_sum(parts, dim, longest[-1], wide) for dim in longest] or [values.sum(dtype=wide)]
-        norm = values.new_zeros((), dtype=wide)
-        if wide is not torch.int64:
-            norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one, dtype=wide) for one in parts]))
+        sums = [_weighted_sum(values, dim, wide) for dim in longest] or [values.sum(dtype=wide)]
+        is_integer = wide is torch.int64
+        norm = values.new_zeros((), dtype=wide) if is_integer else torch.linalg.vector_norm(values, dtype=wide)
         numbers: list[Any] = [*sums, norm]
         if tensor.device.type == "cpu":
             numbers = [one.item() for one in numbers]
     return Fingerprint(tensor.dtype, numbers[:-1], numbers[-1])
 
 
-def _parts(values: torch.Tensor, dim: int, wide: torch.dtype) -> Sequence[torch.Tensor]:
-    """A tensor, split along a dimension where adding it up in a wider dtype makes a copy: on the CPU."""
-    if values.dtype is wide or values.device.type != "cpu":
-        return [values]
-    return torch.split(values, max(1, _PART * values.shape[dim] // values.numel()), dim)
-
-
-def _weighted_sum(parts: Sequence[torch.Tensor], dim: int, divided: int, wide: torch.dtype) -> torch.Tensor:
-    """The sum with weights that grow along `dim`. divided: the dimension along which the tensor was split."""
-    others = [other for other in range(parts[0].dim()) if other != dim]
-    sums = [one.sum(others, dtype=wide) if others else one.to(wide) for one in parts]
-    along = torch.cat(sums) if dim == divided else torch.stack(sums).sum(0)
+def _weighted_sum(values: torch.Tensor, dim: int, wide: torch.dtype) -> torch.Tensor:
+    """The sum with weights that grow from 1 to 2 along `dim`; for integers, from its length to twice that."""
+    others = [other for other in range(values.dim()) if other != dim]
+    along = values.sum(others, dtype=wide) if others else values.to(wide)
     weights = torch.arange(len(along), 2 * len(along), dtype=wide, device=along.device)
     total = (along * weights).sum()
     return total if wide is torch.int64 else total / len(along)
@@ -266,12 +251,3 @@ def relative_difference(forward: Fingerprint, again: Fingerprint) -> float:
             apart = float(abs(one - other)) / scale if scale else math.inf
             largest = max(largest, math.inf if math.isnan(apart) else apart)
     return largest
-
-
-class Difference(NamedTuple):
-    """Fingerprints of a tensor in forward and recompute."""
-
-    forward: Fingerprint
-    again: Fingerprint
-    allowed: float  # noise
-    where: str  # op and module, in words

@@ -48,7 +48,7 @@ class KeptStorage:
         self.size = storage.nbytes()
         self.transport = transport
         self.transfers = transfers  # of the first region that keeps it
-        self._reference: StorageWeakRef | None = StorageWeakRef(storage)  # no other storage gets the address meanwhile
+        self._reference = StorageWeakRef(storage)  # no other storage gets the address meanwhile
         transport.storages[self._reference.cdata] = self
         transfers.device_bytes += self.size
 
@@ -60,9 +60,9 @@ class KeptStorage:
 
     def leave(self, copies: Copies) -> None:
         """Drop the bytes on the device. copies: to the host."""
-        assert self._reference is not None
         del self.transport.storages[self._reference.cdata]
-        self.device, self.offloaded, self._reference = None, copies, None
+        self.device, self.offloaded = None, copies
+        del self._reference
 
     def pairs(self, device: torch.Tensor) -> Pairs:
         """Its pieces on a device and on the host. Allocates host memory at the first call."""
@@ -144,7 +144,7 @@ class Stash:
         self.takes_inputs = policy.offloads_inputs and torch_private.innermost_checkpoint() is None
         self.versions = {one: one._version for one in inputs if torch_private.is_plain(one)}
         self.storages: list[KeptStorage] = []
-        self.reloaded: list[ReloadedStorage] = []
+        self.reloaded: list[ReloadedStorage] = []  # for a recompute
         self.previous: weakref.ref[Stash] | None = None  # of the region before this one in the forward
         self.transfers = record.transfers = Transfers()
         _state.on_device = [one for one in _state.on_device if one() is not None]
@@ -204,10 +204,6 @@ class Stash:
         if self.previous is not None and (previous := self.previous()) is not None:
             _state.prefetched = self.previous
             previous.reloaded = _reload(previous.storages, previous.transfers)
-
-    def end_recompute(self) -> None:
-        """Drop what was reloaded for the recompute."""
-        self.reloaded = []
 
 
 def _reload(storages: Sequence[KeptStorage], transfers: Transfers) -> list[ReloadedStorage]:

@@ -11,6 +11,7 @@ An autograd node holds its slots, and the region refers to them weakly: nothing 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable
@@ -43,37 +44,31 @@ class Slot:
     metadata: Metadata
 
 
+@dataclasses.dataclass(eq=False)
 class Region:
     """One call of a function under checkpointing. It lives as long as its autograd graph."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        record: BlockRecord,
-        tape: Tape | None,
-        *,
-        preserve_rng_state: bool = True,
-        compares: bool = True,
-        early_stop: bool = True,
-        has_fingerprints: bool = False,
-        stash: Stash | None = None,
-    ) -> None:
-        self.function = function
-        self.kwargs = kwargs
-        self.record = record
-        self.tape = tape
-        self.stash = stash
-        self.compares = compares
-        self.early_stop = torch_private.early_stop(early_stop)
+    function: Callable[..., Any]
+    args: Any  # saved as autograd saves them
+    kwargs: dict[str, Any]
+    record: BlockRecord  # of the block that the function runs
+    tape: Tape | None  # None under a policy that saves nothing
+    _: dataclasses.KW_ONLY
+    preserve_rng_state: bool = True
+    compares: bool = True  # metadata of recompute with those of the forward
+    has_fingerprints: bool = False  # values are compared, too
+    early_stop: bool = True
+    stash: Stash | None = None  # of a region that offloads
+
+    def __post_init__(self) -> None:
+        self.early_stop = torch_private.early_stop(self.early_stop)
         self.complete = False  # the forward has ended
         self.slots: list[weakref.ref[Slot]] = []
+        self.fingerprints: list[Fingerprint | None] = []
         self.recomputed: dict[Any, dict[Slot, torch.Tensor]] = {}  # by backward, without what it has unpacked
-        self.fingerprints: list[Fingerprint | None] | None = [] if has_fingerprints else None
         # The state in which a recompute begins.
-        self.args = torch_private.save(args)
-        self.generators = current_states((*args, *kwargs.values())) if preserve_rng_state else []
+        self.generators = current_states((*self.args, *self.kwargs.values())) if self.preserve_rng_state else []
+        self.args = torch_private.save(self.args)
         self.autocast = _autocast()
         self.default_device = torch_private.default_device()
 
@@ -100,7 +95,7 @@ class Region:
         slot = Slot()
         slot.metadata = metadata(tensor)
         self.slots.append(weakref.ref(slot))
-        if self.fingerprints is not None:
+        if self.has_fingerprints:
             self.fingerprints.append(fingerprint(tensor))
         return slot
 
@@ -150,7 +145,7 @@ class Region:
         finally:
             set_states(before)
             if self.stash is not None:
-                self.stash.end_recompute()
+                self.stash.reloaded = []
             vars(recompute).clear()  # the graph of the recompute holds its hook, and a block may keep a part of it
         if backward != -1:  # else a saved tensor is read outside a backward
             self.recomputed[backward] = tensors
@@ -194,7 +189,7 @@ class _Recompute:
         self.slots = iter(region.slots)
         self.last = region.slots[-1] if region.early_stop else None
         self.surplus = 0  # tensors that the forward did not save
-        self.compares, self.has_fingerprints = region.compares, region.fingerprints is not None
+        self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
         self.comparison = Comparison(self.function, region.record, region.fingerprints, ends=Region._recompute.__code__)
 
     @torch_private.as_checkpoint_hook

@@ -8,6 +8,7 @@ here follows a run with wrong gradients, a false alarm or a leak: docs/how-it-wo
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -249,27 +250,19 @@ class Scope:
         return outer.call(op, keyset, args, kwargs)
 
 
+@dataclasses.dataclass(eq=False)
 class Tape(Scope):
-    """The forward of a region: runs each call, and keeps what the policy saves as long as the autograd graph lives.
+    """The forward of a region: runs each call, and keeps what the policy saves as long as the autograd graph lives."""
 
-    Args:
-        preserves_generators: whether recompute restores generators. If not, replay does not, either: what follows the
-            backward would draw the same numbers again.
-        owners: collects the autograd node of each attention call; the region is then the first of its kind.
-        hooks: pack and unpack what is saved.
-    """
+    policy: Policy
+    preserves_generators: bool = True
+    """Recompute restores generators. If not, nor does replay: what follows would draw the same numbers again."""
+    owners: list[int] | None = None
+    """Collects the autograd node of each attention call in the first region of a kind."""
+    hooks: Hooks | None = None
+    """Pack and unpack the outputs that are saved."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        preserves_generators: bool = True,
-        owners: list[int] | None = None,
-        hooks: Hooks | None = None,
-    ) -> None:
-        self.policy = policy
-        self.preserves_generators = preserves_generators
-        self.owners = owners
-        self.hooks = hooks
+    def __post_init__(self) -> None:
         self.entries: list[Entry] = []
         self.ops_at_start = len(engine.installed)
         self.complete = False  # a gradient taken inside the forward recomputes calls that have no entry yet

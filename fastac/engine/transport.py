@@ -6,6 +6,7 @@ copy: where one has to be done first, the computing stream waits for its event.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -28,17 +29,22 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Transport:
-    """Copies between host memory and a device without streams: they are done at once."""
+    """Copies between a device and the host.
 
-    def __init__(self, device: torch.device) -> None:
+    Of an accelerator they use pinned memory, run in parallel with computation, and have an event each. Those of another
+    device are done at once, and have none.
+    """
+
+    def __init__(self, device: torch.device, is_accelerator: bool = False) -> None:
         self.device = device
         self.storages: weakref.WeakValueDictionary[object, Any] = weakref.WeakValueDictionary()
+        self.streams = {to_host: torch.Stream(device) for to_host in (True, False)} if is_accelerator else {}
         self._running: list[Copies] = []
         self._lock = threading.Lock()  # forward and backward are different threads
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """Allocate bytes on the host."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
+        """Allocate bytes on the host. torch reuses pinned memory once it is free."""
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(self.streams))
 
     def device_memory(self, size: int) -> torch.Tensor:
         """Allocate bytes on the device."""
@@ -46,19 +52,39 @@ class Transport:
 
     def copy(self, pairs: Pairs, to_host: bool, after: Iterable[Any]) -> Any:
         """Begin copies, after the computation so far and after some events. Returns the event of their end."""
-        for device, host in pairs:
-            host.copy_(device) if to_host else device.copy_(host)
+        stream = self.streams.get(to_host)
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream(self.device))
+            for event in after:
+                stream.wait_event(event)
+        with self._lock, stream or contextlib.nullcontext():  # a stream that two threads enter at once raises
+            for device, host in pairs:
+                target, source = (host, device) if to_host else (device, host)
+                target.copy_(source, non_blocking=stream is not None)
+        return None if stream is None else stream.record_event()
 
     def wait(self, event: Any) -> Any:
-        """Let the computation that follows wait for an event. Returns the argument for `had_to_wait`."""
+        """Let the computation that follows wait for an event. Returns events before and after that."""
+        if event is None:
+            return None
+        stream = torch.accelerator.current_stream(self.device)
+        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
+        before.record(stream)
+        stream.wait_event(event)
+        after.record(stream)
+        return before, after
 
     def had_to_wait(self, waiting: Any) -> bool:
-        """Whether the device was idle in a `wait`."""
-        return True
+        """Whether the device was idle in a `wait`, which returned `waiting`; also where the host is late. Waits."""
+        if waiting is None:
+            return True
+        before, after = waiting
+        after.synchronize()
+        return bool(before.elapsed_time(after) > 0.02)  # ms. Events without a wait between them are some us apart.
 
     def is_done(self, event: Any) -> bool:
         """Whether the copies of an event are done."""
-        return True
+        return event is None or bool(event.query())
 
     def begin(self, pairs: Pairs, to_host: bool, after: Sequence[Copies], transfers: Transfers) -> Copies:
         """Begin the copies of a region in one direction."""
@@ -82,56 +108,13 @@ class Transport:
             one.device = []
 
 
-class StreamTransport(Transport):
-    """Copies between pinned host memory and an accelerator, in parallel with computation."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._streams = {to_host: torch.Stream(device) for to_host in (True, False)}
-
-    def host_memory(self, size: int) -> torch.Tensor:
-        """Allocate bytes of pinned memory, which torch reuses once they are free."""
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def copy(self, pairs: Pairs, to_host: bool, after: Iterable[Any]) -> Any:
-        """Copy on the stream of the direction."""
-        stream = self._streams[to_host]
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
-        for event in after:
-            stream.wait_event(event)
-        with self._lock, stream:  # a stream that two threads enter at once raises
-            for device, host in pairs:
-                host.copy_(device, non_blocking=True) if to_host else device.copy_(host, non_blocking=True)
-        return stream.record_event()
-
-    def wait(self, event: Any) -> Any:
-        """Let the current stream wait. Returns events before and after that."""
-        stream = torch.accelerator.current_stream(self.device)
-        before, after = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-        before.record(stream)
-        stream.wait_event(event)
-        after.record(stream)
-        return before, after
-
-    def had_to_wait(self, waiting: Any) -> bool:
-        """Whether time passed between the events, as it also does where the host is late. Waits for them."""
-        before, after = waiting
-        after.synchronize()
-        return bool(before.elapsed_time(after) > 0.02)  # ms. Events without a wait between them are some us apart.
-
-    def is_done(self, event: Any) -> bool:
-        """Whether the event was reached."""
-        return bool(event.query())
-
-
 @functools.cache
 def transport_of(device: torch.device) -> Transport | None:
     """The transport of tensors on a device; None for the CPU, where there is an accelerator."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device.type == "cpu":
-        return Transport(device) if accelerator is None else None
-    has_streams = accelerator is not None and device.type == accelerator.type
-    return StreamTransport(device) if has_streams else Transport(device)
+    if device.type == "cpu" and accelerator is not None:
+        return None
+    return Transport(device, is_accelerator=accelerator is not None and device.type == accelerator.type)
 
 
 @dataclasses.dataclass(eq=False)
