@@ -35,7 +35,6 @@ Metadata = tuple[torch.Size, torch.dtype, torch.device, int]
 metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dtype", "device", "_version")
 """Compared for every tensor in every step. The version counts in-place changes."""
 
-
 Difference = tuple["Fingerprint", "Fingerprint", float, str]
 """A tensor's fingerprints in forward and recompute, the noise between them, and its op and module in words."""
 
@@ -101,13 +100,10 @@ class Comparison:
         """Whether the block has written a weight or buffer in this recompute."""
         return self._versions.get(tensor, tensor._version) != tensor._version
 
-    def end(self) -> None:
-        """The recompute has ended."""
-        if self.record.writes is None:
-            self.record.writes = any(map(self._is_written, self._versions))
-
     def check(self) -> None:
         """Raise RecomputeError if something differs; for values on an accelerator, leave that to `check_pending`."""
+        if self.record.writes is None:
+            self.record.writes = any(map(self._is_written, self._versions))
         if self._error is not None:
             raise self._error
         if any(forward.is_read_later for forward, *_ in self._differences):

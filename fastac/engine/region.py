@@ -139,7 +139,6 @@ class Region:
                     _name_cause(self.function, error)
                     raise
             self.record.recomputed = True
-            recompute.comparison.end()
             if self.complete or not recompute.surplus:  # else a gradient inside the forward, which recompute ran past
                 recompute.check()
         finally:

@@ -137,7 +137,7 @@ class OpaqueFunction:
 
 
 _NO_ATTENTION = AttentionOp(backend="", namespace="", name="", dropout=None)
-"""Read instead of a row that is no attention."""
+"""Stands for a row that is no attention: BoundOp reads nothing of its calls."""
 
 
 def number_of_keys(row: AttentionOp | OpaqueFunction, given: Any, key: torch.Tensor, name: str) -> int:
@@ -328,7 +328,7 @@ def check(row: Row | OpaqueFunction, call: str = "register") -> None:
     ):
         raise FastacError(f"{where}: kind {row.kind!r} is none of {', '.join(KINDS)}")
     flops = getattr(row, "flops", Flops())
-    for name in filter(None, (row.name, flops.backward)):
+    for name in (row.name, flops.backward or row.name):
         if not name.isidentifier():
             raise FastacError(f"{where}: {name!r} is not the bare name of an op, without namespace and overload")
     if (layout := getattr(row, "layout", "thd")) not in KEYS_DIMENSION:
