@@ -1,6 +1,6 @@
-"""What a checkpointed function is: a block, a method of one, or any other callable. And what is known of a block.
+"""Tells the block that a checkpointed function runs: it may be a module, a method of one, or any other callable.
 
-Knowledge of a block is an attribute of the block, a `BlockRecord`, and is copied and pickled with it.
+The `BlockRecord` of a block is an attribute of the block, and is copied and pickled with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
 
 @dataclasses.dataclass
 class BlockRecord:
-    """What is known of one block. Copies of a block keep name and offloading alone."""
+    """Knowledge of one block. Copies of the block keep its name and `offloading` alone."""
 
     name: str = ""
     """Qualified, with the class of its model, where `enable` saw it."""

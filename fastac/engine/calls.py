@@ -1,4 +1,4 @@
-"""Values of calls with a row: what recompute must repeat of a call, and what the forward of a region did."""
+"""Values of calls with a row: metadata that recompute must repeat, and the results of regions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class RegionResult:
-    """What the forward of one region did."""
+    """Calls of the forward of one region, and bytes that it keeps."""
 
     made: tuple[tuple[BoundOp, int], ...]
     """Attention calls in order, op and number of keys. Later regions of the kind are compared with them."""
@@ -51,7 +51,7 @@ class RegionResult:
 
 @dataclasses.dataclass
 class Transfers:
-    """What one region moved between the device and the host."""
+    """Copies of one region between the device and the host."""
 
     host_bytes: int = 0
     """Kept on the host."""

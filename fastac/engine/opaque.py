@@ -284,7 +284,7 @@ def _key_of(row: OpaqueFunction, named: Mapping[str, Any], tensors: Sequence[tor
 
 
 def _is_watched(tensors: Sequence[Any]) -> bool:
-    """Whether the call is saved or counted by somebody. Elsewhere, and in traces, the forward just runs."""
+    """Whether the call may be saved or counted. If not, and in traces, the forward just runs."""
     if torch_private.in_proxy_trace():
         return False
     for tensor in tensors:
@@ -354,7 +354,7 @@ def _settle(known: OpaqueFunction, module_name: str, module: Any) -> bool:
     """Make one Function visible, or say why not. Returns False where its module is still being imported."""
     if module is None:
         return True  # Python's way to forbid an import
-    # From its __dict__: a lazy module would load what it is asked for.
+    # From its __dict__: getattr would make a lazy module load it.
     function = getattr(module, "__dict__", {}).get(known.name)
     if function is None and getattr(getattr(module, "__spec__", None), "_initializing", False):
         return False

@@ -1,4 +1,4 @@
-"""What sparse attention chose in one region: outputs of choices, and arguments that hold the chosen blocks.
+"""Blocks that sparse attention chose in one region: outputs of choices, and arguments that hold them.
 
 A recompute may differ in the last bits and choose other blocks than those of the saved outputs. So choices (topk, sort)
 are saved too, in the order of their calls. Only choices among floating-point numbers are: sorting integers again gives

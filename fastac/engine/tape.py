@@ -33,7 +33,7 @@ Listener = Callable[[BoundOp, Sequence[Any], Mapping[str, Any]], None]
 
 
 class _State(threading.local):
-    """What is open in this thread. A backward may run in other threads than its forward."""
+    """State of this thread. A backward may run in other threads than its forward."""
 
     scope: Scope | None = None
     backward: int | None = None  # the latest one that recomputed a region
@@ -41,7 +41,7 @@ class _State(threading.local):
 
 
 class Engine:
-    """What the engine knows in this process, except for the scope that is open in each thread."""
+    """State of the engine in this process, except for the scope that is open in each thread."""
 
     def __init__(self) -> None:
         self.installed: dict[str, BoundOp] = {}  # intercepted ops by qualified name
@@ -121,7 +121,7 @@ class Entry:
     selection: sparse.Selection | None = None
     """The blocks that sparse attention was given."""
     companion: Any = None
-    """What the outputs of an opaque kernel mean (fastac.engine.opaque)."""
+    """How the forward of an opaque kernel used its outputs (fastac.engine.opaque)."""
 
     def __init__(self, op: BoundOp, keys: int, inputs: Sequence[Any], product: str = "") -> None:
         self.op = op
@@ -205,7 +205,7 @@ def held_bytes(values: Sequence[Any]) -> int:
 
 
 class Scope:
-    """What is open in this thread while a region runs. Scopes nest as checkpointed regions do."""
+    """Receives the calls of this thread while a region runs. Scopes nest as checkpointed regions do."""
 
     tape: Tape
     policy: Policy
@@ -383,7 +383,7 @@ class Tape(Scope):
         return outputs
 
     def result(self, compiled: bool = False, writing: int = 0) -> RegionResult:
-        """What the region did, in numbers: it holds no tensor."""
+        """The calls of the region in numbers, without tensors."""
         attention = [entry for entry in self.entries if entry.op.is_attention and entry.ran]
         return RegionResult(
             made=tuple(self.made),

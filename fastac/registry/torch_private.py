@@ -1,4 +1,4 @@
-"""What torch's dispatcher says of its ops. `fastac.engine.torch_private` checks that the private name is there."""
+"""Ops of torch's dispatcher. `fastac.engine.torch_private` checks that the private name is there."""
 
 from __future__ import annotations
 
