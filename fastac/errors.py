@@ -1,23 +1,23 @@
-"""The errors that fastac raises, and words that messages use: of a rank, a module's class, a number of bytes."""
+"""Errors of fastac, and words of their messages: of a rank, a module's class, a number of bytes."""
 
 from __future__ import annotations
 
 import sys
 
 _ENGINES = ("FSDP", "DDP", "Replicate")
-"""What `fully_shard` and `replicate` put before the name of a module's class."""
+"""Prefixes that `fully_shard` and `replicate` give to the name of a module's class."""
 
 
 def rank() -> str:
-    """Which of several processes this is, as "rank 0 of 2"; "" where there is one."""
-    dist = sys.modules.get("torch.distributed")  # where nobody has loaded it, there is one
+    """The rank of this process, as "rank 0 of 2"; "" if there is one process."""
+    dist = sys.modules.get("torch.distributed")  # not loaded: there is one process
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
 
 
 def class_name(module: object) -> str:
-    """The name of a module's class: of its own, where FSDP2 has derived one from it (FSDPWanTransformerBlock)."""
+    """The name of a module's class, without the class that FSDP2 derives from it (FSDPWanTransformerBlock)."""
     kind = module if isinstance(module, type) else type(module)
     while len(kind.__bases__) == 2 and kind.__name__.removesuffix(kind.__bases__[1].__name__) in _ENGINES:
         kind = kind.__bases__[1]
@@ -41,18 +41,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class FastacError(RuntimeError):
-    """Base of every error that fastac raises on purpose. Among several processes its message names the rank."""
+    """Base of every error that fastac raises on purpose. With several processes its message names the rank."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.rank = rank()
 
     def __str__(self) -> str:
-        return f"{self.rank}: {super().__str__()}" if self.rank else super().__str__()
+        message = RuntimeError.__str__(self)  # of a subclass that is also a KeyError, super() would quote it
+        return f"{self.rank}: {message}" if self.rank else message
 
 
 class UnsupportedBackendError(FastacError):
-    """The attention backend in use has no output that could be saved, or does not train."""
+    """The attention backend in use has no output that can be saved, or does not train."""
 
 
 class PolicyNotAppliedError(FastacError):
@@ -62,6 +63,6 @@ class PolicyNotAppliedError(FastacError):
 class CompiledPolicyNotAppliedError(PolicyNotAppliedError, IndexError):
     """The same, found while torch.compile traces a region.
 
-    dynamo wraps what a backend raises into BackendCompilerFailed and lets IndexError alone pass as it is
-    (torch 2.13); with this second base `except PolicyNotAppliedError` works for compiled models too.
+    dynamo wraps errors of a backend into BackendCompilerFailed, except for IndexError (torch 2.13). With this second
+    base `except PolicyNotAppliedError` works for compiled models too.
     """

@@ -1,4 +1,4 @@
-"""Which outputs of a region are saved: values of one frozen type, and pure functions of a call."""
+"""Policies: frozen values that say which outputs of a region are saved, as pure functions of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastac.errors import FastacError
 logger = logging.getLogger("fastac")
 
 LONG_MIN_KV = 1024
-"""Attention over fewer keys than this is cheaper to run again than to keep (text cross-attention)."""
+"""Attention over fewer keys is cheaper to recompute than to keep (text cross-attention)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,21 +22,21 @@ class Policy:
     """What checkpointing saves of a block; everything else is recomputed.
 
     Args:
-        name: "attn_only" saves attention forward outputs, "linear_only" none of them, "full" nothing at all; "none"
-            does not checkpoint the block, and autograd keeps what it needs.
-        min_kv: of attention, only calls over at least this many keys. FLOPs saved per byte kept grow with the number
-            of keys alone.
-        collectives: "save" keeps what functional collectives return, but for gathers; "recompute" issues them again,
-            which holds fewer bytes and communicates more.
+        name: "attn_only" saves the outputs of attention, "linear_only" only those that `linear` names, "full" nothing.
+            "none" does not checkpoint the block: autograd keeps what it needs.
+        min_kv: save only attention over at least this many keys. FLOPs saved per byte kept grow with the number of
+            keys alone.
+        collectives: "save" keeps the outputs of functional collectives, except for gathers; "recompute" issues them
+            again, which holds fewer bytes and communicates more.
         linear: Linear modules whose outputs are saved too, by their names in a block, with wildcards:
             ("ffn.net.2", "attn1.*").
-        offload: what waits in host memory between forward and backward: "attention" for the outputs that are saved,
-            "inputs" for those of the block, True for both.
-        keep: with `offload`, how many of the last blocks stay on the device: backward wants them at once.
+        offload: tensors that wait in host memory between forward and backward: "attention" for the saved outputs,
+            "inputs" for the inputs of the block, True for both.
+        keep: with `offload`, the number of last blocks that stay on the device: backward needs them first.
 
     Raises:
-        FastacError: another name, a `min_kv` that is no number of keys, other words for `collectives` or `offload`, or
-            options that have no meaning together.
+        FastacError: an unknown name or word, a `min_kv` or `keep` that is no such number, or options that have no
+            effect together.
 
     Example:
         >>> fastac.enable(transformer, policy=fastac.Policy("attn_only", min_kv=4096))
@@ -64,7 +64,7 @@ class Policy:
         if not isinstance(self.linear, tuple) or not all(isinstance(name, str) and name for name in self.linear):
             raise FastacError(f'Policy(linear={self.linear!r}): expected a tuple of names, as ("ffn.net.2",)')
         if self.saves_nothing and (self.min_kv or self.collectives != "save" or self.linear):
-            raise FastacError(f'Policy("{self.name}", ...): it saves nothing, so no other option has a meaning')
+            raise FastacError(f'Policy("{self.name}", ...): it saves nothing, so other options have no effect')
         if self.offload not in (False, True, "attention", "inputs"):
             raise FastacError(f'Policy(offload={self.offload!r}): there are True, "attention" and "inputs"')
         if type(self.keep) is not int or self.keep < 1:
@@ -72,11 +72,11 @@ class Policy:
         if self.offload and (self.name == "none" or (self.saves_nothing and self.offload == "attention")):
             raise FastacError(f'Policy("{self.name}", offload={self.offload!r}): it has nothing of that to offload')
         if self.name == "linear_only" and (self.min_kv or not self.linear):
-            raise FastacError('Policy("linear_only", linear=(...)): names are needed, and min_kv has no meaning')
+            raise FastacError('Policy("linear_only", linear=(...)): names are needed, and min_kv has no effect')
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether this is plain full checkpointing, or none."""
+        """Whether it is "full" or "none"."""
         return self.name in ("full", "none")
 
     @property
@@ -86,7 +86,7 @@ class Policy:
 
     @property
     def saves_collectives(self) -> bool:
-        """Whether what functional collectives return is saved, but for gathers."""
+        """Whether the outputs of functional collectives are saved, except for gathers."""
         return not self.saves_nothing and self.collectives == "save"
 
     @property
@@ -96,16 +96,16 @@ class Policy:
 
     @property
     def offloads_outputs(self) -> bool:
-        """Whether the outputs that are saved wait in host memory."""
+        """Whether the saved outputs wait in host memory."""
         return not self.saves_nothing and self.offload in (True, "attention")
 
     def saves(self, keys: int) -> bool:
-        """Whether an attention call over so many keys is saved."""
-        # A comparison would fix the number of keys of a trace with dynamic shapes: none where every call is saved.
+        """Whether an attention call over this number of keys is saved."""
+        # No comparison if every call is saved: it would fix the number of keys in a trace with dynamic shapes.
         return self.name == "attn_only" and (self.min_kv == 0 or keys >= self.min_kv)
 
     def saves_linear(self, name: str) -> bool:
-        """Whether the output of a Linear module is saved, by its name in the block."""
+        """Whether the output of a Linear module is saved. name: in the block."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.linear)
 
     def as_code(self) -> str:
@@ -120,16 +120,14 @@ class Policy:
         for name, policy in NAMED.items():
             if policy == self:
                 return name
-        options = [f"min_kv={self.min_kv}"] * bool(self.min_kv)
-        options += [f"collectives={self.collectives!r}"] * (self.collectives != "save")
-        options += [f"linear={'+'.join(self.linear)}"] * bool(self.linear)
-        options += [f"offload={self.offload!r}"] * bool(self.offload)
-        options += [f"keep={self.keep}"] * (self.keep != 2)
-        return f"{self.name}({', '.join(options)})"
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+        given = {name: value for name, value in options.items() if value != getattr(Policy, name)}
+        words = [f"{name}={'+'.join(value) if name == 'linear' else repr(value)}" for name, value in given.items()]
+        return f"{self.name}({', '.join(words)})"
 
 
 class BlockPolicies(dict[Any, Policy]):
-    """Block -> policy, for a model that mixes them. Copied and pickled together with the model's blocks."""
+    """Block -> policy, for a model that mixes them. Copied and pickled together with the blocks."""
 
     def __str__(self) -> str:
         names = sorted({str(policy) for policy in self.values()})
@@ -137,7 +135,7 @@ class BlockPolicies(dict[Any, Policy]):
 
 
 def saves_nothing(policy: Policy | BlockPolicies) -> bool:
-    """Whether a policy is full checkpointing, or none, throughout."""
+    """Whether a policy is "full" or "none", for every block."""
     policies = policy.values() if isinstance(policy, BlockPolicies) else [policy]
     return all(one.saves_nothing for one in policies)
 
@@ -159,7 +157,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def resolve(policy: str | Policy) -> Policy:
-    """The Policy that a name or a value means; under FASTAC_DISABLE=1 "full", but for "none". Raises FastacError."""
+    """The Policy of a name, or the value itself. Under FASTAC_DISABLE=1 "full", unless "none". Raises FastacError."""
     if isinstance(policy, str):
         if policy not in NAMED:
             raise FastacError(
@@ -176,22 +174,22 @@ def resolve(policy: str | Policy) -> Policy:
 
 
 def of_first(names: Sequence[str], count: int, policy: str | Policy) -> dict[str, str | Policy]:
-    """A policy for the first blocks of these names, "none" for the rest. Raises FastacError."""
+    """A mapping for `enable`: a policy for the first `count` blocks, "none" for the rest. Raises FastacError."""
     resolve(policy)
     if not isinstance(count, int) or not 0 <= count <= len(names):
-        raise FastacError(f"the first {count!r} blocks: there are {len(names)}. Name the blocks where more are meant.")
+        raise FastacError(f"the first {count!r} blocks: there are {len(names)}. Name the blocks if you mean more.")
     return {name: policy if number < count else "none" for number, name in enumerate(names)}
 
 
 def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any]) -> BlockPolicies:
-    """Policies per block from name patterns; the first match counts: {"blocks.0": "full", "*": "attn_only"}.
+    """Policies per block from name patterns, of which the first match counts: {"blocks.0": "full", "*": "attn_only"}.
 
     Args:
         mapping: block-name pattern -> policy.
         blocks: qualified name -> module.
 
     Raises:
-        FastacError: a block without a pattern, or a pattern (but for "*") that decides for no block.
+        FastacError: a block without a pattern, or a pattern (except for "*") that decides for no block.
     """
     policies = BlockPolicies()
     if not all(isinstance(pattern, str) for pattern in mapping):

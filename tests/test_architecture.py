@@ -12,7 +12,6 @@ PACKAGE = Path(__file__).resolve().parent.parent / "fastac"
 FLOORS = (
     "errors",
     "policy",
-    "engine.torch_private",
     "registry",
     "engine",
     "backends",

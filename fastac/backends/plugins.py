@@ -88,7 +88,8 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
         found = _read(entry_point)
         functions = tuple(item for item in found if isinstance(item, OpaqueFunction))
         rows = tuple(item for item in found if not isinstance(item, OpaqueFunction))
-        opaque.check(*functions)
+        for function in functions:
+            registry.check(function, "OpaqueFunction")
         registry.register(*rows)  # all of them or none
         opaque.know(*functions)
     except FastacError as error:

@@ -32,10 +32,10 @@ from fastac.engine.blocks import block_of as block_of_function
 from fastac.engine.blocks import describe
 from fastac.engine.sparse import is_choice
 from fastac.engine.tape import Replay, Tape, engine
-from fastac.engine.torch_private import qualified_name
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.registry import classify
+from fastac.registry.torch_private import qualified_name
 
 logger = logging.getLogger("fastac")
 

@@ -185,7 +185,7 @@ def _problems_seen(observer: Observer, where: str) -> list[str]:
 
 def _called_compiled(tape: Tape, observer: Observer | None) -> bool:
     """Whether it ran compiled code, also such as the graph does not show; eager flex_attention compiles itself."""
-    own = sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in tape.made)
+    own = sum(op.is_higher_order for op, _ in tape.made)
     return observer is not None and observer.compiled_calls.count > own
 
 
@@ -200,7 +200,7 @@ def _missing(seen: EagerLook, tape: Tape, where: str) -> list[str]:
             continue
         if op.is_opaque:  # what make_visible made visible is so in eager mode only
             logger.warning("%s: %s runs compiled here, where it cannot be saved: it is recomputed", where, op.name)
-        elif isinstance(op.op, torch_private.HigherOrderOperator):
+        elif op.is_higher_order:
             way_out = "use fastac.compile_attention in the place of torch.compile, or fastac.compile(model)"
             if not releases.has(releases.FLEX):
                 way_out = f"saving it there needs torch {releases.FIRST_TORCH[releases.FLEX]}; leave it uncompiled"

@@ -72,7 +72,7 @@ class _Unkept(Tape):
                 else self.run(op, keyset, args, kwargs)
             )
         self.owners = [*(self.owners or ()), torch_private.newest_node()]
-        if isinstance(op.op, torch_private.HigherOrderOperator):
+        if op.is_higher_order:
             # Eagerly it would take the memory that it is compiled to save, and its numbers do not matter here.
             outputs = empty_outputs(op.op, args, kwargs)
         else:

@@ -26,9 +26,10 @@ from fastac.diagnosis.recognition import (
 from fastac.engine import flops, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.tape import Tape, engine
-from fastac.engine.torch_private import is_of_torch, qualified_name
+from fastac.engine.torch_private import is_of_torch
 from fastac.policy import Policy
 from fastac.registry import BoundOp
+from fastac.registry.torch_private import qualified_name
 
 _CASTING = [device for device in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(device)]
 """Types of device that autocast can be on for."""

@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.engine import torch_private
+from fastac.registry.torch_private import arguments_of
 
 _ATTENTION = re.compile(r"(?<![a-z])(flash_?)?(attn|attention|sdpa|f?mha)(?![a-z])")
 _FORWARD = re.compile(r"(^|_)(fwd|forward|func)(_|$)")
@@ -73,7 +74,7 @@ class UnknownOp(NamedTuple):
         name = self.name.partition(".")[0]
         op = getattr(getattr(torch.ops, self.namespace), name)
         overloads = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else ()
-        arguments = torch_private.arguments_of(getattr(op, overloads[0]) if overloads else op)
+        arguments = arguments_of(getattr(op, overloads[0]) if overloads else op)
         key = arguments[1].name if len(arguments) > 1 else "key"
         drawing = [argument.name for argument in arguments if "dropout" in argument.name or argument.name == "p"]
         return (

@@ -1,6 +1,6 @@
-"""What a checkpointed function is: a block, a method of one, or any other callable; and what is known of a block.
+"""Tells the block that a checkpointed function runs: it may be a module, a method of one, or any other callable.
 
-What belongs to a block stands on the block, as `BlockRecord`, and is copied and pickled with it.
+The `BlockRecord` of a block is an attribute of the block, and is copied and pickled with it.
 """
 
 from __future__ import annotations
@@ -19,39 +19,41 @@ from fastac.engine.wrappers import inside
 from fastac.errors import class_name
 
 MANY = 256
-"""Input signatures of a block's class that are remembered; with more than that, all are learned anew."""
+"""Input signatures that are remembered for a block's class. With more of them, all are forgotten."""
 
 _RECORD = "_fastac_record"
 _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
-"""The last is what hooks of diffusers before 0.40 put in the place of a forward, bound by a partial."""
+"""The last one is a partial by which hooks of diffusers before 0.40 replace a forward."""
 
 
 @dataclasses.dataclass
 class BlockRecord:
-    """What is known of one block.
-
-    name: qualified, with its model's class, where `enable` saw it. offloading: how many blocks of its model offload.
-    key, latest: of its latest region. communication: of that region's collectives, None where it had none; transfers:
-    what it offloaded. looked: when the autograd graph of a region was last searched for compiled code, as compilations
-    count. step: how many of its steps have ended; recomputed: a backward came through, so that the next region begins
-    another. writes: whether it writes weights or buffers of its own, once a recompute has shown it. doubts: kinds of
-    which a region made fewer calls than the first; whether one was watched that did.
-    """
+    """Knowledge of one block. Copies of the block keep its name and `offloading` alone."""
 
     name: str = ""
+    """Qualified, with the class of its model, where `enable` saw it."""
     offloading: int = 1
+    """Number of blocks of its model that offload."""
     key: object = None
+    """Policy and inputs of its latest region."""
     latest: RegionResult | None = None
     communication: Communication | None = None
-    looked: int = -1
-    step: int = 0
-    recomputed: bool = False
-    writes: bool | None = None
+    """Of its latest region; None for one without collectives."""
     transfers: Transfers | None = None
+    """Of its latest region; None for one that offloads nothing."""
+    looked: int = -1
+    """Number of compilations when the autograd graph of a region was last searched for compiled code."""
+    step: int = 0
+    """Number of steps that have ended."""
+    recomputed: bool = False
+    """A backward came through since the latest step began: the next region begins another."""
+    writes: bool | None = None
+    """It writes weights or buffers of its own. None before a recompute has shown it."""
     doubts: dict[object, bool] = dataclasses.field(default_factory=dict)
+    """Kinds of which a region made fewer calls than the first -> whether a region that did so was watched."""
 
     def begin_region(self) -> bool:
-        """Whether the region that begins has its values compared: those of steps 0, 1, 2, 4, 8 and so on, all of them.
+        """Whether values of the region that begins are compared: in steps 0, 1, 2, 4, 8, ..., in all regions of these.
 
         A step ends with a backward through the block.
         """
@@ -60,7 +62,7 @@ class BlockRecord:
         return self.step & (self.step - 1) == 0
 
     def doubt(self, key: object) -> None:
-        """A region of a kind made fewer calls than the first: the next ones are watched until one does so again."""
+        """A region of a kind made fewer calls than the first. The next ones are watched until one does so again."""
         if len(self.doubts) >= MANY:
             self.doubts.clear()
         self.doubts.setdefault(key, False)
@@ -69,20 +71,17 @@ class BlockRecord:
         """Whether regions of a kind are watched."""
         return bool(self.doubts) and not self.doubts.get(key, True)
 
-    def __deepcopy__(self, memo: Any) -> BlockRecord:
-        return BlockRecord(self.name, self.offloading)
-
     def __reduce__(self) -> Any:
         return BlockRecord, (self.name, self.offloading)
 
 
 def is_inside(name: str, block: str) -> bool:
-    """Whether a qualified name is that of a block, or of a module inside it. All are inside ""."""
+    """Whether a qualified name is that of a block, or of a module in it. Every name is inside ""."""
     return not block or name == block or name.startswith(block + ".")
 
 
 def module_of(function: Any) -> torch.nn.Module | None:
-    """The module that a function is, or is a method of, by itself or inside what hooks of others put around it."""
+    """The module that a function is, or is a method of, also where hooks of other libraries wrap it."""
     while function is not None:
         is_bound = isinstance(function, functools.partial) and function.args and hasattr(function, "__wrapped__")
         owner = function.args[0] if is_bound else getattr(function, "__self__", function)
@@ -93,14 +92,14 @@ def module_of(function: Any) -> torch.nn.Module | None:
 
 
 def block_of(function: Any) -> torch.nn.Module | None:
-    """The block that is run by a function: a module, or its forward. Another method may run any of several layers."""
+    """The block that a function runs: a module, or its forward. Other methods may run any of several layers."""
     if isinstance(function, torch.nn.Module):
         return inside(function)  # type: ignore[no-any-return]
     return module_of(function) if getattr(function, "__name__", "") in _RUNS_ITS_BLOCK else None
 
 
 def record_of(block: torch.nn.Module) -> BlockRecord:
-    """What is known of a block; made where nothing is so far."""
+    """The record of a block, made if there is none."""
     own = vars(block)
     record: BlockRecord | None = own.get(_RECORD)
     if record is None:
@@ -109,17 +108,17 @@ def record_of(block: torch.nn.Module) -> BlockRecord:
 
 
 def known_record(block: torch.nn.Module) -> BlockRecord | None:
-    """What is known of a block; None where no region of it was seen, and `enable` did not name it."""
+    """The record of a block; None if no region of it was seen and `enable` did not name it."""
     return vars(block).get(_RECORD)
 
 
 def forget(block: torch.nn.Module) -> None:
-    """Know nothing of a block."""
+    """Remove the record of a block."""
     vars(block).pop(_RECORD, None)
 
 
 def kind_of(function: Any) -> Any:
-    """What regions have in common that run the same code: the class of a block, or the code of a function."""
+    """A key for the code that a region runs: the class of a block, or the code of a function."""
     while True:
         block = block_of(function)
         if block is not None:
@@ -133,7 +132,7 @@ def kind_of(function: Any) -> Any:
 
 
 def modules_in(function: Any) -> list[torch.nn.Module]:
-    """The modules that a function holds, in its closure or as what a partial passes to it."""
+    """The modules that a function holds, in its closure or as arguments of a partial."""
     held: list[Any] = []
     while function is not None:
         if isinstance(function, functools.partial):
@@ -148,7 +147,7 @@ def modules_in(function: Any) -> list[torch.nn.Module]:
 
 
 def describe(function: Any) -> str:
-    """A block's qualified name where `enable` saw it, else its class, or the name of a function, for messages."""
+    """A block or function in words: the qualified name if `enable` saw it, else its class, or the function's name."""
     while isinstance(function, functools.partial):
         function = function.func
     block = block_of(function)
@@ -169,7 +168,7 @@ def is_compiled(function: Any) -> bool:
 
 
 def signature(value: Any) -> Any:
-    """What of a region's inputs decides which attention calls it makes: shapes, dtypes, flags, structure."""
+    """A key for inputs with which a region makes the same attention calls: shapes, dtypes, flags, structure."""
     if isinstance(value, (tuple, list)):
         return tuple([(v.shape, v.dtype) if isinstance(v, torch.Tensor) else signature(v) for v in value])
     if isinstance(value, torch.Tensor):

@@ -1,20 +1,18 @@
-"""What the collectives of one region did: saved, or issued, and issued again in recompute.
+"""The collectives of one region: how many were issued, saved, and issued again in recompute.
 
-A functional collective returns before it is complete, and a wait for the same memory completes it. What nobody guards,
-inside an autograd.Function or compiled code, may be overwritten after that, so that it is copied then and not before.
+A functional collective returns before it is complete, and a wait for the same memory completes it. An output that
+autograd does not guard, inside an autograd.Function or compiled code, may be overwritten after that: the tape copies it
+when it is waited for.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import operator
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-from fastac.engine import torch_private
 
 _POINT_TO_POINT = ("batch_p2p_ops", "irecv", "isend")
 _NOT_COUNTED = ("barrier", "monitored_barrier_", "check_for_nan")
@@ -22,54 +20,33 @@ _NOT_COUNTED = ("barrier", "monitored_barrier_", "check_for_nan")
 
 @dataclasses.dataclass
 class Communication:
-    """Numbers and bytes of the collectives of one region; the bytes are those of what each returns on this rank.
+    """Numbers of the collectives of one region, and bytes that they returned on this rank."""
 
-    issued: in the forward. saved: of these, those whose outputs are kept. again: issued in recompute.
-    pending: while the forward runs, what is kept and not waited for: by its memory, what keeps a copy instead.
-    """
-
-    issued: int = 0
+    issued: int = 0  # in the forward
     issued_bytes: int = 0
-    saved: int = 0
+    saved: int = 0  # of issued
     saved_bytes: int = 0
-    again: int = 0
+    again: int = 0  # issued in recompute
     again_bytes: int = 0
-    pending: dict[object, list[Callable[[], None]]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __add__(self, other: Communication) -> Communication:
         """Both together."""
-        return Communication(
-            self.issued + other.issued,
-            self.issued_bytes + other.issued_bytes,
-            self.saved + other.saved,
-            self.saved_bytes + other.saved_bytes,
-            self.again + other.again,
-            self.again_bytes + other.again_bytes,
-        )
+        return Communication(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
-    def forward(self, outputs: Any) -> None:
-        """Count one that was issued in the forward."""
+    def issue(self, outputs: Any) -> None:
+        """Count a collective of the forward."""
         self.issued += 1
         self.issued_bytes += _bytes(outputs)
 
-    def repeat(self, outputs: Any) -> None:
-        """Count one that was issued in recompute."""
+    def save(self, outputs: Any) -> None:
+        """Count a collective whose outputs are kept."""
+        self.saved += 1
+        self.saved_bytes += _bytes(outputs)
+
+    def issue_again(self, outputs: Any) -> None:
+        """Count a collective of a recompute."""
         self.again += 1
         self.again_bytes += _bytes(outputs)
-
-    def keep(self, kept: Sequence[Any], copy: Callable[[int], None] | None) -> None:
-        """Count one whose outputs are kept. copy: keeps a copy of one of them instead, where autograd guards none."""
-        self.saved += 1
-        self.saved_bytes += _bytes(kept)
-        if copy is not None:
-            for position, tensor in enumerate(kept):
-                copies = self.pending.setdefault(torch_private.memory(tensor), [])
-                copies.append(functools.partial(copy, position))
-
-    def complete(self, tensor: torch.Tensor) -> None:
-        """A collective was waited for: copy what it returned, where nobody guards it."""
-        for copy in self.pending.pop(torch_private.memory(tensor), ()) if self.pending else ():
-            copy()
 
 
 def _bytes(outputs: Any) -> int:
@@ -77,7 +54,7 @@ def _bytes(outputs: Any) -> int:
 
 
 def writes_its_buffer(op: Any) -> bool:
-    """Whether an op is a collective that writes a buffer of the caller's, which is never saved."""
+    """Whether an op is a collective that writes a buffer of its caller, and so is never saved."""
     if not isinstance(op, torch._ops.OpOverload):
         return False
     namespace, _, name = op._schema.name.partition("::")
@@ -87,9 +64,9 @@ def writes_its_buffer(op: Any) -> bool:
 
 
 def is_called_by_fsdp() -> bool:
-    """Whether it is FSDP that calls here. It gathers and frees parameters by its own rules, in recompute, too.
+    """Whether FSDP calls this, which gathers and frees parameters by its own rules, also in recompute.
 
-    What it calls in turn, such as a model inside FSDP1, calls for itself.
+    A model that FSDP1 calls does not count as FSDP.
     """
     frame = sys._getframe().f_back
     while frame is not None:

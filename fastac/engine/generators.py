@@ -1,15 +1,15 @@
-"""Random number generators: their states, and those that a region's recompute begins with."""
+"""Random number generators: their states, and those that a region may draw from."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 _CPU = torch.device("cpu")
 
-States = list[tuple[torch.device, torch.Tensor]]
+States = Sequence[tuple[torch.device, torch.Tensor]]
 """Generators, by device, with their states."""
 
 
@@ -21,13 +21,23 @@ def generator_state(device: torch.device) -> torch.Tensor:
     return state
 
 
-def set_states(states: Iterable[tuple[torch.device, torch.Tensor]]) -> None:
-    """Put generators into states that they were in before."""
+def set_states(states: States) -> None:
+    """Restore generators to earlier states."""
     for device, state in states:
         if device.type == "cpu":
             torch.set_rng_state(state)
         else:
             torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def generators_preserved(devices: Iterable[torch.device]) -> Iterator[None]:
+    """A context that restores the generators of the CPU and of these devices when it ends."""
+    before = [(device, generator_state(device)) for device in {_CPU, *devices}]
+    try:
+        yield
+    finally:
+        set_states(before)
 
 
 def devices_of(args: Iterable[object]) -> set[torch.device]:
@@ -43,20 +53,10 @@ def devices_of(args: Iterable[object]) -> set[torch.device]:
     return found
 
 
-@contextlib.contextmanager
-def generators_preserved(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Leave the generators of the CPU and of these devices as they are now."""
-    before = [(device, generator_state(device)) for device in {_CPU, *devices}]
-    try:
-        yield
-    finally:
-        set_states(before)
-
-
 def current_states(args: Iterable[object]) -> States:
-    """The generators that a region may draw from, with their states.
+    """States of the generators that a region may draw from.
 
-    Those of the CPU and, once the accelerator is in use, of its current device and of the devices of the arguments.
+    These are the CPU's and, once the accelerator is in use, those of its current device and of the arguments' devices.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not _is_initialized(accelerator):

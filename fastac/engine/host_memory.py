@@ -1,4 +1,4 @@
-"""How much memory the host has for what its processes keep there."""
+"""Checks that the host has the memory that offload needs."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ _CONTAINER = Path("/sys/fs/cgroup")
 
 
 class _State:
-    fits = 0  # bytes that were found to be available
+    fits = 0  # the largest size of a rank that passed the check
 
 
 _state = _State()
 
 
 def available() -> int | None:
-    """Bytes that are available on this host, or in its container (cgroup v2); None where neither says."""
+    """Bytes available on this host, or in its container (cgroup v2); None if neither is known."""
     found = []
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         found.append(int(lines["MemAvailable"].split()[0]) * 1024)
         limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
-        cache = int(stat["inactive_file"]) + int(stat["active_file"])  # which gives way
+        cache = int(stat["inactive_file"]) + int(stat["active_file"])  # the kernel frees it on demand
         found.append(limit - used + cache)
-    except (OSError, KeyError, ValueError):  # other systems; "max" where a container has no limit
+    except (OSError, KeyError, ValueError):  # another system; "max" for a container without a limit
         pass
     return min(found, default=None)
 
 
 def check(size: int, blocks: int, policy: object) -> None:
-    """Raise FastacError where the host has less than what so many blocks are going to keep there, on each of its ranks.
+    """Raise FastacError if the host has too little memory for its ranks.
 
-    size: bytes of a rank. Looked at once for the largest.
+    Args:
+        size: bytes that each rank is going to keep there. Memory is looked up once for each larger size.
+        blocks: number of blocks that keep them, for the message.
     """
     if size <= _state.fits:
         return

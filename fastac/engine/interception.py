@@ -1,9 +1,9 @@
-"""Lets ops with a row pass by the open scope, at the BackendSelect dispatch key.
+"""Intercepts ops with a row at the BackendSelect dispatch key, and hands their calls to the open scope.
 
-BackendSelect is in the keyset of every call through the dispatcher, below autograd, autocast and dispatch modes, and
-above every device's kernel; attention ops leave it empty. A Python function there sees the call on any device without
-replacing a kernel, and passes it on with the GIL released. It is never taken off again: that crashes other threads that
-are inside a call. With no region open it costs a few microseconds per call.
+BackendSelect is in the keyset of every call through the dispatcher: below autograd, autocast and dispatch modes, above
+the kernels of every device. Attention ops leave it empty. A Python function there sees the call on any device without
+replacing a kernel, and redispatches it with the GIL released. It is never removed: that crashes other threads inside a
+call. With no region open it costs a few microseconds per call.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from fastac.registry import BoundOp, Row
 logger = logging.getLogger("fastac")
 
 LINEAR_OPS = ("aten::addmm", "aten::mm", "aten::bmm")
-"""What a Linear module ends in (torch 2.13): with a bias in one op, but for inputs that cannot be flattened. Those are
-multiplied sample by sample where the weight is frozen."""
+"""Ops that a Linear module ends in (torch 2.13). With a bias it is addmm, unless the input cannot be flattened. Such
+inputs are multiplied sample by sample, by bmm, where the weight is frozen."""
+
+_libraries: list[torch.library.Library] = []
+"""They register what they hold for as long as they live."""
 
 
 def install() -> None:
-    """Intercept every op with a row that the process has, once, and have torch count its FLOPs.
+    """Intercept every op with a row in this process, once, and have torch count its FLOPs.
 
-    Raises FastacError when somebody else stands at BackendSelect of such an op: the later would shadow the earlier.
+    Raises FastacError if another package stands at BackendSelect of such an op: the later one would shadow the earlier.
     """
     with engine.lock:
         for op in registry.present_ops():
-            if op.qualified_name not in engine.installed:
-                _intercept(op)
-            first, library = engine.installed[op.qualified_name]
-            op.number = first.number
-            engine.installed[op.qualified_name] = op, library  # it may have been defined anew, with other arguments
+            _intercept(op)
+            op.number = engine.installed[op.qualified_name].number
+            engine.installed[op.qualified_name] = op  # it may have been defined again, with other arguments
         flops.register_formulas()
         engine.modules = loaded_modules()
 
 
 def install_linear() -> None:
-    """Intercept the products that Linear modules end in, once. From then on each costs a few microseconds."""
+    """Intercept the matmuls that Linear modules end in, once. From then on each costs a few microseconds."""
     with engine.lock:
         for name in LINEAR_OPS:
-            op = registry.find_op(name)
-            if op is not None and name not in engine.installed:
-                namespace, _, rest = name.partition("::")
+            namespace, _, rest = name.partition("::")
+            if (op := registry.find_op(name)) is not None:
                 _intercept(BoundOp(op, Row(namespace=namespace, name=rest, kind="linear")))
 
 
 def loaded_modules() -> tuple[int, int, int, str]:
-    """What changes when a row, a module or a library of ops comes in: how many there are, and the newest."""
+    """Changes when a row, a module or a library of ops is loaded: how many there are, and the newest module."""
     counts = len(registry.state.rows), len(sys.modules), len(torch.ops.loaded_libraries)
     try:
         return *counts, next(reversed(sys.modules))
@@ -64,29 +64,30 @@ def loaded_modules() -> tuple[int, int, int, str]:
 
 def _intercept(first: BoundOp) -> None:
     name = first.qualified_name
+    if name in engine.installed:
+        return
     if torch_private.has_kernel(name, "BackendSelect"):
         raise FastacError(
             f"{name} cannot be saved: another package has registered a function at its BackendSelect dispatch key, "
-            f'where fastac must stand. Load fastac without that package, or use policy="full".'
+            f'which fastac needs. Load fastac without that package, or use policy="full".'
         )
 
     def called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        op, _ = engine.installed.get(name, (first, None))
+        op = engine.installed.get(name, first)
         scope = thread.scope
         if scope is not None:
             return scope.call(op, keyset, args, kwargs)
         if engine.listeners and op.kind in ("attention", "decomposition"):
-            for listener in tuple(engine.listeners):  # one that leaves meanwhile must not hide the next
+            for listener in tuple(engine.listeners):  # one that removes itself must not hide the next
                 listener(op, args, kwargs)
         return run_kernel(op, keyset, args, kwargs)
 
-    first.number = len(engine.installed) + 1  # before other threads' calls arrive here: their tapes know none of it
-    library = None
-    if isinstance(first.op, torch_private.HigherOrderOperator):
+    first.number = len(engine.installed) + 1  # before calls of other threads arrive: tapes that are open ignore them
+    if first.is_higher_order:
         torch_private.at_backend_select(first.op, called)
     else:
         namespace, _, rest = name.partition("::")
-        library = torch.library.Library(namespace, "IMPL")
-        library.impl(rest, called, "BackendSelect", with_keyset=True)
-    engine.installed[name] = first, library
+        _libraries.append(torch.library.Library(namespace, "IMPL"))
+        _libraries[-1].impl(rest, called, "BackendSelect", with_keyset=True)
+    engine.installed[name] = first
     logger.debug("intercepting %s", name)

@@ -1,4 +1,4 @@
-"""What is known in this process of regions of one kind: block class, or code of a function; policy; and inputs."""
+"""Kinds of regions in this process: block class (or code of a function), policy and inputs."""
 
 from __future__ import annotations
 
@@ -13,40 +13,35 @@ logger = logging.getLogger("fastac")
 
 
 class _State:
-    """What this module knows.
-
-    results: of the first region of each kind, by block class (or code), then by policy and inputs.
-    warned: warnings that were logged already, by block class (or code).
-    functions: records of functions that are no block, by their code.
-    of_one_block: kinds are those of a block, not of its class (fastac.verify).
-    """
-
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget every kind: the next region of each is its first."""
+        # Of the first region of each kind: by block class (or code), then by policy and inputs.
         self.results: weakref.WeakKeyDictionary[Any, dict[Any, RegionResult]] = weakref.WeakKeyDictionary()
+        # Warnings already logged, by block class (or code).
         self.warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        # Records of functions that are no block, by their code.
         self.functions: weakref.WeakKeyDictionary[Any, BlockRecord] = weakref.WeakKeyDictionary()
-        self.of_one_block = False
+        self.of_one_block = False  # kinds are by block, not by its class (fastac.verify)
 
 
 state = _State()
 
 
 def record_of_function(function: Any) -> BlockRecord:
-    """What is known of a function that is no block."""
+    """The record of a function that is no block."""
     return state.functions.setdefault(kind_of(function), BlockRecord())
 
 
 def first_result(function: Any, key: Any) -> RegionResult | None:
-    """What the first region of a kind did; None before that. key: policy and inputs."""
+    """Result of the first region of a kind; None before there was one. key: policy and inputs."""
     return _results(function).get(key)
 
 
 def remember(function: Any, key: Any, result: RegionResult) -> None:
-    """Note what the first region of a kind did."""
+    """Note the result of the first region of a kind."""
     results = _results(function)
     if len(results) >= MANY:
         results.clear()
@@ -54,21 +49,18 @@ def remember(function: Any, key: Any, result: RegionResult) -> None:
 
 
 def forget(function: Any) -> None:
-    """The next region of each kind of a block's class (or code) is its first."""
+    """Make the next region of each kind of a block's class (or code) the first."""
     state.results.pop(kind_of(function), None)
 
 
 def _results(function: Any) -> dict[Any, RegionResult]:
     kind = (block_of(function) if state.of_one_block else None) or kind_of(function)
-    found = state.results.get(kind)
-    if found is None:
-        found = state.results[kind] = {}
-    return found
+    return state.results.setdefault(kind, {})
 
 
 def warn_once(function: Any, what: str, message: str) -> None:
-    """Log a warning, once for a block's class (or code). what: names it."""
-    said = state.warned.setdefault(kind_of(function), set())
-    if what not in said:
-        said.add(what)
+    """Log a warning once for a block's class (or code). what: a key for the warning."""
+    logged = state.warned.setdefault(kind_of(function), set())
+    if what not in logged:
+        logged.add(what)
         logger.warning("%s", message)

@@ -1,11 +1,12 @@
-"""Linear modules whose outputs are saved: a module hook says which one runs, the next product is its output.
+"""Linear modules whose outputs are saved: a module hook says which one runs, and the next matmul is its output.
 
-Below autograd, as with attention: what autograd sees of a replayed module is what it saw in the forward. The hooks stay
-on a module until `detach`; without an open scope they do nothing.
+The output is saved below autograd, as with attention: autograd sees the same of a replayed module as in the forward.
+Hooks stay on a module until `detach`. Without an open scope they do nothing.
 """
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -22,17 +23,17 @@ _NAME = "_fastac_linear"
 """Attribute of a Linear module with hooks: its name in its block."""
 
 
-def attach(block: torch.nn.Module, policy: Policy) -> list[str]:
-    """Let the Linear modules of a block that a policy names be known while they run. Returns their names.
+def attach(block: torch.nn.Module, policy: Policy) -> None:
+    """Put hooks on the Linear modules of a block that a policy names.
 
-    Raises FastacError for one that computes in its own way, so that its product cannot be told from others.
+    Raises FastacError for a module whose forward is not that of torch.nn.Linear: its matmul cannot be identified.
     """
     named = {name: module for name, module in linear_modules(block).items() if policy.saves_linear(name)}
     for name, module in named.items():
         if type(module).forward is not torch.nn.Linear.forward or is_parametrized(module):
             raise FastacError(
-                f"{policy}: the output of {name!r} ({class_name(module)}) cannot be saved: it computes in its own way "
-                f"(quantized, fused, parametrized). Leave it out of linear=(...)."
+                f"{policy}: the output of {name!r} ({class_name(module)}) cannot be saved: its forward is not that of "
+                f"torch.nn.Linear (quantized, fused, parametrized). Leave it out of linear=(...)."
             )
         if _begin not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_begin)
@@ -40,11 +41,10 @@ def attach(block: torch.nn.Module, policy: Policy) -> list[str]:
         vars(module)[_NAME] = name
     if named:
         interception.install_linear()
-    return list(named)
 
 
 def detach(model: torch.nn.Module) -> None:
-    """Take the hooks off every Linear module of a model."""
+    """Remove the hooks from every Linear module of a model."""
     for module in model.modules():
         record = known_record(module)
         if record is not None:
@@ -58,30 +58,32 @@ def detach(model: torch.nn.Module) -> None:
 
 
 def check_names(policies: Mapping[torch.nn.Module, Policy]) -> None:
-    """Raise FastacError for a name in the policies of blocks that is right for none of them."""
+    """Raise FastacError for a name in the policies of blocks that none of these blocks has."""
     for policy in dict.fromkeys(policies.values()):
         names = [name for block, mine in policies.items() if mine == policy for name in linear_modules(block)]
-        for pattern in policy.linear:
-            if not any(Policy("linear_only", linear=(pattern,)).saves_linear(name) for name in names):
-                raise FastacError(
-                    f"{policy}: {pattern!r} names no Linear module of the blocks. Their Linear modules are "
-                    f"{', '.join(dict.fromkeys(names)) or 'none'}."
-                )
+        for pattern in _without_match(policy, names):
+            raise FastacError(
+                f"{policy}: {pattern!r} names no Linear module of the blocks. Their Linear modules are "
+                f"{', '.join(dict.fromkeys(names)) or 'none'}."
+            )
 
 
 def check_called(policy: Policy, called: Collection[str], where: str) -> None:
     """Raise PolicyNotAppliedError for a name in a policy that none of the Linear modules has that a block called."""
-    for pattern in policy.linear:
-        if not any(Policy("linear_only", linear=(pattern,)).saves_linear(name) for name in called):
-            raise PolicyNotAppliedError(
-                f"{policy}: no Linear module {pattern!r} of {where} was called in this thread, so its output is not "
-                f"saved. Called were {', '.join(dict.fromkeys(called)) or 'none of those that are named'}. Call "
-                f"module(x), not module.forward(x) or its weight, or leave the name out of linear=(...)."
-            )
+    for pattern in _without_match(policy, called):
+        raise PolicyNotAppliedError(
+            f"{policy}: no Linear module {pattern!r} of {where} was called in this thread, so its output is not "
+            f"saved. Called were {', '.join(dict.fromkeys(called)) or 'none of those that are named'}. Call "
+            f"module(x), not module.forward(x) or its weight, or leave the name out of linear=(...)."
+        )
+
+
+def _without_match(policy: Policy, names: Collection[str]) -> list[str]:
+    return [pattern for pattern in policy.linear if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
 
 
 def linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """The Linear modules of a block, by their names in it; one that has several is there several times."""
+    """The Linear modules of a block, by name. A module with several names is there several times."""
     modules = block.named_modules(remove_duplicate=False)
     return {name: module for name, module in modules if isinstance(module, torch.nn.Linear)}
 
@@ -97,13 +99,13 @@ def _begin(module: torch.nn.Module, args: Any) -> None:
 
 
 def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
-    """Raise PolicyNotAppliedError when the module ran no product that could be seen."""
+    """Raise PolicyNotAppliedError if the module called no matmul that could be seen."""
     scope = _open_scope()
     if scope is None or scope.product is None:
         return
     name, scope.product = scope.product, None
-    if output is not None:  # which is None when the module has raised
+    if output is not None:  # None if the module has raised
         raise PolicyNotAppliedError(
-            f"{scope.policy}: the output of the Linear module {name!r} was to be saved, and it ran no product that "
+            f"{scope.policy}: the output of the Linear module {name!r} was to be saved, and it called no matmul that "
             f"could be seen (its weight is quantized or a tensor subclass). Leave it out of linear=(...)."
         )

@@ -1,8 +1,8 @@
-"""What a region keeps, in host memory between its forward and its recompute.
+"""Moves what a region keeps to host memory between its forward and its recompute.
 
-When a region begins, the region `keep` places before it is offloaded; so the last ones of a forward stay on the device.
-A recompute waits for its own copies back and prefetches for the region before it in the forward, which backward wants
-next. What moves is a storage: its views share one copy.
+When a region begins, the region `keep` places before it is offloaded, so that the last ones of a forward stay on the
+device. A recompute waits for its own copies back and prefetches those of the region before it in the forward, which
+backward needs next. Storages move, not tensors: views share one copy.
 """
 
 from __future__ import annotations
@@ -23,48 +23,49 @@ from fastac.errors import FastacError
 from fastac.policy import Policy
 
 SMALLEST = 2**21
-"""Bytes of a storage below which it stays on the device. Both of its copies take the host some 85 us to begin, in which
-25 GB/s copy 2.1 MB (benchmarks/region_steps.py)."""
+"""Bytes of a storage below which it stays on the device: the host takes 85 us to begin both of its copies, in which 25
+GB/s copy 2.1 MB (benchmarks/region_steps.py)."""
 
 
 class KeptStorage:
     """A storage that regions keep: its bytes on the device, or on the host."""
 
     last: weakref.ref[Stash] | None = None
-    """The latest region that keeps it, with which it is offloaded."""
+    """The latest region that keeps it. It is offloaded with that one."""
     input_of: weakref.ref[Stash] | None = None
     """The latest region whose input it is."""
     is_common = False
-    """It is an input of several regions, and stays."""
+    """It is an input of several regions, and stays on the device."""
     offloaded: Copies | None = None
     """The copies to the host."""
     reloaded: Callable[[], ReloadedStorage | None] = staticmethod(lambda: None)
     """The bytes on the device again, while a recompute needs them."""
 
     def __init__(self, storage: torch.UntypedStorage, transport: Transport, transfers: Transfers) -> None:
-        self.device: torch.Tensor | None = torch_private.bytes_of(storage)
+        bytes_of_storage = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self.device: torch.Tensor | None = bytes_of_storage  # None while it is on the host
         self.host: list[torch.Tensor] = []
         self.size = storage.nbytes()
         self.transport = transport
         self.transfers = transfers  # of the first region that keeps it
-        self._reference: StorageWeakRef | None = StorageWeakRef(storage)  # while it is there, no other has the address
+        self._reference = StorageWeakRef(storage)  # no other storage gets the address meanwhile
         transport.storages[self._reference.cdata] = self
         transfers.device_bytes += self.size
 
     def frees_memory(self, stash: Stash) -> bool:
-        """Whether the device gets room when it is offloaded with a region."""
+        """Whether offloading it with a region frees memory of the device."""
         if self.device is None or self.is_common or self.last is not stash.reference:
             return False
-        return not torch_private.is_shared(self.device)  # else somebody holds it anyway
+        return not torch_private.is_shared(self.device)  # else the user or autograd holds it anyway
 
     def leave(self, copies: Copies) -> None:
-        """Be held on the host alone, by these copies."""
-        assert self._reference is not None
+        """Drop the bytes on the device. copies: to the host."""
         del self.transport.storages[self._reference.cdata]
-        self.device, self.offloaded, self._reference = None, copies, None
+        self.device, self.offloaded = None, copies
+        del self._reference
 
     def pairs(self, device: torch.Tensor) -> Pairs:
-        """Its pieces, in memory of the device and on the host, which is allocated for the first time."""
+        """Its pieces on a device and on the host. Allocates host memory at the first call."""
         pieces = device.split(PIECE)
         if not self.host:
             self.host = [self.transport.host_memory(len(piece)) for piece in pieces]
@@ -72,32 +73,32 @@ class KeptStorage:
 
 
 class ReloadedStorage:
-    """Bytes of a storage on the device again. Wait for the copies before they are used."""
+    """Bytes of a storage on the device again. Wait for the copies before you use them."""
 
     def __init__(self, device: torch.Tensor, copies: Copies) -> None:
         self.device, self.copies = device, copies
 
 
 class KeptTensor:
-    """A tensor that a region keeps, wherever its storage is. version: when it was kept."""
+    """A tensor that a region keeps, wherever its storage is."""
 
     def __init__(self, tensor: torch.Tensor, storage: KeptStorage, version: int) -> None:
-        self.storage, self.version = storage, version
+        self.storage, self.version = storage, version  # when it was kept
         self.nbytes, self.shape, self.requires_grad = tensor.nbytes, tensor.shape, tensor.requires_grad
         self._counter = torch_private.version_counter(tensor)
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     @property
     def was_changed(self) -> bool:
-        """Whether it was changed in place since."""
+        """Whether it was changed in place since it was kept."""
         return self._counter._version != self.version
 
     def tensor(self, private: bool = False) -> torch.Tensor:
-        """The tensor on the device. private: in memory that nobody else uses."""
+        """The tensor on the device. private: in memory of its own."""
         device = self.storage.device
-        if device is None:  # then it has memory of its own
+        if device is None:  # then reloading gives it memory of its own
             private, reloaded = False, self.storage.reloaded()
-            if reloaded is None:  # asked for outside a recompute
+            if reloaded is None:  # read outside a recompute
                 (reloaded,) = _reload([self.storage], Transfers())
                 reloaded.copies.wait()
             device = reloaded.device
@@ -109,11 +110,11 @@ class KeptTensor:
 
 
 class _State(threading.local):
-    """What this thread knows of its regions."""
+    """Regions of this thread."""
 
     def __init__(self) -> None:
-        self.on_device: list[weakref.ref[Stash]] = []  # in the order of their forwards
-        self.latest: weakref.ref[Stash] | None = None  # whose forward ended
+        self.on_device: list[weakref.ref[Stash]] = []  # not offloaded so far, in the order of their forwards
+        self.latest: weakref.ref[Stash] | None = None  # whose forward ended last
         self.prefetched: weakref.ref[Stash] | None = None
 
 
@@ -121,7 +122,7 @@ _state = _State()
 
 
 class Stash:
-    """What one region keeps.
+    """Everything that one region keeps.
 
     Args:
         function: that the region runs, for messages.
@@ -129,7 +130,7 @@ class Stash:
         inputs: of the region, when it begins.
 
     Raises:
-        FastacError: saved-tensor hooks of the user's are open; the host has too little memory.
+        FastacError: saved_tensors_hooks of the user are open; the host has too little memory.
     """
 
     def __init__(self, policy: Policy, function: Any, record: BlockRecord, inputs: Iterable[Any]) -> None:
@@ -143,7 +144,7 @@ class Stash:
         self.takes_inputs = policy.offloads_inputs and torch_private.innermost_checkpoint() is None
         self.versions = {one: one._version for one in inputs if torch_private.is_plain(one)}
         self.storages: list[KeptStorage] = []
-        self.reloaded: list[ReloadedStorage] = []
+        self.reloaded: list[ReloadedStorage] = []  # for a recompute
         self.previous: weakref.ref[Stash] | None = None  # of the region before this one in the forward
         self.transfers = record.transfers = Transfers()
         _state.on_device = [one for one in _state.on_device if one() is not None]
@@ -153,11 +154,11 @@ class Stash:
                 earlier.offload()
 
     def keep_input(self, value: Any) -> Any:
-        """What stands for an input of the region; the input itself if it stays as it is."""
+        """Keep an input of the region. Returns a KeptTensor, or the input itself if it cannot move."""
         return self.keep(value, self.versions[value], True) if torch_private.is_plain(value) else value
 
     def keep(self, tensor: torch.Tensor, version: int, is_input: bool = False) -> Any:
-        """What stands for a tensor that the region keeps; the tensor itself if it stays as it is."""
+        """Keep a tensor. Returns a KeptTensor, or the tensor itself if it cannot move."""
         transport, untyped = transport_of(tensor.device), tensor.untyped_storage()
         if transport is None or untyped.nbytes() < SMALLEST:
             return tensor
@@ -173,30 +174,30 @@ class Stash:
         return KeptTensor(tensor, storage, version)
 
     def hold(self) -> None:
-        """The forward has ended, and `keep` was given all that the region keeps."""
+        """The forward has ended, and `keep` was called for everything that the region keeps."""
         self.versions = {}
         self.previous, _state.latest = _state.latest, self.reference
         _state.on_device.append(self.reference)
 
     def offload(self) -> None:
-        """Begin to copy to the host what the device gets room from. Raises FastacError if the host has too little."""
+        """Begin to copy to the host what frees memory of the device. Raises FastacError if the host has too little."""
         storages = [one for one in self.storages if one.frees_memory(self)]
         blocks = max(1, self.record.offloading - self.policy.keep)
         host_memory.check(blocks * sum(one.size for one in storages), blocks, self.policy)
         for transport, group in _by_transport(storages):
             pairs = [pair for one in group if one.device is not None for pair in one.pairs(one.device)]
             copies = transport.begin(pairs, True, (), self.transfers)
-            for one in group:  # no sooner: host memory may not be had
+            for one in group:  # no sooner: allocating host memory may fail
                 one.leave(copies)
                 one.transfers.device_bytes -= one.size
                 self.transfers.host_bytes += one.size
 
     def reload(self) -> None:
-        """A recompute begins: wait for its copies, and prefetch for the region that backward wants next."""
+        """A recompute begins: wait for its copies, and prefetch for the region that backward needs next."""
         for transport, _ in _by_transport(self.storages):
             transport.release()
         if _state.prefetched is not None and (prefetched := _state.prefetched()) not in (None, self):
-            prefetched.reloaded = []  # backward wanted another: at most one is held on the device
+            prefetched.reloaded = []  # backward came to another region: hold one prefetched region at most
         self.reloaded = _reload(self.storages, self.transfers)
         for copies in {one.copies for one in self.reloaded}:
             copies.wait()
@@ -204,13 +205,9 @@ class Stash:
             _state.prefetched = self.previous
             previous.reloaded = _reload(previous.storages, previous.transfers)
 
-    def end_recompute(self) -> None:
-        """Hold no more on the device than before the recompute."""
-        self.reloaded = []
-
 
 def _reload(storages: Sequence[KeptStorage], transfers: Transfers) -> list[ReloadedStorage]:
-    """Begin to copy back those that are on the host alone. Returns all that are on the device again."""
+    """Begin to copy back those that are on the host alone. Returns all that were offloaded."""
     found = [reloaded for one in storages if (reloaded := one.reloaded()) is not None]
     for transport, group in _by_transport(one for one in storages if one.device is None and one.reloaded() is None):
         devices = [transport.device_memory(one.size) for one in group]
@@ -230,7 +227,7 @@ def _by_transport(storages: Iterable[KeptStorage]) -> Iterable[tuple[Transport, 
 
 
 def unpack_input(kept: KeptTensor) -> torch.Tensor:
-    """An input of a region. Raises FastacError if it was changed in place since, as autograd does."""
+    """An input of a region. Raises FastacError if it was changed in place since it was kept, as autograd does."""
     if kept.was_changed:
         raise FastacError(
             f"an input {tuple(kept.shape)} of a checkpointed block was changed in place after it was saved, so "
@@ -240,7 +237,7 @@ def unpack_input(kept: KeptTensor) -> torch.Tensor:
 
 
 def unpack_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a region, with the tensors that were kept among them."""
+    """Keyword arguments of a region, with tensors for the KeptTensors among them."""
     return {
         name: unpack_input(value).requires_grad_(value.requires_grad) if isinstance(value, KeptTensor) else value
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""Several processes: which of them this is, and what they must agree on: an error on one alone hangs the others."""
+"""Several processes: what all must agree on, because an error on one alone hangs the others."""
 
 from __future__ import annotations
 
@@ -12,59 +12,52 @@ from fastac.errors import rank
 Result = TypeVar("Result")
 
 _CONNECTION = ("DistBackendError", "DistNetworkError", "RuntimeError")
-"""What torch raises on a rank that waits for another in vain."""
+"""Errors that torch raises on a rank that waits for another one that does not come."""
 
 
-def count() -> int:
-    """How many processes train together; 1 where there is no process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-class OtherRankFailed(Exception):  # noqa: N818 it carries another rank's error, and is one of none of ours
-    """Another rank raised. message: what it said; kind: the name of the class it raised."""
+class OtherRankFailed(Exception):  # noqa: N818 it carries the error of another rank
+    """Another rank raised."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind = kind  # name of the class that the other rank raised
 
 
 class Group:
-    """Ranks that run the same function: what one of them finds counts for all.
+    """Ranks that run the same function. A finding of one counts for all.
 
-    They talk in a group of their own: what failed may have left others inside a collective of the training's.
+    It is a process group of its own: a failure may have left ranks inside a collective of the training's groups.
     """
 
     def __init__(self) -> None:
-        several = count() > 1 and dist.get_backend() != "fake"
-        self._group = dist.new_group(backend="gloo") if several else None
+        self._group = dist.new_group(backend="gloo") if rank() and dist.get_backend() != "fake" else None
 
     def any(self, flag: bool) -> bool:
-        """Whether a flag is set on any rank. Every rank must call it. Raises OtherRankFailed where another failed."""
+        """Whether a flag is set on any rank. Every rank must call it. Raises OtherRankFailed if another rank failed."""
         return any(self._exchange(flag))
 
     def agree(self, value: Any) -> bool:
-        """Whether all ranks have the same value. Every rank must call it, as with `any`."""
+        """Whether all ranks have the same value. Every rank must call it. Raises OtherRankFailed, as `any` does."""
         return all(other == value for other in self._exchange(value))
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """Call a function, and raise on every rank what it raised on one: OtherRankFailed on the others."""
+        """Call a function on every rank. An error on one rank is raised on all: OtherRankFailed on the others."""
         if self._group is None:
             return function()
         try:
-            try:
-                result = function()
-            except OtherRankFailed:
-                raise
-            except Exception as error:
-                self._report(error)
-                raise
+            result = function()
             self._exchange(False)
             return result
+        except OtherRankFailed:
+            raise
+        except Exception as error:
+            self._report(error)
+            raise
         finally:
             dist.destroy_process_group(self._group)
 
     def _report(self, error: Exception) -> None:
-        """Report to the others what was raised here; where only a rank was missed, raise what that one says."""
+        """Tell the others of an error. If it only says that another rank is missing, raise the error of that rank."""
         kind, text = type(error).__name__, str(error)
         own = (kind, text if text.startswith(rank()) else f"{rank()}: {kind}: {text}")
         failed = [other for other in self._exchange(own) if isinstance(other, tuple) and other != own]
@@ -73,9 +66,10 @@ class Group:
             raise OtherRankFailed(*causes[0]) from error
 
     def _exchange(self, mine: Any) -> list[Any]:
+        """The values of all ranks. An error travels as a tuple: its kind and its message."""
         if self._group is None:
             return [mine]
-        everyone: list[Any] = [None] * count()
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=self._group)
         failed = next((one for one in everyone if isinstance(one, tuple)), None)
         if failed is not None and not isinstance(mine, tuple):

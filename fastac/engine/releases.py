@@ -1,4 +1,4 @@
-"""Which torch is the first for what: the one table that README, docs/versions.md and the errors go by."""
+"""The first release of torch for each feature: the table that README, docs/versions.md and errors use."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ FIRST_TORCH = {
 
 
 def is_at_least(release: str, version: str | None = None) -> bool:
-    """Whether a version, by default that of torch, is a release, such as "2.13", or one after it.
-
-    Builds on the way to a release count as that one.
-    """
+    """Whether a version, by default that of torch, is at least a release, such as "2.13". Its pre-releases are."""
     here, first = ([int(part) for part in one.split(".")[:2]] for one in (version or torch.__version__, release))
     return here >= first
 
@@ -37,12 +34,12 @@ def has(feature: str) -> bool:
 
 
 def need_traces() -> None:
-    """Raise FastacError where this torch has no traced graphs: the entries of `fastac.graph`."""
+    """Raise FastacError if this torch cannot trace graphs, for the functions of `fastac.graph`."""
     need(TRACES, "Train eagerly, or compile the blocks: fastac.compile(model).")
 
 
 def need(feature: str, instead: str) -> None:
-    """Raise FastacError where this torch does not have a feature. instead: the sentence that says what to do."""
+    """Raise FastacError if this torch lacks a feature. instead: a sentence that says what to do."""
     if not has(feature):
         raise FastacError(
             f"{feature} needs torch {FIRST_TORCH[feature]} or newer; this is torch {torch.__version__}. {instead}"
@@ -50,5 +47,5 @@ def need(feature: str, instead: str) -> None:
 
 
 WHOLE_PRODUCT = "" if is_at_least("2.15") else "aten.addmm.default"
-"""The op whose output is that of the Linear module. To that of others it adds its bias in place, and hands it out under
-another version counter (aten::_unsafe_view), by which no change of it is noticed. Since 2.15 it does so with all."""
+"""The op whose output a Linear module returns as it is; none since 2.15. To other outputs it adds the bias in place. It
+gives them another version counter (aten::_unsafe_view), which misses in-place changes."""

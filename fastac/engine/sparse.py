@@ -1,8 +1,8 @@
-"""What sparse attention chose in one region: the outputs of its choices, and the arguments that hold chosen blocks.
+"""Blocks that sparse attention chose in one region: outputs of choices, and arguments that hold them.
 
-A recompute may come out a little different and choose other blocks, which the saved outputs know nothing of. Choices
-(topk, sort) stand on the tape in the order of their calls, as attention does. Only those among floating-point numbers
-do: sorting whole numbers repeats itself.
+A recompute may differ in the last bits and choose other blocks than those of the saved outputs. So choices (topk, sort)
+are saved too, in the order of their calls. Only choices among floating-point numbers are: sorting integers again gives
+the same.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ def is_choice(args: Sequence[Any]) -> bool:
 
 
 def packed(outputs: Sequence[torch.Tensor], among: int) -> tuple[torch.Tensor, ...]:
-    """Copies of (values, indices), with indices as narrow as the number they choose among allows."""
-    narrow = torch.int16 if among <= torch.iinfo(torch.int16).max else torch.int32
-    if among > torch.iinfo(torch.int32).max:
-        narrow = torch.int64
+    """Copies of (values, indices). The indices have the narrowest dtype for the number that they choose among."""
+    dtypes = (torch.int16, torch.int32, torch.int64)
+    narrow = next(dtype for dtype in dtypes if among <= torch.iinfo(dtype).max)
     return *torch_private.clones(outputs[:1]), outputs[1].to(narrow, copy=True)
 
 
@@ -37,18 +36,18 @@ def unpacked(kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 
 class Selection:
-    """What the arguments of a sparse attention held in the forward, by which it was given the chosen blocks."""
+    """The arguments of a sparse attention that held the chosen blocks in the forward."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self.tensors = torch_private.clones(tensors)
         self._origins = [None if tensor is None else StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
     def put_into(self, op: BoundOp, chosen: Sequence[torch.Tensor | None]) -> None:
-        """Make the recomputed arguments of a call the forward's, which backward will read.
+        """Overwrite the arguments of a recomputed call, which backward will read, with those of the forward.
 
-        Without a comparison, which would wait for the device. An argument that is still the very tensor of the forward
-        was not chosen in the region: it is the caller's, and left alone.
-        Raises FastacError when there are more or fewer blocks than in the forward.
+        They are not compared: that would wait for the device. An argument that is the tensor of the forward was not
+        chosen in the region. It belongs to the caller, and is left alone.
+        Raises FastacError if there are more or fewer blocks than in the forward.
         """
         for kept, mine, origin in zip(self.tensors, chosen, self._origins, strict=True):
             if mine is None or kept is None or origin is None or _is_storage_of(origin, mine):
@@ -58,7 +57,7 @@ class Selection:
                     f"recompute chose other blocks for {op.name} than the forward did: a table of {tuple(mine.shape)} "
                     f"where there was one of {tuple(kept.shape)}. What it chooses by must repeat itself exactly."
                 )
-            once = tuple([slice(0, 1) if step == 0 else slice(None) for step in mine.stride()])  # expanded: one memory
+            once = tuple([slice(0, 1) if step == 0 else slice(None) for step in mine.stride()])  # of expanded memory
             mine[once].copy_(kept[once])
 
 

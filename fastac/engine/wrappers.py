@@ -1,4 +1,4 @@
-"""The modules that torch puts around a block: CheckpointWrapper, OffloadWrapper, and FSDP1's own in between."""
+"""Modules that torch puts around a block: CheckpointWrapper, OffloadWrapper, and those of FSDP1 in between."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CHECKPOINT, _FSDP1 = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 
 def inside(module: Any) -> Any:
-    """What is inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); what is in none, itself."""
+    """The module inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); itself if it has none."""
     found = module
-    while True:  # asked for at every call of a block: no generator
+    while True:  # runs at every call of a block: no generator
         children: Any = getattr(module, "_modules", ())
         if _CHECKPOINT in children:
             found = module = children[_CHECKPOINT]
@@ -30,7 +30,7 @@ def inside(module: Any) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """A qualified name as it is without activation wrappers."""
+    """A qualified name without activation wrappers."""
     if _CHECKPOINT not in name:
         return name
     return ".".join(part for part in name.split(".") if part not in (_CHECKPOINT, _FSDP1))
@@ -43,7 +43,7 @@ def is_wrapper(module: Any) -> bool:
 
 
 def wrappers_around(module: Any) -> Iterator[Any]:
-    """The CheckpointWrappers around a module's inner one, FSDP1's wrappers in between left out."""
+    """The CheckpointWrappers that a module consists of, outer first, without those of FSDP1 in between."""
     while module is not None:
         if is_wrapper(module):
             yield module
@@ -52,13 +52,13 @@ def wrappers_around(module: Any) -> Iterator[Any]:
 
 
 def call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """What a CheckpointWrapper calls whose module checkpoints itself."""
+    """checkpoint_fn of a CheckpointWrapper whose module checkpoints itself: no checkpoint."""
     return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def idle(model: torch.nn.Module) -> Iterator[None]:
-    """In which no CheckpointWrapper inside a model checkpoints."""
+    """A context in which no CheckpointWrapper in a model checkpoints."""
     before: list[tuple[Any, Any]] = [(one, one.checkpoint_fn) for one in model.modules() if is_wrapper(one)]
     try:
         for wrapper, _ in before:
@@ -70,13 +70,10 @@ def idle(model: torch.nn.Module) -> Iterator[None]:
 
 
 def check_default(wrapper: Any, where: str) -> None:
-    """Raise FastacError for a CheckpointWrapper that does not checkpoint as torch does by default.
-
-    where: the block in it, for the message.
-    """
+    """Raise FastacError for a CheckpointWrapper with other options than torch's defaults. where: the block in it."""
     function = wrapper.checkpoint_fn
     keywords = function.keywords if isinstance(function, functools.partial) else {}
-    # the latter is patch_checkpoint's, while that is on
+    # The latter is that of patch_checkpoint while it is on.
     own = getattr(function, "func", None) not in (torch_checkpoint, torch.utils.checkpoint.checkpoint)
     if own or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):
         raise FastacError(

@@ -30,6 +30,7 @@ from fastac.errors import FastacError
 from fastac.planning.known_values import KnownValues
 from fastac.planning.timeline import Candidate, Event, Kept, Moment, Place, Timeline
 from fastac.registry import classify
+from fastac.registry.torch_private import arguments_of
 
 EXCHANGED = "exchanged"
 """The candidate that stands behind an attention under context parallelism: what its collectives return."""
@@ -170,7 +171,7 @@ class Meter(TorchDispatchMode):
 
     def _leave_out_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A product that is changed in place cannot be replayed: no policy may name its Linear module."""
-        arguments = torch_private.arguments_of(func)
+        arguments = arguments_of(func)
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
         for argument in arguments:
             tensor = given.get(argument.name) if argument.written else None

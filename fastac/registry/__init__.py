@@ -1,0 +1,427 @@
+"""The ops that fastac knows: rows, which are data, and the ops of this process that they name.
+
+A row names an op by a namespace pattern and a name, and says how to read its calls. `classify` finds the row of an op
+and remembers it. No library is imported for that: its ops are in the dispatcher once the user has loaded it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fastac.errors import FastacError, UnsupportedBackendError
+from fastac.registry import torch_private
+from fastac.registry.torch_private import Op, qualified_name
+
+logger = logging.getLogger("fastac")
+
+KEYS_DIMENSION = {"bshd": -3, "bhsd": -2, "thd": -3, "bs3hd": -4, "t3hd": -4}
+"""Layout of the key tensor -> its dimension that counts keys.
+
+b batch, s sequence, h heads, d dim, t the tokens of all sequences packed, 3 query, key and value in one tensor.
+"""
+
+ALWAYS = "always"
+"""`dropout` of a row whose kernel may draw random numbers in every call, for all that is known."""
+
+OPAQUE_NAMESPACE = "fastac_opaque"
+"""Namespace of the ops that fastac.make_visible makes."""
+
+KINDS = {
+    "attention": "runs an attention forward: its outputs are saved where the policy says so",
+    "decomposition": "runs only when an attention is decomposed into small ops: nothing can be saved",
+    "choice": "chooses blocks of sparse attention, as (values, indices): saved beside the attention that follows",
+    "exchange": "a collective that returns no more than its input: saved, and not issued again",
+    "gather": "a collective that returns a multiple of its input, such as unsharded weights: issued again",
+    "wait": "completes a collective: runs again, which costs nothing once the collective is complete",
+    "linear": "the matmul of a Linear module: saved where the policy names the module",
+}
+"""Kind of a row -> what its op does, and what happens to its outputs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One dispatcher op that fastac knows.
+
+    Args:
+        namespace: regular expression for the whole namespace (builds from the hub have one each); "higher_order" for a
+            higher-order op.
+        name: the bare name of the op, without overload.
+        kind: a key of KINDS.
+    """
+
+    namespace: str
+    name: str
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Arguments and backward of an attention op that only FLOP counting reads.
+
+    Args:
+        backward: name of the op, in the same namespace, that runs the backward. Its first four tensors are the
+            gradient of the output, query, key and value. "" where the dispatcher sees none.
+        offsets: for packed sequences, the two arguments with the offsets of queries and of keys (cu_seqlens); or with
+            their masks, (batch, sequence), True where a token is no padding.
+        blocks: for sparse attention, the arguments that say which blocks of keys each block of queries attends to:
+            lists, (batch, heads, blocks of queries, longest list), and their lengths; or one map, (batch, heads, blocks
+            of queries, blocks of keys).
+    """
+
+    backward: str = ""
+    offsets: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOp(Row):
+    """One dispatcher op that runs an attention forward and returns its output and statistics.
+
+    Args:
+        backend: its name in reports, such as "fa2".
+        namespace, name: of the op, see Row.
+        layout: of the key tensor, a key of KEYS_DIMENSION.
+        key: the argument that holds the key tensor.
+        max_kv: the argument that holds the number of keys, for packed layouts; not read in a call where it is None.
+        dropout: the argument that makes the kernel draw random numbers; None for never, "always" if unknown.
+        selection: for sparse attention, the arguments that hold the chosen blocks; they are saved with the outputs.
+        coarse: for sparse attention, the argument with one entry per block of keys. The attention over that few keys
+            that chooses the blocks is small ops, and may be recomputed.
+        with_argument: an argument that only this op has, where two libraries have an op of this namespace and name.
+        trains: False refuses the op, with `note` as the reason.
+        flops: for FLOP counting alone.
+
+    Example:
+        >>> fastac.register(fastac.AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward"))
+    """
+
+    kind: str = "attention"
+    backend: str
+    layout: str = "bshd"
+    key: str = "key"
+    max_kv: str | None = None
+    dropout: str | None = ALWAYS
+    selection: tuple[str, ...] = ()
+    coarse: str = ""
+    with_argument: str = ""
+    trains: bool = True
+    note: str = ""
+    flops: Flops = Flops()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpaqueFunction:
+    """An autograd.Function whose forward is an attention without a dispatcher op; made visible once it is loaded.
+
+    Args:
+        module: regular expression for the whole name of the module that has it in its __dict__.
+        name: of the class in that module.
+        backend, key, layout, max_kv, dropout, flops: as in AttentionOp, of the arguments of its forward.
+    """
+
+    backend: str
+    module: str
+    name: str
+    key: str = "k"
+    layout: str = "bshd"
+    max_kv: str | None = None
+    dropout: str | None = ALWAYS
+    flops: Flops = Flops()
+
+
+_NO_ATTENTION = AttentionOp(backend="", namespace="", name="", dropout=None)
+"""Stands for a row that is no attention: BoundOp reads nothing of its calls."""
+
+
+def number_of_keys(row: AttentionOp | OpaqueFunction, given: Any, key: torch.Tensor, name: str) -> int:
+    """Number of keys each query of a call may attend to (a SymInt under a trace with dynamic shapes).
+
+    Args:
+        given: the value of `max_kv`; None without one.
+        key: the key tensor.
+        name: of the op or function, for the message.
+
+    Raises:
+        FastacError: the key tensor does not have the row's layout.
+    """
+    # Reading a tensor would wait for the device. Some libraries pass -1 where nothing is packed.
+    if given is not None and not isinstance(given, torch.Tensor) and given >= 0:
+        return given  # type: ignore[no-any-return]
+    try:
+        return key.shape[KEYS_DIMENSION[row.layout]]
+    except IndexError:
+        raise FastacError(
+            f"{name}: its row says that the layout of {row.key or 'its second tensor'!r} is {row.layout!r}, and it was "
+            f"called with the shape {tuple(key.shape)}. Name the argument that holds the keys (key=...) and its layout."
+        ) from None
+
+
+class BoundOp:
+    """A row bound to one op of this process: reads calls by argument position.
+
+    Raises FastacError when the op cannot be saved: it always writes an argument, returns no tensor, or lacks an
+    argument that the row names.
+    """
+
+    number = 0
+    """Its place among the intercepted ops, from 1 on; 0 for one that is not intercepted."""
+
+    def __init__(self, op: Op, row: Row) -> None:
+        self.op = op
+        self.redispatch = torch_private.redispatch_of(op)
+        self.row = row
+        self.kind = row.kind
+        self.name = str(op)
+        self.qualified_name = qualified_name(op)
+        self.is_attention = isinstance(row, AttentionOp)
+        self.is_opaque = row.namespace == OPAQUE_NAMESPACE
+        self.is_higher_order = isinstance(op, torch_private.HigherOrderOperator)
+        self._attention = row if isinstance(row, AttentionOp) else _NO_ATTENTION
+        self.backend = self._attention.backend
+        self.trains = self._attention.trains
+        self.may_draw = self._attention.dropout is not None
+        self.selects = bool(self._attention.selection)
+        arguments = torch_private.arguments_of(op)
+        self._positions = {argument.name: i for i, argument in enumerate(arguments)}
+        self._defaults = {argument.name: argument.default for argument in arguments}
+        self._key = self._positions.get(self._attention.key, 0)
+        self.written = [argument.name for argument in arguments if argument.written]
+        if self.trains and row.kind != "decomposition":
+            self._check_schema([argument.name for argument in arguments if argument.written and not argument.optional])
+
+    def _check_schema(self, always_written: Sequence[str]) -> None:
+        if always_written:
+            raise FastacError(
+                f"register: {self.name} writes its argument {always_written[0]!r}. On replay the kernel does not run "
+                f"and the write would be missing, with wrong gradients. Register a functional op."
+            )
+        if not torch_private.returns_tensors(self.op):
+            raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save")
+        if self.kind == "choice" and "dim" not in self._positions:
+            raise FastacError(f"register: {self.name} has no argument 'dim', so it is no choice as topk and sort are")
+        if self.is_attention:
+            others = [self._attention.coarse, *self._attention.selection]
+            check_named(self._attention, self._positions, f"register: {self.name}", others)
+
+    def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The value of an argument in a call, passed by position or by name."""
+        position = self._positions[name]
+        return args[position] if position < len(args) else kwargs.get(name, self._defaults[name])
+
+    def keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Number of keys of an attention call; of a decomposed one, the last dimension of its softmax; otherwise 0."""
+        if not self.is_attention:
+            return args[0].shape[-1] if self.kind == "decomposition" else 0
+        row = self._attention
+        given = None if row.max_kv is None else self.argument(row.max_kv, args, kwargs)
+        return number_of_keys(row, given, args[self._key] if self._key < len(args) else kwargs[row.key], self.name)
+
+    def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the kernel may draw random numbers in this call."""
+        dropout = self._attention.dropout
+        return dropout == ALWAYS or (dropout is not None and bool(self.argument(dropout, args, kwargs)))
+
+    def selection(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor | None]:
+        """The tensors of a call that hold the blocks it attends to."""
+        return [self.argument(name, args, kwargs) for name in self._attention.selection]
+
+    def coarse_keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Number of keys of the coarse attention that goes with this call; 0 for a kernel that is not sparse."""
+        coarse = self._attention.coarse
+        blocks = self.argument(coarse, args, kwargs) if coarse else None
+        return 0 if blocks is None else int(blocks.numel())
+
+    def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise FastacError when this call, whose output is saved, passes a tensor that the kernel writes."""
+        for name in self.written:
+            if self.argument(name, args, kwargs) is not None:
+                raise FastacError(
+                    f"{self.name} was called with {name!r}, which it writes. A saved call does not run again, so the "
+                    f'write would be missing in recompute. Call it without {name!r}, or use policy="full".'
+                )
+
+    def check_trains(self) -> None:
+        """Raise UnsupportedBackendError when the row says that the op has no backward."""
+        if not self.trains:
+            raise UnsupportedBackendError(
+                f"{self.name} does not train: {self._attention.note or 'its row says so'}. Use another attention "
+                f"backend; `fastac backends` lists them."
+            )
+
+
+class _State:
+    """The rows and decisions of this process."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.lock = threading.RLock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget decisions: ops are classified anew."""
+        self.decisions: dict[object, BoundOp | None] = {}
+        self.reported: set[str] = set()  # errors already logged
+
+
+state = _State()
+
+
+def rows() -> tuple[Row, ...]:
+    """Every registered row, in the order of registration."""
+    return tuple(state.rows)
+
+
+def register(*new_rows: Row) -> None:
+    """Add rows. Ops that are loaded are checked at once, others when they are first called.
+
+    Args:
+        new_rows: such as `AttentionOp(...)`. All of them are added, or none.
+
+    Raises:
+        FastacError: a row is malformed or registered already, or its op cannot be saved. Nothing is registered then.
+
+    Example:
+        >>> fastac.register(fastac.AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward"))
+    """
+    with state.lock:
+        before = list(state.rows)
+        try:
+            for row in new_rows:
+                if not isinstance(row, Row):
+                    raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
+                check(row)
+                if any(_identity(row) == _identity(other) for other in state.rows):
+                    raise FastacError(f"register: there is a row for {row.namespace}::{row.name} already")
+                state.rows.append(row)
+            state.reset()
+            present_ops(strictly=new_rows)
+        except FastacError:
+            state.rows[:] = before
+            state.reset()
+            raise
+
+
+def check(row: Row | OpaqueFunction, call: str = "register") -> None:
+    """Raise FastacError when a row is malformed. call: the public function that it was given to."""
+    where = f"{call}: {row.name!r}"
+    for field in dataclasses.fields(row):
+        value, declared = getattr(row, field.name), str(field.type)
+        if declared == "str | None" and value is None:
+            continue
+        kind: type = {"s": str, "t": tuple, "b": bool, "F": Flops}[declared[0]]
+        if not isinstance(value, kind) or (isinstance(value, tuple) and not all(isinstance(i, str) for i in value)):
+            raise FastacError(f"{where}: {field.name} is {value!r}, expected {declared}")
+    pattern = row.namespace if isinstance(row, Row) else row.module
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise FastacError(f"{where}: {pattern!r} is not a regular expression: {error}") from error
+    if isinstance(row, Row) and (
+        row.kind not in KINDS or (row.kind == "attention") is not isinstance(row, AttentionOp)
+    ):
+        raise FastacError(f"{where}: kind {row.kind!r} is none of {', '.join(KINDS)}")
+    flops = getattr(row, "flops", Flops())
+    for name in (row.name, flops.backward or row.name):
+        if not name.isidentifier():
+            raise FastacError(f"{where}: {name!r} is not the bare name of an op, without namespace and overload")
+    if (layout := getattr(row, "layout", "thd")) not in KEYS_DIMENSION:
+        raise FastacError(f"{where}: layout {layout!r} is none of {', '.join(KEYS_DIMENSION)}")
+    if len(flops.offsets) not in (0, 2):
+        raise FastacError(f"{where}: offsets are two arguments, of queries and of keys: got {flops.offsets!r}")
+    if isinstance(row, AttentionOp) and len(flops.blocks) > 1 and not row.coarse:
+        raise FastacError(f"{where}: it names lists of blocks, and no `coarse` that says how many exist")
+
+
+def check_named(
+    row: AttentionOp | OpaqueFunction, arguments: Collection[str], where: str, others: Iterable[str] = ()
+) -> None:
+    """Raise FastacError for an argument that a row names and its op, or forward, does not have.
+
+    others: further arguments that the row names.
+    """
+    dropout = None if row.dropout == ALWAYS else row.dropout
+    for name in filter(None, (row.key, row.max_kv, dropout, *row.flops.offsets, *row.flops.blocks, *others)):
+        if name not in arguments:
+            raise FastacError(
+                f"{where} has no argument {name!r}, which its row names. Its arguments are {', '.join(arguments)}: "
+                f"name one of these, as in key=..."
+            )
+
+
+def _identity(row: Row) -> tuple[str, str, str]:
+    return row.namespace, row.name, getattr(row, "with_argument", "")
+
+
+def _row_of(op: Op) -> Row | None:
+    namespace, _, name = qualified_name(op).partition(".")[0].partition("::")
+    named = [row for row in state.rows if row.name == name and re.fullmatch(row.namespace, namespace)]
+    if not named:
+        return None
+    arguments = torch_private.arguments_of(op)
+    found = [row for row in named if getattr(row, "with_argument", "") in ("", *(one.name for one in arguments))]
+    if len(found) > 1:
+        raise FastacError(
+            f"register: {namespace}::{name} is claimed by {len(found)} rows: "
+            + "; ".join(f"{row.namespace}::{row.name} of {getattr(row, 'backend', 'fastac')}" for row in found)
+        )
+    if not found or (found[0].kind == "choice" and any(one.written for one in arguments)):
+        return None  # a choice with `out`: the caller owns what it writes
+    return found[0]
+
+
+def classify(op: Any) -> BoundOp | None:
+    """The row of an op, bound to it; None for an op without a row. Looked up in a dict after the first time.
+
+    op: an OpOverload or a HigherOrderOperator; anything else has no row.
+    """
+    try:
+        return state.decisions[op]
+    except KeyError:
+        pass
+    row = _row_of(op) if isinstance(op, Op) else None
+    decision = state.decisions[op] = None if row is None else BoundOp(op, row)
+    return decision
+
+
+def find_op(qualified: str) -> Op | None:
+    """The op of a qualified name; None where an implementation came before its definition."""
+    namespace, _, rest = qualified.partition("::")
+    name, _, overload = rest.partition(".")
+    try:
+        op = getattr(getattr(torch.ops, namespace), name)
+        return op if namespace == "higher_order" else getattr(op, overload or "default")  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
+
+
+def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
+    """Every op of this process that a row names, all overloads.
+
+    An op that cannot be saved is left out and logged. It raises FastacError if its row is one of `strictly`.
+    """
+    names = {row.name for row in state.rows}
+    found = []
+    for qualified in [*torch_private.op_names(), *(f"higher_order::{name}" for name in names)]:
+        namespace, _, rest = qualified.partition("::")
+        name = rest.partition(".")[0]
+        if name not in names:
+            continue
+        try:
+            bound = classify(find_op(qualified))
+        except FastacError as error:
+            if any(row.name == name and re.fullmatch(row.namespace, namespace) for row in strictly):
+                raise
+            if str(error) not in state.reported:
+                state.reported.add(str(error))
+                logger.error("%s (left out: a region that calls the op raises)", error)
+            continue
+        if bound is not None:
+            found.append(bound)
+    return found
