@@ -1,12 +1,14 @@
 """flex_attention in compiled code: inductor compiles its kernel apart, and calls it as an op that the tape sees.
 
-No graph breaks for it: the call is put into the graph that AOT made. The op returns what the kernel does, the output
-and the statistics that the backward needs. The backward, and what surrounds both, is compiled as without fastac. A call
-costs one function of Python's, and what inductor might have fused into the kernel beside score_mod and mask.
+The graph does not break: the call is put into the graph that AOT made. The op returns the outputs of the kernel: the
+output and the statistics that the backward needs. The backward, and the code around both, is compiled as without
+fastac. A call costs one Python function, and whatever inductor would have fused into the kernel beside score_mod and
+mask.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -30,30 +32,20 @@ _library.define(
 
 
 class _Kernel(NamedTuple):
-    """One compiled call. used: which of the three outputs are used where it stands."""
+    """One compiled call."""
 
     graph: torch.fx.GraphModule
     run: Callable[[list[Any]], Sequence[Any]]
     used: tuple[int, ...]
+    """Which of the three outputs are used in the graph that calls it."""
 
 
-_kernels: dict[int, _Kernel] = {}  # code that calls one may be anywhere, and does not say when it goes
+_kernels: dict[int, _Kernel] = {}  # never freed: code that calls a kernel may be anywhere
 _numbers = itertools.count()
 
 
-def _compiled(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    kernel: int,
-) -> tuple[torch.Tensor, ...]:
-    found = _kernels[kernel]
-    return _all_three(found, query, found.run([query, key, value, *others, *sizes]))
-
-
-def _fake(
+def _call(
+    on_fakes: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -62,17 +54,18 @@ def _fake(
     kernel: int,
 ) -> tuple[torch.Tensor, ...]:
     found = _kernels[kernel]
-    return _all_three(found, query, found.graph(query, key, value, *others, *sizes))
+    inputs = [query, key, value, *others, *sizes]
+    return _all_three(found, query, found.graph(*inputs) if on_fakes else found.run(inputs))
 
 
 def _all_three(kernel: _Kernel, like: torch.Tensor, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The outputs with those that nobody uses, which are empty."""
+    """The three outputs; those that are not used are empty."""
     remaining = iter(outputs)
     return tuple([next(remaining) if place in kernel.used else like.new_empty(0) for place in range(3)])
 
 
-_library.impl("flex_attention", _compiled, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::flex_attention", _fake, lib=_library)
+_library.impl("flex_attention", functools.partial(_call, False), "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::flex_attention", functools.partial(_call, True), lib=_library)
 
 OP = torch.ops.fastac_compiled.flex_attention.default
 
@@ -80,14 +73,14 @@ OP = torch.ops.fastac_compiled.flex_attention.default
 def set_apart(graph: torch.fx.Graph) -> None:
     """Compile every flex_attention of a graph by itself, and put a call of the op in its place.
 
-    graph: of inductor's, after AOT, with the example values of its nodes.
+    graph: one of inductor's, after AOT, with the example values of its nodes.
     """
     owner: Any = graph.owning_module
     for node in graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
         used = tuple(sorted({int(user.args[1]) for user in node.users}))
         part, tensors, sizes = part_of(owner, node, used)
         if not all(isinstance(given.meta["val"], (int, torch.SymInt)) for given in sizes):
-            continue  # a number that an op takes no list of: the call is left where it is, which a region then refuses
+            continue  # an op takes no list of such numbers: the call stays as it is, and a region refuses it
         run = torch_private.compile_graph(part, [given.meta["val"] for given in (*tensors, *sizes)])
         number = next(_numbers)
         _kernels[number] = _Kernel(part, run, used)
@@ -106,7 +99,7 @@ def set_apart(graph: torch.fx.Graph) -> None:
 def part_of(
     owner: torch.nn.Module, node: torch.fx.Node, used: Sequence[int]
 ) -> tuple[torch.fx.GraphModule, list[torch.fx.Node], list[torch.fx.Node]]:
-    """A graph of one call alone, and what it is given: tensors, of which query, key and value are first, and sizes."""
+    """A graph of one call alone, and its inputs: tensors (query, key and value first), and sizes."""
     root, graph = torch.nn.Module(), torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     tensors: list[torch.fx.Node] = []
@@ -126,7 +119,7 @@ def part_of(
         copies[given].meta["val"] = given.meta["val"]
     call = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple([graph.call_function(operator.getitem, (call, place)) for place in used]))
-    # Placeholders come first in a graph of inductor's.
+    # inductor wants placeholders first.
     for first in reversed(graph.find_nodes(op="placeholder")):
         next(iter(graph.nodes)).prepend(first)
     return torch.fx.GraphModule(root, graph), tensors, sizes

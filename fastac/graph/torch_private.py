@@ -50,7 +50,6 @@ COLLECTIVES = "_c10d_functional"
 min_cut = torch._functorch.partitioners.min_cut_rematerialization_partition
 """torch's partitioner: it decides by dependency which nodes belong to the backward, and obeys meta["recompute"]."""
 
-
 _CustomPartitioner: Any = torch._inductor.custom_graph_pass.CustomPartitionerFn
 
 
@@ -105,13 +104,6 @@ def tracing(mode: FakeTensorMode, fakes: Mapping[int, torch.Tensor]) -> Iterator
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled functions are traced as they are
         torch.enable_grad(),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def retracing(mode: FakeTensorMode) -> Iterator[None]:
-    """What `make_fx` needs to trace a graph again."""
-    with mode, torch.no_grad(), preserve_node_meta():
         yield
 
 
