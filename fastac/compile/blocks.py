@@ -68,19 +68,17 @@ def compile_blocks(
         call, own = block._compiled_call_impl, forwards.get(name)
         if any(use.verdict is Verdict.OPAQUE for use in availability.backend_uses(block)):
             eager.append(name)
-            continue
-        if hasattr(block, "_orig_mod") or (call is not None and _options_of(call) is None):
+        elif hasattr(block, "_orig_mod") or (call is not None and _options_of(call) is None):
             before.append(name)
-            continue
-        compiled.append(block)
-        if own is None and _options_of(call) != options:
-            block.compile(**ready)
-            block._compiled_call_impl._fastac_options = options  # type: ignore[union-attr]
-        elif own is not None and _options_of(own.before) != options:
-            own.before = CompiledForward(block, own.forward, options, ready)
+        else:
+            compiled.append(block)
+            if own is None and _options_of(call) != options:
+                block.compile(**ready)
+                block._compiled_call_impl._fastac_options = options  # type: ignore[union-attr]
+            elif own is not None and _options_of(own.before) != options:
+                own.before = CompiledForward(block, own.forward, options, ready)
     counts = collections.Counter(map(class_name, dict.fromkeys(compiled)))  # a block in several places counts once
-    backend = _name_of(ready["backend"])
-    return Compilation(class_name(model), policy, backend, dict(counts), tuple(before), tuple(eager))
+    return Compilation(class_name(model), policy, _name_of(ready["backend"]), dict(counts), tuple(before), tuple(eager))
 
 
 def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -19,10 +19,9 @@ import torch
 from fastac.compile import torch_private
 from fastac.compile.torch_private import FLEX_ATTENTION
 
-NAMESPACE = "fastac_compiled"
 INDUCTOR = "inductor"
 
-_library = torch.library.Library(NAMESPACE, "DEF")
+_library = torch.library.Library("fastac_compiled", "DEF")
 _library.define(
     "flex_attention(Tensor query, Tensor key, Tensor value, Tensor[] others, SymInt[] sizes, int kernel)"
     " -> (Tensor, Tensor, Tensor)",
@@ -44,15 +43,9 @@ _kernels: dict[int, _Kernel] = {}  # never freed: code that calls a kernel may b
 _numbers = itertools.count()
 
 
-def _call(
-    on_fakes: bool,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    sizes: Sequence[Any],
-    kernel: int,
-) -> tuple[torch.Tensor, ...]:
+def _call(on_fakes: bool, *given: Any) -> tuple[torch.Tensor, ...]:
+    """Run a compiled call, or trace it on fake tensors. given: as the schema has them."""
+    query, key, value, others, sizes, kernel = given
     found = _kernels[kernel]
     inputs = [query, key, value, *others, *sizes]
     return _all_three(found, query, found.graph(*inputs) if on_fakes else found.run(inputs))
@@ -65,7 +58,7 @@ def _all_three(kernel: _Kernel, like: torch.Tensor, outputs: Sequence[torch.Tens
 
 
 _library.impl("flex_attention", functools.partial(_call, False), "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::flex_attention", functools.partial(_call, True), lib=_library)
+torch.library.register_fake("fastac_compiled::flex_attention", functools.partial(_call, True), lib=_library)
 
 OP = torch.ops.fastac_compiled.flex_attention.default
 
@@ -88,12 +81,12 @@ def set_apart(graph: torch.fx.Graph) -> None:
             call = graph.call_function(OP, (*tensors[:3], tensors[3:], sizes, number))
         values = node.meta["val"]
         call.meta["val"] = _all_three(_kernels[number], values[0], [values[place] for place in used])
-        functions = [given for given in node.all_input_nodes if given.op == "get_attr"]
+        inputs = node.all_input_nodes
         node.replace_all_uses_with(call)
         graph.erase_node(node)
-        for function in functions:
-            if not function.users:
-                graph.erase_node(function)
+        for given in inputs:
+            if given.op == "get_attr" and not given.users:
+                graph.erase_node(given)
 
 
 def part_of(
@@ -102,30 +95,22 @@ def part_of(
     """A graph of one call alone, and its inputs: tensors (query, key and value first), and sizes."""
     root, graph = torch.nn.Module(), torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    tensors: list[torch.fx.Node] = []
-    sizes: list[torch.fx.Node] = []
-    for given in dict.fromkeys(_nodes_in((node.args, node.kwargs))):
-        path = str(given.target)
-        if given.op == "get_attr" and isinstance(value := operator.attrgetter(path)(owner), torch.nn.Module):
-            name = path.replace(".", "_")
-            root.add_module(name, value)
-            copies[given] = graph.get_attr(name)
-        else:
-            (tensors if isinstance(given.meta["val"], torch.Tensor) else sizes).append(given)
-    query_key_value = _nodes_in(node.args[:3])
-    tensors = [*query_key_value, *(given for given in tensors if given not in query_key_value)]
+    first: list[Any] = list(node.args[:3])
+    modules = [given for given in node.all_input_nodes if isinstance(_attribute(owner, given), torch.nn.Module)]
+    others = [given for given in node.all_input_nodes if given not in first and given not in modules]
+    sizes = [given for given in others if not isinstance(given.meta["val"], torch.Tensor)]
+    tensors = first + [given for given in others if given not in sizes]
     for place, given in enumerate((*tensors, *sizes)):
         copies[given] = graph.placeholder(f"given_{place}")
         copies[given].meta["val"] = given.meta["val"]
+    for given in modules:
+        name = str(given.target).replace(".", "_")
+        root.add_module(name, _attribute(owner, given))
+        copies[given] = graph.get_attr(name)
     call = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple([graph.call_function(operator.getitem, (call, place)) for place in used]))
-    # inductor wants placeholders first.
-    for first in reversed(graph.find_nodes(op="placeholder")):
-        next(iter(graph.nodes)).prepend(first)
     return torch.fx.GraphModule(root, graph), tensors, sizes
 
 
-def _nodes_in(value: Any) -> list[torch.fx.Node]:
-    found: list[torch.fx.Node] = []
-    torch.fx.map_arg(value, found.append)
-    return found
+def _attribute(owner: torch.nn.Module, node: torch.fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(owner) if node.op == "get_attr" else None

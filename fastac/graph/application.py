@@ -52,11 +52,19 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
         >>> loss, gradients = train(**inputs)
     """
     releases.need_traces()
-    if isinstance(traced, Traced):
-        policies = _policies_of(traced.graph_module, policy)
-        graph_module = _apply_to_graph(traced.graph_module, policies)
-        return dataclasses.replace(traced, graph_module=graph_module, policies=policies)
-    return _apply_to_graph(traced, _policies_of(traced, policy))
+    before = traced.graph_module if isinstance(traced, Traced) else traced
+    policies = _policies_of(before, policy)
+    if any(RECOMPUTED in marks(node) for node in before.graph.nodes):
+        raise FastacError("apply: this graph has a policy already. Apply the other one to the step from trace.")
+    if not any(map(is_backward, before.graph.nodes)):
+        raise PolicyNotAppliedError(
+            "apply: the graph has no backward in which anything could be recomputed. Compute the gradients in the "
+            "step, by torch.autograd.grad, and trace it with fastac.graph.trace."
+        )
+    after = rematerialize(tag(functionalize(before), policies))
+    _check(after, before, policies)
+    logger.info("graph: %s", summary(after, policies))
+    return dataclasses.replace(traced, graph_module=after, policies=policies) if isinstance(traced, Traced) else after
 
 
 def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
@@ -77,20 +85,6 @@ def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
     """
     compiled = torch.compile(traced.graph_module, fullgraph=True, dynamic=False, options={**KEEP_ORDER, **options})
     return dataclasses.replace(traced, compiled=compiled)
-
-
-def _apply_to_graph(graph_module: GraphModule, policies: Policies) -> GraphModule:
-    if any(RECOMPUTED in marks(node) for node in graph_module.graph.nodes):
-        raise FastacError("apply: this graph has a policy already. Apply the other one to the step from trace.")
-    if not any(map(is_backward, graph_module.graph.nodes)):
-        raise PolicyNotAppliedError(
-            "apply: the graph has no backward in which anything could be recomputed. Compute the gradients in the "
-            "step, by torch.autograd.grad, and trace it with fastac.graph.trace."
-        )
-    after = rematerialize(tag(functionalize(graph_module), policies))
-    _check(after, graph_module, policies)
-    logger.info("graph: %s", summary(after, policies))
-    return after
 
 
 def _policies_of(graph_module: GraphModule, policy: AnyPolicy | None) -> dict[int, Policy]:

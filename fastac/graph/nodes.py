@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils.checkpoint import CheckpointPolicy
 
+from fastac.compile.graphs import TAG
 from fastac.compile.tracing import REGION
 from fastac.engine import torch_private
 from fastac.graph.torch_private import BACKWARD, COLLECTIVES, is_drawing, is_functional, is_tangent
@@ -21,8 +21,8 @@ STATE = "fastac_state"
 RECOMPUTED = "fastac_recomputed"
 """Mark of a node that was copied into the backward: the name of the node it repeats."""
 
-TAG, REGION_TAG = "recompute", "ac_graph_id"
-"""Keys of `node.meta` in which torch's partitioners look for the decision about a node, and for its region."""
+REGION_TAG = "ac_graph_id"
+"""Key of `node.meta` in which torch's partitioners look for the region of a node."""
 
 
 def marks(node: Node) -> dict[str, Any]:
@@ -68,9 +68,10 @@ def regions(graph_module: GraphModule) -> dict[int, list[Node]]:
     return found
 
 
-def is_recomputed(node: Node) -> bool:
-    """Whether a node is tagged to run again in backward."""
-    return node.meta.get(TAG) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+def untag(node: Node) -> None:
+    """Take a node's tag, and the region it belongs to, away."""
+    for name in (TAG, REGION_TAG):
+        node.meta.pop(name, None)
 
 
 def value_of(node: Node) -> Any:
@@ -96,12 +97,6 @@ def memory_of_value(node: Node) -> object:
     """A key for the storage of a node's traced value, which views share; None for a value that is no tensor."""
     value = value_of(node)
     return torch_private.memory(value) if isinstance(value, torch.Tensor) else None
-
-
-def is_attention(node: Node) -> bool:
-    """Whether a node runs an attention forward, by the rows of the registry."""
-    bound = classify(node.target)
-    return bound is not None and bound.is_attention
 
 
 def draws(node: Node) -> bool:

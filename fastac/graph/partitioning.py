@@ -14,24 +14,14 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fastac.compile.graphs import TAG
 from fastac.compile.tracing import Decisions, refuse_eager_only
 from fastac.engine import releases
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import torch_private
-from fastac.graph.nodes import (
-    REGION_TAG,
-    STATE,
-    TAG,
-    call,
-    depends_on_tangents,
-    draws,
-    is_getitem,
-    mark,
-    stays,
-    value_of,
-)
+from fastac.graph.nodes import STATE, call, depends_on_tangents, draws, is_getitem, mark, stays, untag, value_of
 from fastac.graph.saved_values import mark_saved
-from fastac.graph.torch_private import COLLECTIVES, is_drawing, is_parameter, is_tangent, schema_of
+from fastac.graph.torch_private import COLLECTIVES, is_drawing, is_parameter, is_tangent, op_name, returns_views
 from fastac.policy import Policy, resolve
 
 Graphs = tuple[GraphModule, GraphModule]
@@ -59,8 +49,7 @@ def partitioner(policy: str | Policy = "attn_only", *, recompute_gathers: bool =
     """
     releases.need_traces()
     refuse_eager_only(policy := resolve(policy))
-    made: Partition = _PolicyPartitioner(policy, recompute_gathers)
-    return made
+    return _PolicyPartitioner(policy, recompute_gathers)
 
 
 class _PolicyPartitioner(torch_private.Partitioner):
@@ -142,8 +131,8 @@ def _tag_attention(joint: GraphModule, policy: Policy) -> list[Node]:
 
 def _tag(node: Node, decision: CheckpointPolicy) -> None:
     """Tag a node, and take it out of its region: torch saves every node of a region that another region reads."""
+    untag(node)
     node.meta[TAG] = decision
-    node.meta.pop(REGION_TAG, None)
 
 
 # Gathered parameters
@@ -169,15 +158,11 @@ _COPIES = {
 
 def is_gather(node: Node) -> bool:
     """Whether a node is a functional all-gather."""
-    schema = schema_of(node)
-    return schema is not None and schema.name in _GATHERS
+    return op_name(node) in _GATHERS
 
 
 def _is_layout(node: Node) -> bool:
-    schema = schema_of(node)
-    if schema is None or schema.is_mutable:
-        return is_getitem(node)
-    return schema.name in _COPIES or any(returned.alias_info is not None for returned in schema.returns)
+    return is_getitem(node) or returns_views(node) or op_name(node) in _COPIES
 
 
 def parameters_of(graph: Graph, static_indices: Iterable[int] | None = None) -> list[Node]:

@@ -16,26 +16,26 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compile import tracing
+from fastac.compile.graphs import TAG, is_recomputed
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph import torch_private
 from fastac.graph.nodes import (
     RECOMPUTED,
     REGION_TAG,
-    TAG,
     call,
     draws,
     is_backward,
     is_getitem,
-    is_recomputed,
     mark,
     marks,
     memory_of_value,
     op_of,
     regions,
     stays,
+    untag,
     value_of,
 )
-from fastac.graph.torch_private import BACKWARD, is_functional, schema_of
+from fastac.graph.torch_private import BACKWARD, is_functional, op_name
 from fastac.policy import Policy
 from fastac.registry import classify
 
@@ -132,7 +132,7 @@ def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphMod
     """
     policies = own_policies(graph_module) if policies is None else policies
     for node in graph_module.graph.nodes:
-        _untag(node)
+        untag(node)
     for number, nodes in regions(graph_module).items():
         if not policies[number].checkpoints:
             continue
@@ -180,15 +180,9 @@ def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[
     return saved
 
 
-def _untag(node: Node) -> None:
-    for name in (TAG, REGION_TAG):
-        node.meta.pop(name, None)
-
-
 def _would_differ(node: Node) -> bool:
     """Whether a second run of a node would do something else than the first, whatever the policy."""
-    schema = schema_of(node)
-    return draws(node) or (schema is not None and (schema.is_mutable or schema.name in _WRITES_STATISTICS))
+    return draws(node) or not is_functional(node) or op_name(node) in _WRITES_STATISTICS
 
 
 def _save_boundaries(graph_module: GraphModule) -> None:
@@ -228,8 +222,8 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
         if is_recomputed(node) and (draws(node) or not is_functional(node)):
             what = "draws random numbers" if is_functional(node) else "writes its argument"
             raise FastacError(
-                f"rematerialize: {node.target} is tagged for recomputation and {what}, so that it would not repeat "
-                f"itself. Tag it as saved; fastac.graph.tag does."
+                f"rematerialize: {node.target} is tagged for recomputation and {what}: a second run would differ. "
+                f"Tag it as saved, as fastac.graph.tag does."
             )
         if not is_backward(node):
             again.clear()
@@ -239,7 +233,7 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
             mark(again[needed], **BACKWARD, **{RECOMPUTED: needed.name})
         copied[node] = graph.node_copy(node, values.__getitem__)
     for node in graph.nodes:
-        _untag(node)
+        untag(node)
     after = GraphModule(graph_module, graph)
     after.graph.eliminate_dead_code(is_impure_node=stays)
     after.recompile()

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import enum
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +19,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastac.backends.plugins import prepare
 from fastac.compile import tracing
+from fastac.compile.graphs import is_attention
 from fastac.engine import generators, releases
-from fastac.engine.torch_private import is_fake
+from fastac.engine.torch_private import is_fake, tree_leaves, tree_map
 from fastac.errors import FastacError
 from fastac.graph import torch_private
-from fastac.graph.nodes import RECOMPUTED, STATE, draws, is_attention, is_backward, mark, marks, regions
+from fastac.graph.nodes import RECOMPUTED, STATE, draws, is_backward, mark, marks, regions
 from fastac.policy import Policy
 
 Description = dict[str, object]
@@ -127,7 +127,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
         raise FastacError(
             "trace: the step seeds a generator or draws random numbers in Python, which would be the same in every "
-            "call of the graph. Do that outside the step, and pass what was drawn."
+            "call of the graph. Do that outside the step, and pass the numbers as arguments."
         )
     for node, name in zip(graph_module.graph.find_nodes(op="placeholder"), state, strict=False):
         mark(node, **{STATE: name})
@@ -143,8 +143,7 @@ def summary(graph_module: GraphModule, policies: Mapping[int, Policy] | None) ->
     calls = sum(map(is_attention, graph_module.graph.nodes)) - again
     if policies is None:
         return f"{len(regions(graph_module))} regions, {calls} attention calls, no policy"
-    counts = Counter(map(str, policies.values()))
-    names = ", ".join(f"{count} {name}" if len(counts) > 1 else name for name, count in counts.items())
+    names = ", ".join(dict.fromkeys(map(str, policies.values())))
     return (
         f"{len(policies)} regions ({names}), {calls} attention calls, {again} run again, {len(copies)} nodes recomputed"
     )
@@ -231,7 +230,7 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
     leaves = [value for value in values if isinstance(value, torch.Tensor) and value.is_leaf]
     gradients = [(leaf, leaf.grad, getattr(leaf.grad, "_version", None)) for leaf in leaves]
     # Containers are copied: a step may append to a list, fill a dict, or register a buffer.
-    attributes = [(name, module, _copied(vars(module))) for name, module in model.named_modules()]
+    attributes = [(name, module, tree_map(lambda leaf: leaf, vars(module))) for name, module in model.named_modules()]
     stored: list[str] = []
     changed = False
     try:
@@ -242,7 +241,7 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
             leaf.grad = gradient
         for name, module, before in attributes:
             for key, value in list(vars(module).items()):
-                if any(map(is_fake, torch_private.tree_flatten(value)[0])):
+                if any(map(is_fake, tree_leaves(value))):
                     stored.append(f"{name}.{key}".lstrip("."))
                     vars(module).pop(key)
                     vars(module).update({key: before[key]} if key in before else {})
@@ -253,11 +252,6 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
             f"trace: the step stores a tensor in the model ({stored[0]}), which the graph would not do in its calls. "
             f"Return it from the step. If it is a cache, call the model once before the trace, so that it is there."
         )
-
-
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    leaves, structure = torch_private.tree_flatten(attributes)
-    return torch_private.tree_unflatten(leaves, structure)  # type: ignore[no-any-return]
 
 
 def _stores_gradients() -> FastacError:
