@@ -88,7 +88,7 @@ def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
 
 
 def _policies_of(graph_module: GraphModule, policy: AnyPolicy | None) -> dict[int, Policy]:
-    """The policy of each region. A mapping goes by the names of blocks, without the class of their model."""
+    """The policy of each region. Patterns of a mapping match the name of a block, without the class of its model."""
     own = own_policies(graph_module)
     if policy is None:
         return {number: resolve(one) for number, one in own.items()}

@@ -112,8 +112,8 @@ def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphMod
     """Tag the nodes of every region as saved or recomputed, in place; earlier tags are removed.
 
     Saved are: the outputs of attention that the policy saves, and the tensors that tell it what to attend to; the
-    choices of sparse attention; random draws; and values that another region, or no region, reads. The backward has no
-    tags.
+    choices of sparse attention; random draws; and values that the forward reads outside of their region. The backward
+    has no tags.
 
     Args:
         graph_module: a functional graph with marked regions.

@@ -146,7 +146,7 @@ def find_saved(graph: Graph) -> dict[Value, list[Node] | None]:
             for source, read in zip(node.all_input_nodes, one.reads, strict=False):
                 if read is not None and holders[read] is None:
                     holders[read] = [memory_of(source)]
-        if not whole:
+        if one.saved and not whole:
             holders |= _match(one.saved, nodes)
     return holders
 
