@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastac.checkpoint import checkpoint, patch_checkpoint
-    from fastac.compile.blocks import Compilation, compile, compile_attention  # noqa: A004 as torch.compile
+    from fastac.compile.blocks import Compilation, compile_attention
     from fastac.engine.opaque import make_visible
     from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
-    from fastac.hook import disable, enable, first_blocks
+    from fastac.hook import compile, disable, enable, first_blocks  # noqa: A004 as torch.compile
     from fastac.planning import Plan, plan
     from fastac.policy import Policy
     from fastac.registry import AttentionOp, OpaqueFunction, register

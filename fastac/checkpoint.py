@@ -102,7 +102,7 @@ def checkpoint(
     if torch_private.in_export():
         return function(*args, **kwargs)  # what is exported recomputes nothing
     if torch.compiler.is_dynamo_compiling():
-        return tracing.run_in_dynamo(function, args, kwargs, policy, options)
+        return tracing.run_under_torch(function, args, kwargs, policy, options)
     if torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
     debug = torch_private.in_debug_mode(debug)

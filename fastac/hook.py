@@ -23,6 +23,7 @@ from fastac.backends.availability import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
 from fastac.checkpoint import check_determinism, checkpoint
 from fastac.compile import graphs
+from fastac.compile.blocks import Compilation, compile_blocks
 from fastac.diagnosis import out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear, wrappers
@@ -421,6 +422,46 @@ def enable(
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
         kinds.warn_once(model, remark, f"{class_name(model)}: {remark}")
+
+
+def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch.compile
+    model: torch.nn.Module,
+    policy: str | Policy | Mapping[str, str | Policy] = "attn_only",
+    *,
+    blocks: str | torch.nn.Module | Iterable[str | torch.nn.Module] | None = None,
+    determinism_check: str = "default",
+    **options: Any,
+) -> Compilation:
+    """Enable fastac on a model and compile its blocks in place, each inside its own checkpoint.
+
+    A second call compiles blocks again whose options differ. `fastac.disable` leaves the blocks compiled. For a model
+    without graph breaks, torch.compile(model, fullgraph=True) after `fastac.enable` gives the compiler more to fuse:
+    measure whether that is faster.
+
+    Args:
+        model: as in `fastac.enable`, which this calls.
+        policy: as in `fastac.enable`.
+        blocks: as in `fastac.enable`; by default the `blocks` that it was given.
+        determinism_check: as in `fastac.enable`.
+        options: options of torch.compile, for every block.
+
+    Returns:
+        A `Compilation`, to be printed: the blocks that are compiled, and those that are not.
+
+    Raises:
+        FastacError: as `fastac.enable`. The model is left as it was, also where torch.compile refuses an option.
+
+    Example:
+        >>> print(fastac.compile(transformer, policy="attn_only"))
+    """
+    torch.compile(check_module, **options)  # raises for an unknown option
+    check_module(model, "compile")
+    inner = models.unwrapped(model)
+    enable(model, policy, blocks=blocks_given(inner, blocks), determinism_check=determinism_check)
+    enabled = vars(inner)[_ENABLED]
+    made = compile_blocks(inner, str(enabled.policy), enabled.blocks, enabled.forwards, options)
+    logger.info("%s", made)
+    return made
 
 
 def first_blocks(

@@ -18,11 +18,10 @@ FLOORS = (
     "compile.torch_private",
     "compile.graphs",
     "diagnosis",
-    "compile.tracing",
-    "checkpoint",
     "models",
-    "hook",
     "compile",
+    "checkpoint",
+    "hook",
     "verify",
     "graph",
     "planning",
@@ -30,8 +29,8 @@ FLOORS = (
 )
 """Modules and folders, from below: what stands here imports from its own floor and from those before it.
 
-A folder stands for what is not named by itself. Rows come before the engine that reads them, the three modules of
-compile that the diagnosis and a region need before what compiles blocks.
+A folder stands for what is not named by itself. Rows come before the engine that reads them, the two modules of
+compile that the diagnosis needs before the others, which need it.
 """
 
 CATALOGUES = ("backends", "models")

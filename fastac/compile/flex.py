@@ -1,12 +1,14 @@
 """flex_attention in compiled code: inductor compiles its kernel apart, and calls it as an op that the tape sees.
 
-No graph breaks for it: the call is put into the graph that AOT made. The op returns what the kernel does, the output
-and the statistics that the backward needs. The backward, and what surrounds both, is compiled as without fastac. A call
-costs one function of Python's, and what inductor might have fused into the kernel beside score_mod and mask.
+The graph does not break: the call is put into the graph that AOT made. The op returns the outputs of the kernel: the
+output and the statistics that the backward needs. The backward, and the code around both, is compiled as without
+fastac. A call costs one Python function, and whatever inductor would have fused into the kernel beside score_mod and
+mask.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -17,10 +19,9 @@ import torch
 from fastac.compile import torch_private
 from fastac.compile.torch_private import FLEX_ATTENTION
 
-NAMESPACE = "fastac_compiled"
 INDUCTOR = "inductor"
 
-_library = torch.library.Library(NAMESPACE, "DEF")
+_library = torch.library.Library("fastac_compiled", "DEF")
 _library.define(
     "flex_attention(Tensor query, Tensor key, Tensor value, Tensor[] others, SymInt[] sizes, int kernel)"
     " -> (Tensor, Tensor, Tensor)",
@@ -30,49 +31,34 @@ _library.define(
 
 
 class _Kernel(NamedTuple):
-    """One compiled call. used: which of the three outputs are used where it stands."""
+    """One compiled call."""
 
     graph: torch.fx.GraphModule
     run: Callable[[list[Any]], Sequence[Any]]
     used: tuple[int, ...]
+    """Which of the three outputs are used in the graph that calls it."""
 
 
-_kernels: dict[int, _Kernel] = {}  # code that calls one may be anywhere, and does not say when it goes
+_kernels: dict[int, _Kernel] = {}  # never freed: code that calls a kernel may be anywhere
 _numbers = itertools.count()
 
 
-def _compiled(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    sizes: Sequence[int],
-    kernel: int,
-) -> tuple[torch.Tensor, ...]:
+def _call(on_fakes: bool, *given: Any) -> tuple[torch.Tensor, ...]:
+    """Run a compiled call, or trace it on fake tensors. given: as the schema has them."""
+    query, key, value, others, sizes, kernel = given
     found = _kernels[kernel]
-    return _all_three(found, query, found.run([query, key, value, *others, *sizes]))
-
-
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    others: Sequence[torch.Tensor],
-    sizes: Sequence[Any],
-    kernel: int,
-) -> tuple[torch.Tensor, ...]:
-    found = _kernels[kernel]
-    return _all_three(found, query, found.graph(query, key, value, *others, *sizes))
+    inputs = [query, key, value, *others, *sizes]
+    return _all_three(found, query, found.graph(*inputs) if on_fakes else found.run(inputs))
 
 
 def _all_three(kernel: _Kernel, like: torch.Tensor, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The outputs with those that nobody uses, which are empty."""
+    """The three outputs; those that are not used are empty."""
     remaining = iter(outputs)
     return tuple([next(remaining) if place in kernel.used else like.new_empty(0) for place in range(3)])
 
 
-_library.impl("flex_attention", _compiled, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::flex_attention", _fake, lib=_library)
+_library.impl("flex_attention", functools.partial(_call, False), "CompositeExplicitAutograd")
+torch.library.register_fake("fastac_compiled::flex_attention", functools.partial(_call, True), lib=_library)
 
 OP = torch.ops.fastac_compiled.flex_attention.default
 
@@ -80,14 +66,14 @@ OP = torch.ops.fastac_compiled.flex_attention.default
 def set_apart(graph: torch.fx.Graph) -> None:
     """Compile every flex_attention of a graph by itself, and put a call of the op in its place.
 
-    graph: of inductor's, after AOT, with the example values of its nodes.
+    graph: one of inductor's, after AOT, with the example values of its nodes.
     """
     owner: Any = graph.owning_module
     for node in graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
         used = tuple(sorted({int(user.args[1]) for user in node.users}))
         part, tensors, sizes = part_of(owner, node, used)
         if not all(isinstance(given.meta["val"], (int, torch.SymInt)) for given in sizes):
-            continue  # a number that an op takes no list of: the call is left where it is, which a region then refuses
+            continue  # an op takes no list of such numbers: the call stays as it is, and a region refuses it
         run = torch_private.compile_graph(part, [given.meta["val"] for given in (*tensors, *sizes)])
         number = next(_numbers)
         _kernels[number] = _Kernel(part, run, used)
@@ -95,44 +81,36 @@ def set_apart(graph: torch.fx.Graph) -> None:
             call = graph.call_function(OP, (*tensors[:3], tensors[3:], sizes, number))
         values = node.meta["val"]
         call.meta["val"] = _all_three(_kernels[number], values[0], [values[place] for place in used])
-        functions = [given for given in node.all_input_nodes if given.op == "get_attr"]
+        inputs = node.all_input_nodes
         node.replace_all_uses_with(call)
         graph.erase_node(node)
-        for function in functions:
-            if not function.users:
-                graph.erase_node(function)
+        for given in inputs:
+            if given.op == "get_attr" and not given.users:
+                graph.erase_node(given)
 
 
 def part_of(
     owner: torch.nn.Module, node: torch.fx.Node, used: Sequence[int]
 ) -> tuple[torch.fx.GraphModule, list[torch.fx.Node], list[torch.fx.Node]]:
-    """A graph of one call alone, and what it is given: tensors, of which query, key and value are first, and sizes."""
+    """A graph of one call alone, and its inputs: tensors (query, key and value first), and sizes."""
     root, graph = torch.nn.Module(), torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    tensors: list[torch.fx.Node] = []
-    sizes: list[torch.fx.Node] = []
-    for given in dict.fromkeys(_nodes_in((node.args, node.kwargs))):
-        path = str(given.target)
-        if given.op == "get_attr" and isinstance(value := operator.attrgetter(path)(owner), torch.nn.Module):
-            name = path.replace(".", "_")
-            root.add_module(name, value)
-            copies[given] = graph.get_attr(name)
-        else:
-            (tensors if isinstance(given.meta["val"], torch.Tensor) else sizes).append(given)
-    query_key_value = _nodes_in(node.args[:3])
-    tensors = [*query_key_value, *(given for given in tensors if given not in query_key_value)]
+    first: list[Any] = list(node.args[:3])
+    modules = [given for given in node.all_input_nodes if isinstance(_attribute(owner, given), torch.nn.Module)]
+    others = [given for given in node.all_input_nodes if given not in first and given not in modules]
+    sizes = [given for given in others if not isinstance(given.meta["val"], torch.Tensor)]
+    tensors = first + [given for given in others if given not in sizes]
     for place, given in enumerate((*tensors, *sizes)):
         copies[given] = graph.placeholder(f"given_{place}")
         copies[given].meta["val"] = given.meta["val"]
+    for given in modules:
+        name = str(given.target).replace(".", "_")
+        root.add_module(name, _attribute(owner, given))
+        copies[given] = graph.get_attr(name)
     call = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple([graph.call_function(operator.getitem, (call, place)) for place in used]))
-    # Placeholders come first in a graph of inductor's.
-    for first in reversed(graph.find_nodes(op="placeholder")):
-        next(iter(graph.nodes)).prepend(first)
     return torch.fx.GraphModule(root, graph), tensors, sizes
 
 
-def _nodes_in(value: Any) -> list[torch.fx.Node]:
-    found: list[torch.fx.Node] = []
-    torch.fx.map_arg(value, found.append)
-    return found
+def _attribute(owner: torch.nn.Module, node: torch.fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(owner) if node.op == "get_attr" else None

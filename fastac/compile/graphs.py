@@ -1,8 +1,8 @@
-"""Graphs that torch.compile made: what AOT was asked to save in them, and whether their backward runs attention again.
+"""Graphs that torch.compile made: the saves that AOT was asked for, and whether their backward runs attention again.
 
-Nothing of a region in a graph is seen while it runs, so what was decided is noted while AOT traces (`Traced`), for
-`fastac.report`. What the compiler makes of it is its own: a memory budget, a partitioner of the user's or a graph
-from a cache may run a saved attention again. That is seen when it happens, in the graph's backward, and is an error.
+A region in a graph cannot be seen while it runs, so the decisions are noted while AOT traces (`Traced`), for
+`fastac.report`. The compiler may still run a saved attention again: under a memory budget, with a partitioner of the
+user's, or in a graph from a cache. That is seen when it happens, in the graph's backward, and is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import re
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,79 +27,85 @@ from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp, classify
 
-_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+TAG = "recompute"
+"""Key of `node.meta` in which torch's partitioners look for the decision about a node."""
+
+
+def is_attention(node: torch.fx.Node) -> bool:
+    """Whether a node runs an attention forward, by the rows of the registry."""
+    bound = classify(node.target)
+    return bound is not None and bound.is_attention
+
+
+def is_recomputed(node: torch.fx.Node) -> bool:
+    """Whether a node is tagged to run again in backward."""
+    return node.meta.get(TAG) in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """One attention call in a region that AOT traced. modules: name, as far as it is known, and class, outer first."""
+    """One attention call in a region that AOT traced."""
 
     policy: Policy
     call: Call
     modules: tuple[tuple[str, str], ...]
+    """The modules around the call, outer first: name, as far as it is known, and class."""
 
 
 @dataclasses.dataclass
 class Traced:
-    """The regions of one compilation. time: of it, as `time` counts.
-
-    graphs: joint graphs of AOT's, until they are counted; saved: names of their nodes that AOT was asked to save.
-    may_run: attention calls that backward may run: those that AOT was asked to recompute, in regions of others as well,
-    and those that are of the backward themselves.
-    """
+    """The regions of one compilation."""
 
     time: int = 0
+    """When it was compiled, as `time` counts."""
     policies: set[Policy] = dataclasses.field(default_factory=set)
     calls: list[TracedCall] = dataclasses.field(default_factory=list)
     graphs: list[torch.fx.Graph] = dataclasses.field(default_factory=list)
+    """Joint graphs of AOT's that are not counted yet."""
     saved: set[str] = dataclasses.field(default_factory=set)
+    """Names of their nodes that AOT was asked to save."""
     may_run: int = 0
+    """Number of attention calls that backward may run: those that AOT was asked to recompute, in regions of others as
+    well, and those that belong to the backward itself."""
 
     def add(self, policy: Policy, op: BoundOp, keys: Any, saved: bool, outputs: Any) -> None:
-        """Note what was decided for a call that is being traced."""
-        held = sum(_bytes_of(value) for value in engine_private.tree_leaves(outputs)) if saved else 0
+        """Note the decision about a call that is being traced."""
+        tensors = [value for value in engine_private.tree_leaves(outputs) if saved and isinstance(value, torch.Tensor)]
+        held = sum(_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
         self.calls.append(TracedCall(policy, Call(op.name, _hint(keys), saved, held), _modules_here()))
 
     def leave(self) -> None:
-        """A region was traced: its nodes have their tags, which a partitioner may change later on."""
-        for graph in self.graphs:
-            self.saved.update(
-                n.name for n in _attention(graph) if n.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
-            )
+        """Note the tags of a region that was traced: a partitioner may change them later."""
+        nodes = [node for graph in self.graphs for node in filter(is_attention, graph.nodes)]
+        self.saved |= {node.name for node in nodes if node.meta.get(TAG) is CheckpointPolicy.MUST_SAVE}
 
     def count(self) -> None:
-        """Count what the backward may run, now that the graphs are complete, and let go of them."""
+        """Count the calls that the backward may run, now that the graphs are complete, and drop the graphs."""
         while self.graphs:
-            for node in _attention(self.graphs.pop()):
-                again = node.meta.get("recompute") in _RECOMPUTED or torch_private.is_of_backward(node)
+            for node in filter(is_attention, self.graphs.pop().nodes):
+                again = is_recomputed(node) or torch_private.is_of_backward(node)
                 self.may_run += again and node.name not in self.saved
 
 
-def _attention(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
-    for node in graph.nodes:
-        op = classify(node.target) if node.op == "call_function" else None
-        if op is not None and op.is_attention:
-            yield node
-
-
 class _Backward(threading.local):
-    """The backward of a graph that runs in this thread: what was run again in it so far."""
+    """The backward of a graph that runs in this thread."""
 
     node: object = None
     again: int = 0
+    """Number of saved attention calls that ran again in it so far."""
 
 
 class _State:
-    """What is known in this process. traced: by the id of a compilation. watched: graphs called inside regions."""
+    """Everything that this module knows in this process."""
 
     def __init__(self) -> None:
-        self.traced: dict[str, Traced] = {}  # other threads add to it
-        self.watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()
-        self.resets = 0
+        self.traced: dict[str, Traced] = {}  # by the id of a compilation; other threads add to it
+        self.watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()  # called in regions
+        self.resets = 0  # of dynamo
         self.backward = _Backward()
 
     def here(self) -> dict[str, Traced]:
-        """Traced regions, without those of before a reset of dynamo, whose ids are given anew."""
+        """Traced regions since the last reset of dynamo, which gives the same ids again."""
         compilations.look()
         if self.resets != compilations.resets:
             self.resets = compilations.resets
@@ -110,7 +116,7 @@ class _State:
 _state = _State()
 
 time = compilations.look
-"""A number that changes with every compilation: what a region calls may be other code since. 0 without dynamo."""
+"""A number that grows with every compilation: since then a region may call other code. 0 without dynamo."""
 
 
 def reset() -> None:
@@ -121,23 +127,22 @@ def reset() -> None:
         engine.listeners.remove(_ran_again)
 
 
-def note_region() -> None:
-    """A region is in what dynamo compiles now, also where AOT takes the graph from its cache and traces nothing."""
-    if (name := torch_private.compile_id()) is not None:
-        _state.here().setdefault(name, Traced(compilations.count))
+def note_region() -> Traced:
+    """Note that dynamo's graph has a region, also if AOT takes the graph from its cache and traces nothing."""
+    name = torch_private.compile_id()
+    return Traced() if name is None else _state.here().setdefault(name, Traced(compilations.count))
 
 
 def hold_regions(nodes: Sequence[Any]) -> bool:
-    """Whether there are regions in the graphs among these autograd nodes. Without any, there may be."""
+    """Whether the compiled graphs among these autograd nodes have regions. Without nodes: whether any graph has."""
     traced = _state.here()
     return bool(traced) and (not nodes or not ids_among(nodes).isdisjoint(traced))
 
 
 def region(policy: Policy) -> Traced:
-    """A region is about to be traced by AOT, in this thread."""
-    known, name = _state.here(), torch_private.compile_id()
-    traced = Traced() if name is None else known.setdefault(name, Traced(compilations.count))
-    for other in known.values():
+    """Begin to note a region that AOT traces in this thread."""
+    traced = note_region()
+    for other in _state.here().values():
         if other is not traced:
             other.count()  # dynamo compiles one thing at a time: these are complete
     graph = torch_private.graph_being_traced()
@@ -149,14 +154,14 @@ def region(policy: Policy) -> Traced:
 
 
 def watch(nodes: Iterable[Any], policy: Policy) -> None:
-    """See to it that compiled graphs among a region's autograd nodes do not run a saved attention again."""
+    """Raise, in backward, if compiled graphs among a region's autograd nodes run a saved attention again."""
     for function in filter(None, map(torch_private.compiled_function, nodes)):
         _state.watched.setdefault(function, set()).add(policy)
         _watch_backward()
 
 
 def ids_among(nodes: Iterable[Any]) -> set[str]:
-    """The ids that the graphs which some of these autograd nodes stand for were compiled under."""
+    """The ids of the compilations that made the graphs among these autograd nodes."""
     return set(map(torch_private.compile_id_of, filter(None, map(torch_private.compiled_function, nodes))))
 
 
@@ -166,7 +171,7 @@ def _watch_backward() -> None:
 
 
 def _ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """An attention kernel is about to run where no region is open."""
+    """Listener: an attention kernel is about to run while no region is open."""
     if not engine_private.in_backward() or not op.is_attention or engine_private.is_abstract(args):
         return
     running = engine_private.running_node()
@@ -188,7 +193,7 @@ def _ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
             f"{policy}: {op.name} over {keys} keys ran again in the backward of a graph that torch.compile made "
             f"(compilation {torch_private.compile_id_of(function)}): the compiler did not keep what the policy saves. "
             f"torch._functorch.config.activation_memory_budget below 1 does that, a partitioner of your own, or a "
-            f"graph from torch's cache that was made under either. Take it away, call torch._dynamo.reset(), and train "
+            f"graph from torch's cache that was made under either. Remove it, call torch._dynamo.reset(), and train "
             f"once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
         )
 
@@ -198,9 +203,7 @@ def _known_of(function: type) -> tuple[Iterable[Policy], int]:
     watched = _state.watched.get(function)
     if watched is not None:
         return watched, 0
-    traced = _state.here().get(torch_private.compile_id_of(function))
-    if traced is None:
-        return (), 0
+    traced = _state.here().get(torch_private.compile_id_of(function), Traced())
     traced.count()
     return traced.policies, traced.may_run
 
@@ -208,32 +211,31 @@ def _known_of(function: type) -> tuple[Iterable[Policy], int]:
 def decided(
     blocks: Mapping[str, tuple[str, Policy | None, int]], ids: Collection[str] | None = None
 ) -> dict[str, list[Call]]:
-    """For each block, by name, what was decided for its calls when it was traced last; nothing where it was not.
+    """Block name -> the decisions about its calls in its latest trace; blocks that were not traced are missing.
 
-    blocks: class, policy, and since when what is known of the block otherwise; a trace before that does not count. A
-    block's class, name and policy tell it from others: a graph knows no more of it, so that two models of one class are
-    not told apart, but by ids, which compilations count.
+    blocks: name -> class, policy, and since when something else is known of the block: earlier traces are ignored.
+    ids: the compilations that count; by default all. A graph knows of a block only its class, its name and the policy:
+    two models of one class are distinguished by the ids alone.
     """
     found: dict[str, list[Call]] = {}
-    for traced in [traced for name, traced in _state.here().copy().items() if ids is None or name in ids]:
+    for number, traced in _state.here().copy().items():
         mine: dict[str, list[Call]] = collections.defaultdict(list)
-        for call in traced.calls:
-            paths = {(f".{name}", class_name) for name, class_name in call.modules}
+        for one in traced.calls if ids is None or number in ids else ():
             names = [
                 name
-                for name, (block_class, policy, since) in blocks.items()
-                if policy == call.policy
+                for name, (kind, policy, since) in blocks.items()
+                if policy == one.policy
                 and traced.time > since
-                and any(kind == block_class and path.endswith(f".{name}") for path, kind in paths)
+                and any(kind == other and f".{path}".endswith(f".{name}") for path, other in one.modules)
             ]
             if names:
-                mine[max(names, key=len)].append(call.call)
+                mine[max(names, key=len)].append(one.call)
         found.update(mine)
     return found
 
 
 def _modules_here() -> tuple[tuple[str, str], ...]:
-    """The modules that the op being traced is called in, from what dynamo noted of it."""
+    """The modules around the op that is being traced: name and class, as dynamo noted them."""
     stack = torch_private.module_stack()
     return tuple((".".join(_NAMES.findall(path)), class_name(kind)) for path, kind in stack if isinstance(kind, type))
 
@@ -245,12 +247,3 @@ _NAMES = re.compile(rf"(?<=\['){_NOT_NAMES}(?!self'|fn')\w+(?='\])|(?<=\.){_NOT_
 
 def _hint(value: Any) -> int:
     return value if isinstance(value, int) else int(value.node.hint or 0)
-
-
-def _bytes_of(value: Any) -> int:
-    if not isinstance(value, torch.Tensor):
-        return 0
-    count = value.element_size()
-    for size in value.shape:
-        count *= _hint(size)
-    return count

@@ -1,7 +1,7 @@
-"""What is private in torch's compiler (dynamo, AOT, inductor) and fastac uses, in one place.
+"""Private names of torch's compiler (dynamo, AOT, inductor) that fastac uses, in one place.
 
-Seen in torch 2.9 to 2.15, but for what says otherwise. Looked up where it is first needed: fastac does not import the
-compiler.
+Seen in torch 2.9 to 2.15, unless a comment says otherwise. Each is looked up where it is first needed: fastac does not
+import the compiler.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import CompileContext, TracingContext
 from torch.fx import traceback
+from torch.utils._pytree import tree_map_only
 
-from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require, tree_map
+from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require
 
 DYNAMO = (
     "_dynamo.callback.callback_handler.start_callbacks",
@@ -38,23 +39,23 @@ FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
 
 def compile_id() -> str | None:
-    """The id, such as "0/1", of what dynamo is compiling in this thread; None where nothing is."""
+    """The id, such as "0/1", of dynamo's compilation in this thread; None if there is none."""
     current = CompileContext.current_compile_id()
     return None if current is None else str(current)
 
 
 def compiled_function(node: Any) -> type | None:
-    """The autograd.Function, made for one compiled graph, that an autograd node stands for; None for any other node."""
+    """The autograd.Function of a compiled graph that an autograd node belongs to; None for any other node."""
     return function_of(node) if node is not None and node.name() == COMPILED_NODE else None
 
 
 def compile_id_of(function: type) -> str:
-    """The id that a graph, of which this is the autograd.Function, was compiled under; "unknown" before torch 2.12."""
+    """The id of the compilation that made an autograd.Function; "unknown" before torch 2.12."""
     return str(getattr(getattr(function, "metadata", None), "compile_id_str", "unknown"))
 
 
 def graph_being_traced() -> torch.fx.Graph | None:
-    """The graph that operators of this thread are being recorded in; None where none is."""
+    """The graph that operators of this thread are recorded in; None if there is none."""
     return getattr(getattr(proxy_mode(), "tracer", None), "graph", None)
 
 
@@ -64,24 +65,23 @@ def is_of_backward(node: torch.fx.Node) -> bool:
 
 
 def module_stack() -> list[tuple[str, Any]]:
-    """Path and class of the modules, outer first, that dynamo saw the operator called in that AOT is tracing."""
+    """Path and class of the modules around the operator that AOT traces, outer first, as dynamo noted them."""
     return list(traceback.current_meta.get("nn_module_stack", {}).values())
 
 
 class _Compilations:
-    """Counts what dynamo compiles, in all and in each thread.
+    """Counts dynamo's compilations, in the process and in each thread.
 
-    count: of compilations, and of resets, so far. resets: of dynamo. A reset takes every callback away, and lets dynamo
-    number compilations from 0/0 again.
+    A reset of dynamo removes every callback, and dynamo numbers compilations from 0/0 again.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # of compilations and resets
         self.resets = 0
         self.here = threading.local()
 
     def look(self) -> int:
-        """Be told of compilations from now on, if that is not so; returns the count. Cheap: asked in every region."""
+        """The count. Begins to count, if it does not yet. Cheap: called in every region."""
         if "torch._dynamo.callback" not in sys.modules:
             return 0
         callbacks = _start_callbacks()
@@ -96,7 +96,7 @@ class _Compilations:
         self.here.count = self.in_this_thread() + 1
 
     def in_this_thread(self) -> int:
-        """How often something began to be compiled in this thread."""
+        """Number of compilations that began in this thread."""
         return getattr(self.here, "count", 0)
 
 
@@ -110,9 +110,9 @@ compilations = _Compilations()
 
 
 class CompiledCalls:
-    """Counts, in the thread that opens it, how often code is run or made that torch.compile compiles.
+    """Counts, in the thread that opens it, how often compiled code runs or is compiled.
 
-    From the autograd graph that cannot be known where no input requires grad.
+    The autograd graph does not show it if no input requires grad.
     """
 
     _open: ClassVar[list[CompiledCalls]] = []
@@ -125,7 +125,7 @@ class CompiledCalls:
         with self._lock:
             if not self._open:
                 before: Any = _eval_frame.set_guard_complete_hook(self._found)
-                # Ours, where somebody came while one was open, and put back what had been there after it had closed.
+                # It is ours if somebody set a hook while one was open, and put ours back after that had closed.
                 CompiledCalls._before = None if before is self._found else before
             self._open.append(self)
         compilations.look()
@@ -139,9 +139,9 @@ class CompiledCalls:
             if not self._open:
                 _eval_frame.set_guard_complete_hook(CompiledCalls._before)
 
-    @staticmethod  # one object for good: dynamo does not hold it while it calls it, and another thread may close
+    @staticmethod  # an object that lives: dynamo does not hold it while it calls it, and another thread may close
     def _found(cache_hit: bool) -> bool:
-        """dynamo has looked for compiled code; what this returns says whether it was found."""
+        """Called when dynamo has looked for compiled code. Returns whether it was found."""
         if cache_hit:
             thread = threading.get_ident()
             for one in list(CompiledCalls._open):
@@ -150,22 +150,19 @@ class CompiledCalls:
         return cache_hit if before is None else before(cache_hit)
 
 
-Pass = Callable[[torch.fx.Graph], None]
-
-
 _Inductor: Any = getattr(torch, "_TorchCompileInductorWrapper", object)
 
 
 class InductorWith(_Inductor):  # type: ignore[misc]
     """Inductor as a backend for torch.compile, with a pass of ours over graphs that hold flex_attention.
 
-    Others it compiles as torch does, with its caches, which no graph is put into that a foreign pass went over.
-    mode, options, dynamic: those of torch.compile.
+    Other graphs are compiled as torch does it, with its caches. inductor caches no graph that a custom pass changed.
     """
 
-    def __init__(self, graph_pass: Pass, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None):
+    def __init__(self, graph_pass: Callable[[torch.fx.Graph], None], *options: Any) -> None:
+        """options: mode, options and dynamic, as torch.compile takes them."""
         require(INDUCTOR)
-        super().__init__(mode, options, dynamic)
+        super().__init__(*options)
         self.graph_pass = graph_pass
 
     def __call__(self, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
@@ -186,12 +183,12 @@ def _holds_flex(module: torch.fx.GraphModule) -> bool:
 
 
 def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile a part of a graph that inductor is about to compile. Returns a function of the list of its inputs."""
+    """Compile a part of a graph that inductor is about to compile. Returns a function of a list of inputs."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
-    # Around it nothing is to learn of this compile: neither its strides nor, in a CUDA graph, its buffers.
+    # The compile around this one must not learn of its strides nor, in a CUDA graph, of its buffers.
     with config.patch(post_grad_custom_pre_pass=None), TracingContext.patch(output_strides=None):
         compiled: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False))
     return compiled  # type: ignore[no-any-return]
@@ -202,12 +199,9 @@ def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = tree_map(lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, args)
-        outputs = op(*fakes, **kwargs)
+        outputs = op(*tree_map_only(torch.Tensor, mode.from_tensor, args), **kwargs)
 
-    def zeros(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+    def zeros(fake: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
 
-    return tree_map(zeros, outputs)
+    return tree_map_only(torch.Tensor, zeros, outputs)

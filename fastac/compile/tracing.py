@@ -1,9 +1,9 @@
-"""What a policy says of a region in a trace: AOT's, or another, in which the region is marked and nothing else.
+"""Applies a policy to a region that is traced: by AOT, which builds the saving into its graph, or by another tracer.
 
-AOT lets nothing but dispatch modes into a region, so there torch's selective checkpointing asks the policy, and the
-compiler builds the saving into the graph. In any other trace (`make_fx`) a recompute would be more of the same
-operators, with random numbers of its own: the nodes get marks, which `fastac.graph.apply` reads. Whoever looks at a
-traced region, these contexts or a partitioner, asks one class what the policy says (`Decisions`).
+AOT accepts only dispatch modes in a region, so torch's selective checkpointing asks the policy there. In any other
+trace (`make_fx`) a recompute would be more of the same operators, with random numbers of its own: the region's nodes
+are marked, and `fastac.graph.apply` reads the marks. These contexts and the partitioners of `fastac.graph` ask one
+class for the decision about an operator (`Decisions`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import contextvars
 import functools
 import itertools
 import logging
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.backends.plugins import prepare
@@ -28,11 +26,10 @@ from fastac.compile import graphs
 from fastac.diagnosis.observer import Observer
 from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
 from fastac.engine import releases, torch_private
-from fastac.engine.blocks import block_of as block_of_function
-from fastac.engine.blocks import describe
+from fastac.engine.blocks import block_of, describe
 from fastac.engine.sparse import is_choice
 from fastac.engine.tape import Replay, Tape, engine
-from fastac.errors import CompiledPolicyNotAppliedError
+from fastac.errors import CompiledPolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import classify
 from fastac.registry.torch_private import qualified_name
@@ -41,19 +38,19 @@ logger = logging.getLogger("fastac")
 
 
 class Decisions:
-    """Looks at the operators of one region in their order. What cannot be saved is reported at the end."""
+    """Decides about the operators of one region, in their order. `check` reports attention that cannot be saved."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._softmax_attention = SoftmaxAttention()
-        self._small = 0
-        self._written_out: list[int] = []  # numbers of keys
-        self._coarse: list[int] = []
+        self._small = 0  # attention calls that ran as small ops, and that the policy saves
+        self._written_out: list[int] = []  # numbers of keys of attention that is written out
+        self._coarse: list[int] = []  # numbers of blocks of sparse calls
         self._unknown: list[UnknownOp] = []
-        self._exchanged: list[Any] = []  # what saved collectives return, before it is waited for
+        self._exchanged: list[Any] = []  # outputs of saved collectives, before the wait
 
     def of(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> bool | None:
-        """Whether the policy saves what an operator has returned; None for what it has nothing to say about.
+        """Whether the policy saves the outputs of an operator; None for an operator that it does not decide about.
 
         Raises UnsupportedBackendError for an attention kernel that does not train, FastacError for one that is to be
         saved and was given a tensor to write.
@@ -70,14 +67,14 @@ class Decisions:
                 bound.check_call(args, kwargs)
             return saved
         if bound.kind == "decomposition":
-            self._small += self.policy.saves(_number(bound.keys(args, kwargs)))
+            self._small += bool(self.policy.saves(bound.keys(args, kwargs)))
             return None
         if bound.kind == "choice":
             return is_choice(args) and not self.policy.saves_nothing
         return self._of_collective(bound.kind, args, outputs)
 
     def _of_collective(self, kind: str, args: Sequence[Any], outputs: Any) -> bool | None:
-        """A collective that is saved is saved with its wait: a graph may hold what is complete in other memory."""
+        """A collective is saved together with its wait: a graph may hold the complete output in other memory."""
         if not self.policy.saves_collectives:
             return None
         if kind == "exchange":
@@ -86,7 +83,7 @@ class Decisions:
         return True if kind == "wait" and any(args[0] is one for one in self._exchanged) else None
 
     def _look_for_attention(self, op: Any, args: Sequence[Any], outputs: Any) -> None:
-        if self.policy.saves_nothing or not isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        if self.policy.saves_nothing or not torch_private.is_op(op):
             return
         keys = self._softmax_attention.follow(op, args, outputs) if isinstance(op, torch._ops.OpOverload) else None
         if keys is not None and self.policy.saves(keys):
@@ -95,39 +92,33 @@ class Decisions:
             self._unknown.append(UnknownOp(*name.split("::")))
 
     def check(self, where: str = "") -> None:
-        """Raise CompiledPolicyNotAppliedError when some of the operators so far cannot be saved. where: they are."""
+        """Raise CompiledPolicyNotAppliedError when attention so far cannot be saved. where: the region's block."""
         coarse = coarse_numbers(self._coarse)
         written_out = sum(keys not in coarse for keys in self._written_out)
         refuse_unsaved(self.policy, self._small + written_out, self._unknown, where)
 
 
-def _number(keys: Any) -> int:
-    return keys if isinstance(keys, int) else sys.maxsize  # a symbolic number counts as many
-
-
 def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp], where: str = "") -> None:
     """Raise CompiledPolicyNotAppliedError for attention of a region in a graph that cannot be saved.
 
-    small: how many calls ran as small ops. unknown: ops without a row.
+    small: number of calls that ran as small ops. unknown: ops without a row.
     """
-    if small:
-        what = (
-            f"{small} ran as small ops, with no output to save (a mask that requires grad, dropout, unequal head dims, "
-            f"a query that is not 4-D, the math kernel forced, or attention written out)"
-        )
-    elif unknown:
-        what = f"{'::'.join(unknown[0])} looks like an attention forward and has no row (fastac.register)"
-    else:
+    if not small and not unknown:
         return
+    problem = (
+        f"{small} ran as small ops, with no output to save (a mask that requires grad, dropout, unequal head dims, "
+        f"a query that is not 4-D, the math kernel forced, or attention written out)"
+        if small
+        else f"{'::'.join(unknown[0])} looks like an attention forward and has no row (fastac.register)"
+    )
     raise CompiledPolicyNotAppliedError(
         f"{where}{': ' * bool(where)}{policy}: not every attention call of a checkpointed region in a graph can be "
-        f"saved.\n{what}.\n"
-        f'Mend the cause, or use policy="full" for this block.'
+        f'saved.\n{problem}.\nFix the cause, or use policy="full" for this block.'
     )
 
 
 def refuse_eager_only(policy: Policy, where: str = "this region") -> None:
-    """Raise for a policy that goes by Linear modules, of which a trace knows none, or that offloads."""
+    """Raise for a policy that saves outputs of Linear modules, which a trace does not know, or that offloads."""
     if policy.linear:
         raise CompiledPolicyNotAppliedError(
             f"{policy}: which Linear module a product belongs to is seen in eager mode alone, and {where} is in a "
@@ -143,22 +134,22 @@ def refuse_eager_only(policy: Policy, where: str = "this region") -> None:
 # Regions that AOT traces
 
 IS_POSSIBLE = releases.has(releases.COMPILED_MODELS)
-"""Before, the policy that AOT asks is not shown what an operator returns. A constant: dynamo reads it."""
+"""Older releases do not show the outputs of an operator to the policy that AOT asks. A constant: dynamo reads it."""
 
 
 def need_torch() -> Any:
-    """Raise FastacError where this torch cannot trace a region: the context_fn of one that it is about to trace."""
+    """Raise FastacError where this torch cannot trace a region. Used as the region's context_fn."""
     releases.need(releases.COMPILED_MODELS, 'Use fastac.compile(model), which compiles its blocks, or policy="full".')
 
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _RecordMode = type(create_selective_checkpoint_contexts([])[0])
-"""The dispatch mode of torch's selective checkpointing. AOT takes nothing but dispatch modes."""
+"""The dispatch mode of torch's selective checkpointing. AOT accepts only dispatch modes."""
 
 
 class _Checked(_RecordMode):  # type: ignore[misc, valid-type]
-    """Calls its `leave` after an orderly exit. A mode becomes one of these by its `__class__`."""
+    """Calls its `leave` on exit, unless there was an exception. A mode becomes one of these by its `__class__`."""
 
     supports_higher_order_operators = True  # torch has rules for some of them by the exact type of its own mode
     leave: Callable[[], None]
@@ -170,9 +161,10 @@ class _Checked(_RecordMode):  # type: ignore[misc, valid-type]
 
 
 def traced_contexts(policy: Policy) -> Contexts:
-    """Contexts for a region that AOT traces. Leaving the forward raises CompiledPolicyNotAppliedError when need be.
+    """Contexts for a region that AOT traces.
 
-    Not at the call itself: `sdpa_kernel(...)` inside the region is undone by the traced graph, which must get to that.
+    The forward's raises CompiledPolicyNotAppliedError on exit, not at the call: if the region has a
+    `sdpa_kernel(...)`, the traced graph must get to its end, which undoes it.
     """
     need_torch()
     refuse_eager_only(policy)
@@ -201,23 +193,19 @@ def traced_contexts(policy: Policy) -> Contexts:
 def run_under_torch(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, options: Any
 ) -> Any:
-    """Call torch's checkpoint: in a trace, or in its debug mode, which it refuses where a policy saves something."""
-    is_plain = policy.saves_nothing and not policy.offload
-    context_fn = noop_context_fn if is_plain else functools.partial(traced_contexts, policy)
-    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs)
+    """Call torch's checkpoint: in a trace, where dynamo puts the region into its graph, or in torch's debug mode."""
+    if not policy.saves_nothing or policy.offload:  # without context_fn dynamo takes it for plain checkpointing
+        options = {**options, "context_fn": _context_fn(policy)}
+    return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 
 
-def run_in_dynamo(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, options: Any
-) -> Any:
-    """The same where dynamo traces the call. It puts the region into its graph."""
-    if policy.saves_nothing and not policy.offload:
-        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-    context_fn = need_torch
-    if IS_POSSIBLE:
-        _prepare_trace()
-        context_fn = functools.partial(_contexts_in_graph, policy)
-    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs)
+def _context_fn(policy: Policy) -> Callable[[], Contexts]:
+    if not torch.compiler.is_dynamo_compiling():
+        return functools.partial(traced_contexts, policy)
+    if not IS_POSSIBLE:
+        return need_torch
+    _prepare_trace()
+    return functools.partial(_contexts_in_graph, policy)
 
 
 @torch_private.constant_under_dynamo
@@ -228,7 +216,7 @@ def _prepare_trace() -> None:
 
 
 def _contexts_in_graph(policy: Policy) -> Contexts:
-    """The contexts of a region that dynamo put into a graph; called by AOT, or at run time by a backend without AOT."""
+    """Contexts for a region that dynamo put into a graph. AOT calls this, or at run time a backend without AOT."""
     if torch_private.in_proxy_trace():
         return traced_contexts(policy)
     refuse_eager_only(policy)
@@ -237,9 +225,9 @@ def _contexts_in_graph(policy: Policy) -> Contexts:
 
 
 class _InGraph:
-    """The forward of a region whose function is not known, only a graph of it: watched and judged every time.
+    """The forward of a region that is known as a graph, not by its function: watched and judged every time.
 
-    AOT runs one, too, on tensors without data, before it traces.
+    AOT runs it as well, on tensors without data, before it traces.
     """
 
     def __init__(self, tape: Tape, observer: Observer) -> None:
@@ -253,19 +241,19 @@ class _InGraph:
 
     def __exit__(self, *exception: Any) -> None:
         try:
-            self.observer.__exit__(*exception)  # first: a scope that is open must not see what it does
+            self.observer.__exit__(*exception)  # first: an open scope must not see its operations
         finally:
             self.tape.__exit__(*exception)
         if exception[0] is None:
             small = len(self.observer.small) + len(self.tape.decomposed)
             refuse_unsaved(self.tape.policy, small, self.observer.unknown)
-            if self.tape.made:  # of a backend without AOT: the graph really runs
+            if self.tape.made:  # a backend without AOT really runs the graph
                 for collector in engine.collectors:
                     collector.append(self.tape.result())
 
 
 class _ReplayInGraph:
-    """The context of a region's recomputes: each opens a `Replay` of its own, as two threads may recompute at once."""
+    """The context of a region's recomputes. Each opens its own `Replay`: two threads may recompute at once."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -281,49 +269,39 @@ class _ReplayInGraph:
 # Regions in other traces
 
 REGION = "fastac_region"
-"""Key in a node's `meta["custom"]`: the number of its region, unique in the process and growing."""
+"""Key in a node's `meta["custom"]` for the number of its region, unique in the process and growing."""
 
-# Texts and numbers: they can be stored.
-_POLICY, _MIN_KV, _COLLECTIVES, _WHERE = "fastac_policy", "fastac_min_kv", "fastac_collectives", "fastac_block"
+POLICY, WHERE = "fastac_policy", "fastac_block"
+"""Keys for the policy it was checkpointed with, and for its block or function: class and name."""
 
 _numbers = itertools.count(1)
-_expected: contextvars.ContextVar[bool] = contextvars.ContextVar("expected", default=False)
-_blocks: weakref.WeakValueDictionary[int, torch.nn.Module] = weakref.WeakValueDictionary()
+_names: contextvars.ContextVar[Mapping[Any, str] | None] = contextvars.ContextVar("names", default=None)
 
 
 def run_annotated(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
-    """Call a function whose operators the trace is to know as one region; as it is where gradients are off."""
+    """Call a function, and mark its operators in the trace as one region. Without gradients they are not marked."""
     releases.need_traces()
     refuse_eager_only(policy)
-    if not _expected.get():
+    names = _names.get()
+    if names is None:
         _warn()
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    number = next(_numbers)
-    block = block_of_function(function)
-    if block is not None:
-        _blocks[number] = block
-    marks = {
-        REGION: number,
-        _POLICY: policy.name,
-        _MIN_KV: policy.min_kv,
-        _COLLECTIVES: policy.collectives,
-        _WHERE: describe(function),
-    }
-    with torch.fx.traceback.annotate(marks):
+    where = (names or {}).get(block_of(function)) or describe(function)
+    with torch.fx.traceback.annotate({REGION: next(_numbers), POLICY: policy, WHERE: where}):
         return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def expected() -> Iterator[None]:
-    """In which a trace is one that is meant for `fastac.graph.apply`, and needs no warning."""
-    token = _expected.set(True)
+def expected(model: torch.nn.Module) -> Iterator[None]:
+    """In this context a trace is meant for `fastac.graph.apply`: no warning, and blocks are named as in the model."""
+    token = _names.set({block: f"{class_name(model)}.{name}" for name, block in model.named_modules() if name})
     try:
         yield
     finally:
-        _expected.reset(token)
+        _names.reset(token)
 
 
 @functools.cache
@@ -332,18 +310,3 @@ def _warn() -> None:
         "a trace that is neither dynamo nor AOT: checkpointed regions are marked in it, and nothing is recomputed "
         "until fastac.graph.apply is called on the graph"
     )
-
-
-def policy_of(marks: Mapping[str, Any]) -> Policy:
-    """The policy a region was checkpointed with, from the marks on one of its nodes."""
-    return Policy(marks[_POLICY], marks[_MIN_KV], marks[_COLLECTIVES])
-
-
-def where(marks: Mapping[str, Any]) -> str:
-    """The region's block or function, for messages."""
-    return str(marks[_WHERE])
-
-
-def block_of(number: int) -> torch.nn.Module | None:
-    """The block of a region, as long as it lives; None for a function."""
-    return _blocks.get(number)

@@ -3,13 +3,12 @@
     step = fastac.graph.apply(fastac.graph.trace(step, model, *args), "attn_only")
 
 `apply` is `functionalize`, `tag` and `rematerialize`, which take and return a GraphModule and may be used one by one.
-For compilers on top of AOT: `partitioner`, and `replaying_partitioner` for what was partitioned already.
-Not imported by `import fastac`.
+For compilers on top of AOT: `partitioner`, and `replaying_partitioner` for graphs that are partitioned already.
+`import fastac` does not import this.
 """
 
-from fastac import (
-    checkpoint as checkpoint,
-)  # loads all of fastac: not in a trace, where imports may draw random numbers
+# Loads all of fastac: not in a trace, where imports may draw random numbers.
+from fastac import checkpoint as checkpoint
 from fastac.graph.application import apply, compile  # noqa: A004
 from fastac.graph.partitioning import partitioner, recompute_parameter_gathers
 from fastac.graph.passes import functionalize, rematerialize, tag

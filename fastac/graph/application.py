@@ -1,4 +1,4 @@
-"""apply: a policy on a traced step, and a check of what came out. compile: the result through inductor."""
+"""apply: a policy on a traced step, and a check of the result. compile: the result through inductor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
-from fastac.compile import tracing as annotation
+from fastac.compile.tracing import REGION
 from fastac.engine import releases
 from fastac.errors import FastacError, PolicyNotAppliedError
-from fastac.graph.nodes import RECOMPUTED, call, is_attention, is_backward, marks, regions
+from fastac.graph.nodes import RECOMPUTED, call, is_backward, marks, regions
 from fastac.graph.passes import Policies, functionalize, own_policies, refuse_writes, rematerialize, tag, where
 from fastac.graph.tracing import Traced, summary
 from fastac.policy import Policy, resolve, resolve_blocks
@@ -26,7 +26,7 @@ Step = TypeVar("Step", Traced, GraphModule)
 AnyPolicy = str | Policy | Mapping[str, str | Policy]
 
 KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
-"""Options of inductor: both passes move recomputed operators to where the forward has others with their inputs."""
+"""Options of inductor: both passes move recomputed operators into the forward, to others that share their inputs."""
 
 
 def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
@@ -35,9 +35,9 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
     Random numbers are drawn in the order of a step without checkpointing.
 
     Args:
-        traced: what `trace` returned, or the graph of a training step that was traced elsewhere. It stays as it is.
-        policy: a name, a Policy, or a mapping of block-name patterns to these (first match counts); None for what each
-            region was checkpointed with.
+        traced: a step from `trace`, or the graph of a training step from another tracer. It is not changed.
+        policy: a name, a Policy, or a mapping of block-name patterns to these (first match counts); None for the
+            policy that each region was checkpointed with.
 
     Returns:
         Another step, or graph, of the same kind as `traced`.
@@ -45,29 +45,37 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
     Raises:
         PolicyNotAppliedError: a graph without regions or backward, or attention that cannot be saved.
         UnsupportedBackendError: a kernel that does not train.
-        FastacError: what else cannot be exact; a step that has a policy already.
+        FastacError: another reason why the result would not be exact; a step that has a policy already.
 
     Example:
         >>> train = fastac.graph.apply(traced, "attn_only")
         >>> loss, gradients = train(**inputs)
     """
     releases.need_traces()
-    if isinstance(traced, Traced):
-        policies = _policies_of(traced.graph_module, policy, traced.model)
-        graph_module = _apply_to_graph(traced.graph_module, policies)
-        return dataclasses.replace(traced, graph_module=graph_module, policies=policies)
-    return _apply_to_graph(traced, _policies_of(traced, policy))
+    before = traced.graph_module if isinstance(traced, Traced) else traced
+    policies = _policies_of(before, policy)
+    if any(RECOMPUTED in marks(node) for node in before.graph.nodes):
+        raise FastacError("apply: this graph has a policy already. Apply the other one to the step from trace.")
+    if not any(map(is_backward, before.graph.nodes)):
+        raise PolicyNotAppliedError(
+            "apply: the graph has no backward in which anything could be recomputed. Compute the gradients in the "
+            "step, by torch.autograd.grad, and trace it with fastac.graph.trace."
+        )
+    after = rematerialize(tag(functionalize(before), policies))
+    _check(after, before, policies)
+    logger.info("graph: %s", summary(after, policies))
+    return dataclasses.replace(traced, graph_module=after, policies=policies) if isinstance(traced, Traced) else after
 
 
 def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
     """The same step through inductor, which compiles it at its first call.
 
     Results are equal up to rounding, and dropout is inductor's own. Two passes that would move the recomputation back
-    to the forward are off; a pass of your own that merges equal operators would undo it as well.
+    to the forward are off. Do not use a pass of your own that merges equal operators: it would undo the recomputation.
 
     Args:
-        traced: what `apply` returned.
-        options: of inductor, by their names in torch._inductor.config, such as max_autotune=True.
+        traced: a step that `apply` returned.
+        options: options of inductor, by their names in torch._inductor.config, such as max_autotune=True.
 
     Returns:
         Another step.
@@ -79,46 +87,23 @@ def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
     return dataclasses.replace(traced, compiled=compiled)
 
 
-def _apply_to_graph(graph_module: GraphModule, policies: Policies) -> GraphModule:
-    if any(RECOMPUTED in marks(node) for node in graph_module.graph.nodes):
-        raise FastacError("apply: this graph was given a policy already. Apply the other one to what was traced.")
-    if not any(map(is_backward, graph_module.graph.nodes)):
-        raise PolicyNotAppliedError(
-            "apply: the graph has no backward in which anything could be recomputed. Compute the gradients in the "
-            "step, by torch.autograd.grad, and trace it with fastac.graph.trace."
-        )
-    after = rematerialize(tag(functionalize(graph_module), policies))
-    _check(after, graph_module, policies)
-    logger.info("graph: %s", summary(after, policies))
-    return after
-
-
-def _policies_of(
-    graph_module: GraphModule, policy: AnyPolicy | None, model: torch.nn.Module | None = None
-) -> dict[int, Policy]:
-    """The policy of each region. model: whose blocks a mapping names; without it they have the names of `enable`."""
+def _policies_of(graph_module: GraphModule, policy: AnyPolicy | None) -> dict[int, Policy]:
+    """The policy of each region. Patterns of a mapping match the name of a block, without the class of its model."""
     own = own_policies(graph_module)
     if policy is None:
         return {number: resolve(one) for number, one in own.items()}
     if not isinstance(policy, Mapping):
         return dict.fromkeys(own, resolve(policy))
-    names = {module: name for name, module in model.named_modules()} if model is not None else {}
-    first: dict[str, int] = {}
-    of_region: dict[int, str] = {}
-    for number, nodes in regions(graph_module).items():
-        block = annotation.block_of(number)
-        recorded = where(nodes)
-        name = names.get(block, "") if block is not None else ""
-        of_region[number] = name or recorded.partition(".")[2] or recorded
-        first.setdefault(of_region[number], number)
-    by_number = resolve_blocks(policy, first)
-    return {number: by_number[first[name]] for number, name in of_region.items()}
+    recorded = {number: where(nodes) for number, nodes in regions(graph_module).items()}
+    names = {number: name.partition(".")[2] or name for number, name in recorded.items()}
+    by_name = resolve_blocks(policy, {name: name for name in names.values()})
+    return {number: by_name[name] for number, name in names.items()}
 
 
 def _check(after: GraphModule, before: GraphModule, policies: Policies) -> None:
     """Raise where an attention call that is saved is missing in the forward or runs in the backward.
 
-    It does not rely on the tags. A region number that only the backward has is the recompute of a
+    This does not rely on the tags. A region number that only the backward has is the recompute of a
     torch.utils.checkpoint around a region, traced along.
     """
     refuse_writes(after)
@@ -129,7 +114,7 @@ def _check(after: GraphModule, before: GraphModule, policies: Policies) -> None:
         raise PolicyNotAppliedError(
             f"{names}: {len(expected)} attention calls were to be saved; the graph has {len(found) - len(again)} of "
             f"them in the forward and runs {len(again)} in the backward ({', '.join(again) or 'none'}). A "
-            f"torch.utils.checkpoint around a block was traced along (take it off), or a pass lost marks."
+            f"torch.utils.checkpoint around a block was traced along (remove it), or a pass lost marks."
         )
 
 
@@ -137,11 +122,9 @@ def _saved_calls(graph_module: GraphModule, policies: Policies) -> list[Node]:
     """Attention calls of regions that their policy saves; in a region without a policy, that any policy saves."""
     saved = []
     for node in graph_module.graph.nodes:
-        number: int | None = marks(node).get(annotation.REGION)
-        resolved = classify(node.target) if is_attention(node) else None
-        if resolved is not None and number is not None:
-            keys = resolved.keys(*call(graph_module, node))
-            possible = [policies[number]] if number in policies else policies.values()
-            if any(policy.saves(keys) for policy in possible):
+        bound, number = classify(node.target), marks(node).get(REGION)
+        if bound is not None and bound.is_attention and number is not None:
+            keys = bound.keys(*call(graph_module, node))
+            if any(one.saves(keys) for one in ([policies[number]] if number in policies else policies.values())):
                 saved.append(node)
     return saved

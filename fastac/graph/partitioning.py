@@ -1,8 +1,8 @@
 """Splits a joint graph as a policy says: attention saved, gathered parameters recomputed, and all saves marked.
 
-FSDP in a traced graph is an all-gather of each parameter, and saving its output pins the unsharded weights. Saving what
-follows does so as well: partitioners that were told to recompute the all-gather saved the transposed weight. So the
-whole chain is tagged: casts and slices before the gather, the gather, its wait, and every layout op after it.
+FSDP in a traced graph is an all-gather of each parameter, and saving its output pins the unsharded weights. So does
+saving what follows: partitioners that were told to recompute the all-gather saved the transposed weight. So the whole
+chain is tagged: casts and slices before the gather, the gather, its wait, and every layout op after it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fastac.compile.graphs import TAG
 from fastac.compile.tracing import Decisions, refuse_eager_only
 from fastac.engine import releases
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import torch_private
-from fastac.graph.nodes import (
-    REGION_TAG,
-    TAG,
-    as_parameter,
-    depends_on_tangents,
-    draws,
-    is_getitem,
-    value_of,
-)
+from fastac.graph.nodes import STATE, call, depends_on_tangents, draws, is_getitem, mark, stays, untag, value_of
 from fastac.graph.saved_values import mark_saved
-from fastac.graph.torch_private import COLLECTIVES, is_drawing, is_parameter, is_tangent, schema_of
+from fastac.graph.torch_private import COLLECTIVES, is_drawing, is_parameter, is_tangent, op_name, returns_views
 from fastac.policy import Policy, resolve
 
 Graphs = tuple[GraphModule, GraphModule]
@@ -41,7 +33,8 @@ def partitioner(policy: str | Policy = "attn_only", *, recompute_gathers: bool =
 
     Args:
         policy: a name or a Policy, for all attention of the graph. torch's min-cut decides about everything else.
-        recompute_gathers: whether all-gathers of parameters run again in backward, with what lays out their result.
+        recompute_gathers: whether all-gathers of parameters run again in backward, with the ops that lay out their
+            result.
 
     Returns:
         A callable for AOT's `partition_fn` and for inductor's `custom_partitioner_fn`. It raises PolicyNotAppliedError
@@ -56,8 +49,7 @@ def partitioner(policy: str | Policy = "attn_only", *, recompute_gathers: bool =
     """
     releases.need_traces()
     refuse_eager_only(policy := resolve(policy))
-    made: Partition = _PolicyPartitioner(policy, recompute_gathers)
-    return made
+    return _PolicyPartitioner(policy, recompute_gathers)
 
 
 class _PolicyPartitioner(torch_private.Partitioner):
@@ -68,12 +60,15 @@ class _PolicyPartitioner(torch_private.Partitioner):
         self, joint: GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: Any
     ) -> Graphs:
         parameters = parameters_of(joint.graph, options.get("static_lifetime_input_indices"))
-        attention = {node.name for node in _tag_attention(joint.graph, self.policy, set(parameters))}
+        for node in parameters:
+            mark(node, **{STATE: node.name})
+        attention = {node.name for node in _tag_attention(joint, self.policy)}
         if self.gathers:
             recompute_parameter_gathers(joint.graph, parameters)
         forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        again = [n.name for n in backward.graph.nodes if n.op == "call_function" and n.name in attention]
-        if again:
+        if again := [
+            node.name for node in backward.graph.nodes if node.op == "call_function" and node.name in attention
+        ]:
             raise CompiledPolicyNotAppliedError(
                 f"{self.policy}: torch's partitioner runs attention again in backward: {', '.join(again)}. "
                 f"activation_memory_budget=0 does that: set it to more."
@@ -85,8 +80,8 @@ class _PolicyPartitioner(torch_private.Partitioner):
 def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
     """Split a tagged joint graph. Raises FastacError where the backward would draw other random numbers.
 
-    torch wraps each op that is recomputed and may draw random numbers, so that its generator is restored, and cannot
-    trace such a wrapped op again. Attention that draws none in this call goes without.
+    torch wraps each op that is recomputed and may draw random numbers, to restore its generator, and cannot trace a
+    wrapped op again. Attention that draws none in this call is not wrapped.
     """
     for node in joint.graph.nodes:
         if node.meta.get(TAG) is CheckpointPolicy.MUST_RECOMPUTE and is_drawing(node) and not draws(node):
@@ -96,8 +91,8 @@ def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any
         for node in module.graph.nodes:
             node.target = getattr(node.target, "fastac_op", node.target)
         drop_dead_collectives(module)
-    in_forward = {node.name for node in forward.graph.nodes if node.op == "call_function" and draws(node)}
-    if twice := [n.name for n in backward.graph.nodes if n.op == "call_function" and n.name in in_forward and draws(n)]:
+    drawn = {node.name for node in forward.graph.nodes if draws(node)}
+    if twice := [node.name for node in backward.graph.nodes if node.name in drawn and draws(node)]:
         raise FastacError(
             f"torch's partitioner runs ops in backward again that draw random numbers, and does not restore their "
             f"generator: {', '.join(twice)}. Gradients would be wrong. It does so under activation_memory_budget (set "
@@ -108,28 +103,23 @@ def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any
 
 @functools.cache
 def _unseeded(op: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call_op(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
-    call.__name__ = call.__qualname__ = str(op).replace(".", "_")
-    call.fastac_op = op  # type: ignore[attr-defined]
-    return call
+    call_op.__name__ = call_op.__qualname__ = str(op).replace(".", "_")
+    call_op.fastac_op = op  # type: ignore[attr-defined]
+    return call_op
 
 
-def _tag_attention(graph: Graph, policy: Policy, parameters: set[Node]) -> list[Node]:
-    """Tag the attention calls of a joint graph's forward, and return those to be saved."""
+def _tag_attention(joint: GraphModule, policy: Policy) -> list[Node]:
+    """Tag the attention calls of a joint graph's forward. Returns those to be saved."""
     saved = []
     decisions = Decisions(policy)
-    dependent = depends_on_tangents(graph)
-
-    def value(node: Node) -> Any:
-        return as_parameter(value_of(node)) if node in parameters else value_of(node)
-
-    for node in graph.nodes:
+    dependent = depends_on_tangents(joint.graph)
+    for node in joint.graph.nodes:
         if node.op != "call_function" or node in dependent or is_getitem(node):
             continue
-        args, kwargs = map_arg(node.args, value), map_arg(node.kwargs, value)
-        decision = decisions.of(node.target, args, kwargs, value_of(node))
+        decision = decisions.of(node.target, *call(joint, node), value_of(node))
         if decision:
             saved.append(node)
         if decision is not None:
@@ -140,15 +130,16 @@ def _tag_attention(graph: Graph, policy: Policy, parameters: set[Node]) -> list[
 
 
 def _tag(node: Node, decision: CheckpointPolicy) -> None:
-    """Regions of checkpointing do not count for the node: torch would save what one makes and the next one reads."""
+    """Tag a node, and take it out of its region: torch saves every node of a region that another region reads."""
+    untag(node)
     node.meta[TAG] = decision
-    node.meta.pop(REGION_TAG, None)
 
 
 # Gathered parameters
 
-_GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
+_GATHERS = {f"{COLLECTIVES}::all_gather_into_tensor", f"{COLLECTIVES}::all_gather_into_tensor_coalesced"}
 _COPIES = {
+    f"{COLLECTIVES}::wait_tensor",
     "aten::_to_copy",
     "aten::_unsafe_view",
     "aten::cat",
@@ -162,31 +153,23 @@ _COPIES = {
     "aten::view_copy",
     "prims::convert_element_type",
 }
-"""Ops that copy and compute nothing. Ops that return views are known by their schema."""
+"""Ops that copy, or wait for a copy, and compute nothing. Ops that return views are known by their schema."""
 
 
 def is_gather(node: Node) -> bool:
     """Whether a node is a functional all-gather."""
-    schema = schema_of(node)
-    return schema is not None and schema.name in {f"{COLLECTIVES}::{name}" for name in _GATHERS}
+    return op_name(node) in _GATHERS
 
 
 def _is_layout(node: Node) -> bool:
-    if is_getitem(node):
-        return True
-    schema = schema_of(node)
-    if schema is None or schema.is_mutable:
-        return False
-    if schema.name in _COPIES or schema.name == f"{COLLECTIVES}::wait_tensor":
-        return True
-    return any(returned.alias_info is not None for returned in schema.returns)
+    return is_getitem(node) or returns_views(node) or op_name(node) in _COPIES
 
 
 def parameters_of(graph: Graph, static_indices: Iterable[int] | None = None) -> list[Node]:
     """Placeholders of a joint graph that hold parameters: where AOT says so, or else its inputs that stay in place.
 
     static_indices: `static_lifetime_input_indices` of a partitioner, which count the inputs of the forward. Inputs
-    that are not described at all count by these alone.
+    without a description are known by these alone.
     """
     primals = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
     static = set(static_indices or ())
@@ -196,8 +179,8 @@ def parameters_of(graph: Graph, static_indices: Iterable[int] | None = None) -> 
 def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> list[Node]:
     """Tag the chains from parameters through an all-gather as MUST_RECOMPUTE.
 
-    A node belongs to a chain when all its inputs come from parameters and it gathers, waits, casts, or lays out, so
-    that gathers of activations are in none.
+    A node belongs to a chain when all its inputs come from parameters and it gathers, waits, casts, or lays out. So
+    no gather of an activation is in a chain.
 
     Args:
         graph: a joint graph. torch's partitioners and its rematerialization pass read the tags.
@@ -210,35 +193,24 @@ def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> l
         >>> fastac.graph.recompute_parameter_gathers(joint.graph, parameters)
     """
     laid_out = set(parameters)
-    gathered: set[Node] = set()
+    chain: set[Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.op != "call_function" or not inputs or not laid_out.issuperset(inputs):
-            continue
-        if is_gather(node) or _is_layout(node):
+        if inputs and laid_out.issuperset(inputs) and (is_gather(node) or _is_layout(node)):
             laid_out.add(node)
-            if is_gather(node) or not gathered.isdisjoint(inputs):
-                gathered.add(node)
-    before = [node for node in gathered if is_gather(node)]
-    while before:
-        for node in before.pop().all_input_nodes:
-            if node not in gathered and node.op == "call_function":
-                gathered.add(node)
-                before.append(node)
-    chain = [node for node in graph.nodes if node in gathered]
-    for node in chain:
+            if is_gather(node) or not chain.isdisjoint(inputs):
+                chain.add(node)
+    before = set(filter(is_gather, chain))
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not before.isdisjoint(node.users):
+            before.add(node)
+    tagged = [node for node in graph.nodes if node in chain or node in before]
+    for node in tagged:
         _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
-    return chain
+    return tagged
 
 
 def drop_dead_collectives(module: GraphModule) -> None:
-    """Take collectives that nobody uses out of a graph. For torch a wait is never dead, so it keeps its gather too."""
-
-    def is_impure(node: Node) -> bool:
-        schema = schema_of(node)
-        return bool(node.is_impure()) and not (
-            schema is not None and schema.name.startswith(f"{COLLECTIVES}::") and not schema.is_mutable
-        )
-
-    module.graph.eliminate_dead_code(is_impure_node=is_impure)
+    """Take collectives that nobody uses out of a graph."""
+    module.graph.eliminate_dead_code(is_impure_node=stays)
     module.recompile()

@@ -6,34 +6,36 @@ Each takes a GraphModule and may be used alone. Decisions stand in `node.meta` u
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import ChainMap
+from collections.abc import Mapping
 
 import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compile import tracing
-from fastac.compile.tracing import Decisions
+from fastac.compile.graphs import TAG, is_recomputed
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph import torch_private
 from fastac.graph.nodes import (
     RECOMPUTED,
     REGION_TAG,
-    TAG,
     call,
     draws,
     is_backward,
     is_getitem,
-    is_recomputed,
     mark,
     marks,
     memory_of_value,
+    op_of,
     regions,
+    stays,
+    untag,
+    value_of,
 )
-from fastac.graph.torch_private import BACKWARD, COLLECTIVES, is_functional, schema_of
+from fastac.graph.torch_private import BACKWARD, is_functional, op_name
 from fastac.policy import Policy
 from fastac.registry import classify
 
@@ -48,13 +50,13 @@ _WRITES_STATISTICS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten
 
 
 def functionalize(graph_module: GraphModule) -> GraphModule:
-    """The same graph without in-place operators, so that what a node computes depends on its inputs alone.
+    """The same graph without in-place operators, so that the value of a node depends on its inputs alone.
 
     A recompute that repeats an in-place operator, or leaves one out, is silently wrong. An input that the graph changes
     is written once, at the end.
 
     Args:
-        graph_module: a graph with traced values (`node.meta["val"]`), as `trace` makes it. It stays as it is.
+        graph_module: a graph with traced values (`node.meta["val"]`), as `trace` makes it. It is not changed.
 
     Returns:
         Another GraphModule with the same inputs and outputs.
@@ -68,11 +70,10 @@ def functionalize(graph_module: GraphModule) -> GraphModule:
     """
     mode = torch_private.fake_mode_of(graph_module)
     before = graph_module.graph.find_nodes(op="placeholder")
-    values = [node.meta.get("val") for node in before]
+    values = map(value_of, before)
     inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
-    # Marks of a node are those that are current while it runs.
     run = torch.func.functionalize(Interpreter(graph_module).run, remove="mutations")
-    with torch_private.retracing(mode):
+    with mode, torch.no_grad(), preserve_node_meta():  # each new node gets the marks of the one that runs
         functional = make_fx(run)(*inputs)
     for old, new in zip(before, functional.graph.find_nodes(op="placeholder"), strict=True):
         new.name = old.name
@@ -91,7 +92,10 @@ def refuse_writes(graph_module: GraphModule) -> None:
             continue
         written = next((other for other in placeholders if node.args and other is node.args[0]), None)
         if node.target is not torch.ops.aten.copy_.default or written is None:
-            raise _writes(node)
+            raise FastacError(
+                f"{node.target} writes its argument, and a graph in which it runs again, or not at all, would be "
+                f"silently wrong. Register the kernel as a functional torch.library.custom_op."
+            )
         memory = memory_of_value(written)
         shared = [other for other in placeholders if other is not written and memory_of_value(other) == memory]
         if memory is not None and shared:
@@ -101,21 +105,15 @@ def refuse_writes(graph_module: GraphModule) -> None:
             )
 
 
-def _writes(node: Node) -> FastacError:
-    return FastacError(
-        f"{node.target} writes its argument, and a graph in which it runs again, or not at all, would be silently "
-        f"wrong. Register the kernel as a functional torch.library.custom_op."
-    )
-
-
 # tag
 
 
 def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphModule:
     """Tag the nodes of every region as saved or recomputed, in place; earlier tags are removed.
 
-    Saved are the outputs of attention that the policy saves and what it was told to attend to, what sparse attention
-    chose, what draws random numbers, and what leaves its region. The backward has no tags.
+    Saved are: the outputs of attention that the policy saves, and the tensors that tell it what to attend to; the
+    choices of sparse attention; random draws; and values that the forward reads outside of their region. The backward
+    has no tags.
 
     Args:
         graph_module: a functional graph with marked regions.
@@ -134,20 +132,22 @@ def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphMod
     """
     policies = own_policies(graph_module) if policies is None else policies
     for node in graph_module.graph.nodes:
-        _untag(node)
+        untag(node)
     for number, nodes in regions(graph_module).items():
         if not policies[number].checkpoints:
             continue
         saved = decide(graph_module, nodes, policies[number])
         for node in nodes:
-            _tag(node, number, saved)
+            keep = node in saved or op_of(node) in saved or _would_differ(op_of(node))
+            node.meta[TAG] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta[REGION_TAG] = number
     _save_boundaries(graph_module)
     return graph_module
 
 
 def own_policies(graph_module: GraphModule) -> dict[int, Policy]:
     """The policies that the regions of a traced step were checkpointed with."""
-    found = {number: tracing.policy_of(_marks(nodes)) for number, nodes in regions(graph_module).items()}
+    found = {number: marks(nodes[0])[tracing.POLICY] for number, nodes in regions(graph_module).items()}
     if not found:
         raise PolicyNotAppliedError(
             "the graph has no checkpointed region: nothing would be saved or recomputed. Call fastac.enable(model) or "
@@ -158,65 +158,35 @@ def own_policies(graph_module: GraphModule) -> dict[int, Policy]:
 
 
 def where(nodes: list[Node]) -> str:
-    """The block that a region, given by its nodes, belongs to: class and name."""
-    return tracing.where(_marks(nodes))
+    """The block of a region, given by its nodes: class and name."""
+    return str(marks(nodes[0])[tracing.WHERE])
 
 
-def _marks(nodes: list[Node]) -> dict[str, Any]:
-    return next(marks(node) for node in nodes if tracing.REGION in marks(node))
+def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[object]:
+    """The nodes that the policy saves in a region, with the blocks that sparse attention was told to attend to.
 
-
-def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[Node]:
-    """The nodes of a region that the policy saves. Raises for what cannot be saved: see `tag`."""
+    Raises for attention that cannot be saved: see `tag`.
+    """
     tracing.refuse_eager_only(policy, where(nodes))
     if policy.saves_nothing:
         return set()
-    decisions = Decisions(policy)
-    saved = {
-        node
-        for node in nodes
-        if not is_getitem(node) and decisions.of(node.target, *call(graph_module, node), node.meta.get("val"))
-    }
+    decisions = tracing.Decisions(policy)
+    saved: set[object] = set()
+    for node in nodes:
+        if not is_getitem(node) and decisions.of(node.target, *call(graph_module, node), value_of(node)):
+            bound = classify(node.target)
+            saved |= {node, *(bound.selection(node.args, node.kwargs) if bound is not None else ())}
     decisions.check(where(nodes))
     return saved
 
 
-def _tag(node: Node, number: int, saved: set[Node]) -> None:
-    node.meta[REGION_TAG] = number
-    parent = node.args[0] if is_getitem(node) else None
-    if isinstance(parent, Node):
-        node.meta[TAG] = parent.meta.get(TAG, CheckpointPolicy.MUST_SAVE)
-        return
-    if node in saved:
-        for chosen in _selection(node):
-            chosen.meta[TAG] = CheckpointPolicy.MUST_SAVE
-    if node in saved or _would_differ(node):
-        node.meta[TAG] = CheckpointPolicy.MUST_SAVE
-    else:
-        node.meta.setdefault(TAG, CheckpointPolicy.PREFER_RECOMPUTE)
-
-
-def _untag(node: Node) -> None:
-    for name in (TAG, REGION_TAG):
-        node.meta.pop(name, None)
-
-
-def _selection(node: Node) -> list[Node]:
-    """The nodes that hold the blocks which a sparse attention was told to attend to."""
-    resolved = classify(node.target)
-    chosen: Sequence[object] = resolved.selection(node.args, node.kwargs) if resolved is not None else ()
-    return [one for one in chosen if isinstance(one, Node)]
-
-
 def _would_differ(node: Node) -> bool:
-    """Whether a node would do something else when it ran again, whatever the policy."""
-    schema = schema_of(node)
-    writes = schema is not None and (schema.is_mutable or schema.name in _WRITES_STATISTICS)
-    return writes or draws(node)
+    """Whether a second run of a node would do something else than the first, whatever the policy."""
+    return draws(node) or not is_functional(node) or op_name(node) in _WRITES_STATISTICS
 
 
 def _save_boundaries(graph_module: GraphModule) -> None:
-    """Save what a region gives to the rest of the forward: it ends there, as a checkpointed function does."""
+    """Save the outputs of a region, which the rest of the forward reads: recomputation ends there, as in eager mode."""
     for node in graph_module.graph.nodes:
         if node.meta.get(TAG) is CheckpointPolicy.PREFER_RECOMPUTE and any(
             not is_backward(user) and user.meta.get(REGION_TAG) != node.meta[REGION_TAG] for user in node.users
@@ -228,65 +198,50 @@ def _save_boundaries(graph_module: GraphModule) -> None:
 
 
 def rematerialize(graph_module: GraphModule) -> GraphModule:
-    """The graph with what is tagged for recomputation copied into each backward, right before its first use there.
+    """The graph with the nodes that are tagged for recomputation copied into each backward, right before their use.
 
     torch has such a pass; this one also takes steps with several backwards (two losses, two micro-batches).
 
     Args:
-        graph_module: a functional graph with tags. It stays as it is.
+        graph_module: a functional graph with tags. It is not changed.
 
     Returns:
-        Another GraphModule, without tags: torch's own passes, which read them, would do it again.
+        Another GraphModule, without tags: torch's own passes, which read them, would recompute again.
 
     Raises:
-        FastacError: a node that is to run again writes or draws random numbers.
+        FastacError: a node that is tagged for recomputation writes or draws random numbers.
 
     Example:
         >>> graph_module = fastac.graph.rematerialize(tagged)
     """
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    again: dict[Node, Node] = {}  # recomputed in this backward
+    values = ChainMap(again, copied)
     for node in graph_module.graph.nodes:
         if is_recomputed(node) and (draws(node) or not is_functional(node)):
             what = "draws random numbers" if is_functional(node) else "writes its argument"
             raise FastacError(
-                f"rematerialize: {node.target} is tagged for recomputation and {what}, so that it would not repeat "
-                f"itself. Tag it as saved; fastac.graph.tag does."
+                f"rematerialize: {node.target} is tagged for recomputation and {what}: a second run would differ. "
+                f"Tag it as saved, as fastac.graph.tag does."
             )
-    order = {node: place for place, node in enumerate(graph_module.graph.nodes)}
-    graph = Graph()
-    copied: dict[Node, Node] = {}
-    again: dict[Node, Node] = {}  # recomputed in this backward
-    times: Counter[Node] = Counter()
-    in_backward = False
-
-    def recompute(node: Node) -> None:
-        copy = graph.node_copy(node, lambda used: again.get(used, copied[used]))
-        mark(copy, **BACKWARD, **{RECOMPUTED: node.name})
-        copy.name = f"{node.name}_recomputed" + (f"_{times[node]}" if times[node] else "")
-        times[node] += 1
-        again[node] = copy
-
-    for node in graph_module.graph.nodes:
-        if is_backward(node):
-            if not in_backward:
-                again.clear()
-            in_backward = True
-            for needed in sorted(_needed(node, again), key=order.__getitem__):
-                recompute(needed)
-            copied[node] = graph.node_copy(node, lambda used: again.get(used, copied[used]))
-        else:
-            in_backward = False
-            copied[node] = graph.node_copy(node, copied.__getitem__)
+        if not is_backward(node):
+            again.clear()
+        for needed in sorted(_needed(node, again)) if is_backward(node) else ():
+            again[needed] = graph.node_copy(needed, values.__getitem__)
+            again[needed].name += "_recomputed"
+            mark(again[needed], **BACKWARD, **{RECOMPUTED: needed.name})
+        copied[node] = graph.node_copy(node, values.__getitem__)
     for node in graph.nodes:
-        _untag(node)
+        untag(node)
     after = GraphModule(graph_module, graph)
-    after.graph.eliminate_dead_code(is_impure_node=_stays)
-    after.graph.lint()
+    after.graph.eliminate_dead_code(is_impure_node=stays)
     after.recompile()
     return after
 
 
-def _needed(node: Node, again: dict[Node, Node]) -> set[Node]:
-    """What must be recomputed, and is not yet, for the inputs of a node of the backward."""
+def _needed(node: Node, again: Mapping[Node, Node]) -> set[Node]:
+    """The nodes to recompute, beside those that are already, for the inputs of a node of the backward."""
     found: set[Node] = set()
     waiting = list(node.all_input_nodes)
     while waiting:
@@ -295,13 +250,3 @@ def _needed(node: Node, again: dict[Node, Node]) -> set[Node]:
             found.add(one)
             waiting.extend(one.all_input_nodes)
     return found
-
-
-def _stays(node: Node) -> bool:
-    """Whether a node stays without users: inputs, outputs, writes, and draws, which move the generator for the next."""
-    if node.op in ("placeholder", "output"):
-        return True
-    if node.op == "get_attr":
-        return False
-    is_collective = getattr(node.target, "namespace", "") in (COLLECTIVES, f"{COLLECTIVES}_autograd")
-    return draws(node) or not is_functional(node) or (node.is_impure() and not is_collective)

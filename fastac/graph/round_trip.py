@@ -14,33 +14,29 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fastac.compile.graphs import TAG
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.graph import torch_private
-from fastac.graph.nodes import REGION_TAG, TAG, depends_on_tangents, draws, is_getitem, outputs_of
+from fastac.graph.nodes import depends_on_tangents, draws, op_of, outputs_of, untag
 from fastac.graph.partitioning import Graphs, parameters_of, partition, recompute_parameter_gathers
-from fastac.graph.saved_values import (
-    find_saved,
-    mark_of,
-    memory_of,
-    saved_nodes,
-)
+from fastac.graph.saved_values import find_saved, mark_of, memory_of, saved_nodes
 
 
 class _ReplayingPartitioner(torch_private.Partitioner):
     def __call__(
         self, joint: GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **options: Any
     ) -> Graphs:
-        found = find_saved(joint.graph)
-        if not found.wanted:
+        if not any(map(mark_of, joint.graph.nodes)):
             raise CompiledPolicyNotAppliedError(
-                "replaying_partitioner: no node of the joint graph carries a mark, so nothing is known about what the "
-                "first partitioner saved. Partition first with fastac.graph.partitioner(...) or fastac.graph."
+                "replaying_partitioner: no node of the joint graph carries a mark, so the values that the first "
+                "partitioner saved are not known. Partition first with fastac.graph.partitioner(...) or fastac.graph."
                 "mark_saved(...), and run both graphs by torch.fx.Interpreter under torch.fx.traceback."
                 "preserve_node_meta(), as aot_compile_joint_with_descriptors does unless it is given a compiler."
             )
-        if lost := found.lost():
+        found = find_saved(joint.graph)
+        if lost := [value.name for value, nodes in found.items() if nodes is None]:
             raise CompiledPolicyNotAppliedError(
-                f"replaying_partitioner: {len(lost)} of {sum(map(len, found.wanted.values()))} values that the first "
+                f"replaying_partitioner: {len(lost)} of {len(found)} values that the first "
                 f"partitioner saved are not found in the joint graph: {', '.join(lost)}. A pass between the two "
                 f"compiles replaced their nodes without copying node.meta['custom']. Run it later, or let it copy that."
             )
@@ -48,7 +44,8 @@ class _ReplayingPartitioner(torch_private.Partitioner):
             joint.graph, parameters_of(joint.graph, options.get("static_lifetime_input_indices"))
         )
         equals = _equal_nodes(joint.graph)
-        kept, dropped = _tag_replay(joint.graph, num_fwd_outputs, found.saved, equals)
+        saved = {node for nodes in found.values() for node in nodes or ()}
+        kept, dropped = _tag_replay(joint.graph, num_fwd_outputs, saved, equals)
         memory = {node.name: equals[memory_of(node)] for node in joint.graph.nodes}
         forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
         saves = {memory[node.name] for node in saved_nodes(forward, num_fwd_outputs) if node.name in memory}
@@ -66,8 +63,8 @@ class _ReplayingPartitioner(torch_private.Partitioner):
 replaying_partitioner = _ReplayingPartitioner()
 """A partitioner that saves in a joint graph exactly what was saved in the marked graphs that were traced into it.
 
-Serves as AOT's `partition_fn` and as inductor's `custom_partitioner_fn`. torch's min-cut decides about what comes from
-no marked graph. Raises PolicyNotAppliedError, with their names, when saved values are not found again.
+Use it as AOT's `partition_fn` and as inductor's `custom_partitioner_fn`. torch's min-cut decides about nodes that come
+from no marked graph. Raises PolicyNotAppliedError, with their names, when saved values are not found again.
 
 Example:
     >>> options = {"custom_partitioner_fn": fastac.graph.replaying_partitioner}
@@ -78,10 +75,10 @@ Example:
 def _tag_replay(
     graph: Graph, num_fwd_outputs: int, saved: set[Node], equals: dict[Node, Node]
 ) -> tuple[set[Node], set[Node]]:
-    """Tag what the marked graphs save and recompute; returns what of both the backward needs, of equal nodes the first.
+    """Tag the nodes that the marked graphs save and recompute, and that the backward needs. Returns both.
 
-    Only what is needed is tagged: torch keeps the inputs of every node that it must recompute. Of a view counts the
-    node that made its memory: autograd keeps views of what it keeps.
+    Other nodes are not tagged: torch keeps the inputs of every node that it must recompute. Of equal nodes the first
+    is returned. A view stands for the node that made its memory: autograd keeps views of the memory it keeps.
     """
     dependent = depends_on_tangents(graph)
     saved_values = {equals[node] for node in saved - dependent}
@@ -100,36 +97,34 @@ def _tag_replay(
         elif _is_recomputed(node):
             recomputed.add(equals[node])
             pending.extend(node.all_input_nodes)
-    needed = {node for node in needed if not (is_getitem(node) and equals[node.all_input_nodes[0]] in recomputed)}
-    # Equal nodes are tagged alike: common subexpression elimination leaves one of them, whichever it likes.
+    needed = {node for node in needed if equals[op_of(node)] not in recomputed}
+    # Equal nodes are tagged alike: common subexpression elimination leaves any one of them.
     for node in graph.nodes:
         memory = memory_of(node)
         if mark_of(memory) is not None:
-            node.meta.pop(TAG, None)
-            node.meta.pop(REGION_TAG, None)
+            untag(node)
         if node.op != "call_function" or node in dependent:
             continue
         if equals[memory] in recomputed:
             node.meta[TAG] = CheckpointPolicy.MUST_RECOMPUTE
         elif equals[memory] in needed and memory is node:
-            for one in (node, *(node.all_input_nodes if is_getitem(node) else ())):
-                one.meta[TAG] = CheckpointPolicy.MUST_SAVE
+            node.meta[TAG] = op_of(node).meta[TAG] = CheckpointPolicy.MUST_SAVE
     return needed, recomputed
 
 
 def _is_recomputed(node: Node) -> bool:
-    """Whether a node that is not saved comes from a marked graph, so that the backward computes it anew."""
-    mark = mark_of(node.all_input_nodes[0] if is_getitem(node) else node)
+    """Whether a node that is not saved comes from a marked graph, so that the backward recomputes it."""
+    mark = mark_of(op_of(node))
     return mark is not None and not mark.returned and not draws(node)
 
 
 def _equal_nodes(graph: Graph) -> dict[Node, Node]:
-    """The first node of equal value for every node, as common subexpression elimination would see them."""
+    """Node -> the first node of equal value, as common subexpression elimination sees them."""
     equals: dict[Node, Node] = {}
     found: dict[object, Node] = {}
     for node in graph.nodes:
         key: object = node
         if node.op == "call_function" and not draws(node):
-            key = (node.target, *(str(map_arg(part, lambda n: equals[n])) for part in (node.args, node.kwargs)))
+            key = node.target, str(map_arg((node.args, node.kwargs), equals.__getitem__))
         equals[node] = found.setdefault(key, node)
     return equals

@@ -1,41 +1,43 @@
-"""What a partitioner decided, written onto the nodes of its graphs so that a second trace carries it along.
+"""Writes the decisions of a partitioner onto the nodes of its graphs, so that a second trace carries them along.
 
-A mark stands in node.meta["custom"], which make_fx copies onto every node that it makes while the node runs, provided
-the graph is run by an Interpreter under `torch.fx.traceback.preserve_node_meta()`. The nodes that take an item out of
-an op with several outputs are no op calls and carry nothing, so the op itself says which of its outputs are saved.
+A mark stands in node.meta["custom"]. make_fx copies it onto every node that it makes while the marked node runs,
+provided the graph is run by an Interpreter under `torch.fx.traceback.preserve_node_meta()`. Nodes that take an item out
+of an op with several outputs are no op calls and get nothing: the mark of the op says which of its outputs are saved.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fastac.engine import releases
-from fastac.graph.nodes import is_getitem, marks, memory_of_value, outputs_of
-from fastac.graph.torch_private import schema_of
+from fastac.graph.nodes import is_getitem, mark, marks, memory_of_value, op_of, outputs_of, value_of
+from fastac.graph.torch_private import returns_views
 
 FORWARD, BACKWARD = "fastac_forward", "fastac_backward"
-"""Keys of the marks. Two, because AOT copies what a forward node carries onto the backward nodes of its gradient."""
-
-_numbers = itertools.count()
+"""Keys of the marks. Two, because AOT copies the marks of a forward node onto the backward nodes of its gradient."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """One saved output of a node. item: which one, None for a node with one output; shape: None where symbolic."""
+    """One saved output of a node. Equal to itself alone: two graphs may use the same names."""
 
     name: str
     item: int | None
+    """Which output of the node; None for a node with one output."""
     dtype: torch.dtype
     shape: tuple[int | None, ...]
+    """None where symbolic."""
 
     def looks_like(self, node: Node) -> bool:
         """Whether a node has a value of this dtype and shape."""
-        tensor = node.meta.get("val")
+        tensor = value_of(node)
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != self.dtype or tensor.dim() != len(self.shape):
             return False
         return all(ours in (None, theirs) for ours, theirs in zip(self.shape, _sizes(tensor), strict=True))
@@ -43,19 +45,18 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Where a node of a second trace comes from, and what the first partitioner decided about it.
+    """Where a node of a second trace comes from, and the first partitioner's decision about it."""
 
-    graph: number of the partitioned graph; target: of the node there. saved: its outputs whose memory is held for the
-    backward. returned: an output of it is the user's. reads: the name of the saved value that each input looks at, or
-    None. names: of all values that graph saves.
-    """
-
-    graph: int
     target: str
+    """The target of the node in the partitioned graph."""
     saved: tuple[Value, ...] = ()
+    """Outputs of the node whose memory is held for the backward."""
     returned: bool = False
-    reads: tuple[str | None, ...] = ()
-    names: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    """An output of the node is an output of the user's."""
+    reads: tuple[Value | None, ...] = ()
+    """For each input, the saved value whose memory it has."""
+    values: tuple[Value, ...] = dataclasses.field(default=(), repr=False)
+    """All values that the graph saves."""
 
     def __deepcopy__(self, memo: object) -> Mark:
         return self  # AOT copies it deeply for every backward node
@@ -63,10 +64,8 @@ class Mark:
 
 def mark_of(node: Node) -> Mark | None:
     """The mark that a node carries."""
-    custom = node.meta.get("custom")
-    if not isinstance(custom, dict):
-        return None
-    return custom.get(BACKWARD) or (None if node.meta.get("autograd_backward") else custom.get(FORWARD))
+    found = marks(node)
+    return found.get(BACKWARD) or (None if node.meta.get("autograd_backward") else found.get(FORWARD))
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
@@ -76,15 +75,15 @@ def _sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
 def saved_nodes(forward: GraphModule, num_fwd_outputs: int) -> list[Node]:
     """Tensors that a partitioned forward returns for its backward."""
     extra = outputs_of(forward.graph)[num_fwd_outputs:]
-    return [node for node in extra if node is not None and isinstance(node.meta.get("val"), torch.Tensor)]
+    return [node for node in extra if node is not None and isinstance(value_of(node), torch.Tensor)]
 
 
 def held_bytes(forward: GraphModule, num_fwd_outputs: int) -> int:
     """Bytes that a partitioned forward keeps for its backward, beyond its inputs; each storage once.
 
     Args:
-        forward: what a partitioner returned for the forward.
-        num_fwd_outputs: how many of its outputs are the user's; the others are saved.
+        forward: the forward that a partitioner returned.
+        num_fwd_outputs: number of its outputs that are the user's; the others are saved.
 
     Example:
         >>> forward, backward = partition(joint, inputs, num_fwd_outputs=1)
@@ -100,119 +99,72 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
     """Mark a partitioned forward, and its backward, so that `replaying_partitioner` can save the same again.
 
     Args:
-        forward: what a partitioner returned for the forward.
-        backward: and for the backward; without it, what it recomputes cannot be distinguished from other code.
-        num_fwd_outputs: how many outputs of the forward are the user's; the others are saved.
+        forward: the forward that a partitioner returned.
+        backward: its backward; without it, nodes that it recomputes cannot be distinguished from other code.
+        num_fwd_outputs: number of outputs of the forward that are the user's; the others are saved.
 
     Returns:
-        How many values are marked. Parameters and other inputs are not counted: they need no mark.
+        The number of values that are marked. Parameters and other inputs are not counted: they need no mark.
 
     Example:
         >>> forward, backward = my_partitioner(joint, inputs, num_fwd_outputs=1)
         >>> fastac.graph.mark_saved(forward, backward, num_fwd_outputs=1)
     """
     releases.need_traces()
-    outputs = outputs_of(forward.graph)
-    graph = next(_numbers)
-    values: dict[Node, list[Value]] = {}
+    held: dict[Node, Value] = {}
     # Of a view the node that made its memory: a second trace makes views anew, without marks.
-    for node in dict.fromkeys(map(memory_of, saved_nodes(forward, num_fwd_outputs))):
+    for node in map(memory_of, saved_nodes(forward, num_fwd_outputs)):
         if node.op == "call_function":
-            producer, item = _producer(node)
-            tensor = node.meta["val"]
-            values.setdefault(producer, []).append(Value(node.name, item, tensor.dtype, _sizes(tensor)))
-    names = tuple(value.name for found in values.values() for value in found)
-    returned = {_producer(node)[0] for node in outputs[:num_fwd_outputs] if node is not None}
+            item: Any = node.args[1] if is_getitem(node) else None
+            held[node] = Value(node.name, item, value_of(node).dtype, _sizes(value_of(node)))
+    values = tuple(held.values())
+    returned = {op_of(node) for node in outputs_of(forward.graph)[:num_fwd_outputs] if node is not None}
     for node in forward.graph.nodes:
         if node.op == "call_function":
-            sources = [memory_of(source).name for source in node.all_input_nodes]
-            reads = tuple(name if name in names else None for name in sources)
-            _write(
-                node,
-                FORWARD,
-                Mark(graph, str(node.target), tuple(values.get(node, ())), node in returned, reads, names),
-            )
+            saved = tuple(held[one] for one in (node, *node.users) if one in held and op_of(one) is node)
+            reads = tuple(held.get(memory_of(source)) for source in node.all_input_nodes)
+            mark(node, **{FORWARD: Mark(str(node.target), saved, node in returned, reads, values), BACKWARD: None})
     for node in backward.graph.nodes if backward is not None else ():
         if node.op == "call_function":
-            _write(node, BACKWARD, Mark(graph, str(node.target), names=names))
-    return len(names)
+            mark(node, **{BACKWARD: Mark(str(node.target), values=values)})
+    return len(values)
 
 
-def _write(node: Node, key: str, mark: Mark) -> None:
-    others = {name: value for name, value in marks(node).items() if name not in (FORWARD, BACKWARD)}
-    node.meta["custom"] = {**others, key: mark}
-
-
-def _producer(node: Node) -> tuple[Node, int | None]:
-    if is_getitem(node) and isinstance(node.args[0], Node):
-        return node.args[0], node.args[1]  # type: ignore[return-value]
-    return node, None
-
-
-@dataclasses.dataclass
-class Found:
-    """What the marks of a graph say. saved: nodes to save; names: which values they are, by graph; wanted: all."""
-
-    saved: set[Node] = dataclasses.field(default_factory=set)
-    names: dict[int, set[str]] = dataclasses.field(default_factory=dict)
-    wanted: dict[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-
-    def add(self, graph: int, name: str, nodes: Iterable[Node]) -> None:
-        """Nodes hold a saved value; none where nobody reads it any more."""
-        self.names.setdefault(graph, set()).add(name)
-        self.saved.update(nodes)
-
-    def lost(self) -> list[str]:
-        """Names of saved values that no node is known to hold."""
-        return [name for graph, names in self.wanted.items() for name in names if name not in self.names.get(graph, ())]
-
-
-def find_saved(graph: Graph) -> Found:
-    """Which nodes of a second trace hold what the first partitioner saved."""
-    found = Found()
-    parts: list[Node] = []  # of one marked op that was decomposed
-    for node in (*graph.nodes, None):
-        mark = mark_of(node) if node is not None else None
-        if node is not None and mark is None:
-            continue
-        if parts and mark != mark_of(parts[0]):
-            _match(parts, found)
-            parts = []
-        if node is None or mark is None:
-            continue
-        found.wanted[mark.graph] = mark.names
-        if str(node.target) != mark.target:
-            parts += [node] if mark.saved else []
-            continue
-        for value in mark.saved:
-            items = [user for user in node.users if is_getitem(user) and user.args[1] == value.item]
-            found.add(mark.graph, value.name, [node] if value.item is None else items)
-        # A copy that inductor took out is what its readers read.
-        for source, name in zip(node.all_input_nodes, mark.reads, strict=False):
-            if name is not None and name not in found.names.get(mark.graph, ()):
-                found.add(mark.graph, name, [memory_of(source)])
-    return found
+def find_saved(graph: Graph) -> dict[Value, list[Node] | None]:
+    """Value that the first partitioner saved -> nodes of a second trace that hold it; None where none was found."""
+    marked = [(node, found) for node in graph.nodes if (found := mark_of(node)) is not None]
+    tuples = {id(one.values): one.values for _, one in marked}
+    holders: dict[Value, list[Node] | None] = dict.fromkeys(itertools.chain(*tuples.values()))
+    for one, group in itertools.groupby(marked, operator.itemgetter(1)):
+        nodes = [node for node, _ in group]
+        whole = [node for node in nodes if str(node.target) == one.target]
+        for node in whole:
+            for value in one.saved:
+                items = [user for user in node.users if is_getitem(user) and user.args[1] == value.item]
+                holders[value] = [*(holders[value] or ()), *([node] if value.item is None else items)]
+            # A copy that inductor took out is found by its readers.
+            for source, read in zip(node.all_input_nodes, one.reads, strict=False):
+                if read is not None and holders[read] is None:
+                    holders[read] = [memory_of(source)]
+        if one.saved and not whole:
+            holders |= _match(one.saved, nodes)
+    return holders
 
 
 def memory_of(node: Node) -> Node:
-    """The node that made the memory a view looks at; the node itself for one that is no view."""
-    while node.op == "call_function":
-        source = node.all_input_nodes[0] if is_getitem(node) else node
-        schema = schema_of(source)
-        if schema is None or schema.is_mutable or all(returned.alias_info is None for returned in schema.returns):
-            return node
-        node = source.all_input_nodes[0]
+    """The node that made the memory of a view; the node itself if it is no view."""
+    while returns_views(op_of(node)):
+        node = op_of(node).all_input_nodes[0]
     return node
 
 
-def _match(parts: list[Node], found: Found) -> None:
+def _match(saved: Iterable[Value], parts: list[Node]) -> dict[Value, list[Node] | None]:
     """Find the saved outputs of an op among the nodes that it was decomposed into, by dtype and shape."""
-    parts += [user for node in parts for user in node.users if is_getitem(user)]
-    order = {node: place for place, node in enumerate(parts[0].graph.nodes)}
-    leaving = [node for node in parts if any(user not in parts for user in node.users)]
-    leaving.sort(key=order.__getitem__, reverse=True)
-    mark = mark_of(parts[0])
-    for value in mark.saved if mark is not None else ():
+    parts = [*parts, *(user for node in parts for user in node.users if is_getitem(user))]
+    leaving = sorted((node for node in parts if any(user not in parts for user in node.users)), reverse=True)
+    found: dict[Value, list[Node] | None] = {}
+    for value in saved:
         if node := next(filter(value.looks_like, leaving), None):
-            found.add(mark.graph, value.name, [node])  # type: ignore[union-attr]
+            found[value] = [node]
             leaving.remove(node)
+    return found

@@ -1,7 +1,7 @@
 """Private names of torch that `fastac.graph` uses, in one place.
 
-Seen in torch 2.12 to 2.15, most of them since 2.9. Each is looked up when `fastac.graph` is imported, by its user; one
-that is gone is an ImportError that names it.
+Seen in torch 2.12 to 2.15, most of them since 2.9. They are looked up when `fastac.graph` is imported, by its user. A
+missing one is an ImportError with its name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REQUIRED = (
 torch_private.require(_REQUIRED, "fastac.graph")
 
 BACKWARD = {"phase": "backward"}
-"""The mark by which torch's own passes know the backward (`node.meta["custom"]`)."""
+"""The mark of the backward for torch's own passes (`node.meta["custom"]`)."""
 
 COLLECTIVES = "_c10d_functional"
 """Namespace of the functional collectives."""
@@ -50,36 +50,35 @@ COLLECTIVES = "_c10d_functional"
 min_cut = torch._functorch.partitioners.min_cut_rematerialization_partition
 """torch's partitioner: it decides by dependency which nodes belong to the backward, and obeys meta["recompute"]."""
 
-
 _CustomPartitioner: Any = torch._inductor.custom_graph_pass.CustomPartitionerFn
 
 
 class Partitioner(_CustomPartitioner):  # type: ignore[misc]
-    """A partitioner that is called by AOT, or by inductor as its `custom_partitioner_fn`."""
+    """A partitioner for AOT, and for inductor as its `custom_partitioner_fn`."""
 
     def uuid(self) -> None:
-        """None: inductor must not take from its cache what another partitioner made."""
+        """None: inductor must not take the graphs of another partitioner from its cache."""
 
 
 _TRACING = threading.RLock()
-"""One trace at a time: what make_fx and `tracing` change belongs to the process."""
+"""One trace at a time: make_fx and `tracing` change state of the process."""
 
 
 # Tracing
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have shapes and no data; real ones that a function holds may enter it."""
+    """A mode in which tensors have shapes and no data. Operators also take real tensors that a function holds."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_of(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor of constant sizes for a tensor, and one for its gradient; another value as it is."""
+    """A fake tensor of constant sizes for a tensor, with one for its gradient; any other value unchanged."""
     return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
 
 
 def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode:
-    """The mode that the values of a graph's inputs were made in."""
+    """The mode of the fake tensors that are a graph's inputs. Raises FastacError if there are none."""
     for node in graph_module.graph.nodes:
         if node.op == "placeholder" and torch_private.is_fake(node.meta.get("val")):
             return node.meta["val"].fake_mode  # type: ignore[no-any-return]
@@ -88,30 +87,23 @@ def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode:
 
 @contextlib.contextmanager
 def tracing(mode: FakeTensorMode, fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """What `make_fx` needs to trace a training step: nodes keep their marks, and the backward is marked.
+    """A context for `make_fx` over a training step: nodes keep their marks, and the backward is marked.
 
     A torch.utils.checkpoint in the step recomputes in the graph as it does in eager mode, and leaves nothing in the
     process that a later compile would read.
 
-    fakes: by the id of a tensor, what is differentiated in its place: a step may hold a list of parameters.
+    fakes: id of a tensor -> the tensor to differentiate by in its place: a step may hold a list of parameters.
     """
     with (
         _TRACING,
         mode,
-        preserve_node_meta(),  # restores what is current as well, also where torch's own checkpointing left tags in it
+        preserve_node_meta(),  # also restores the current marks, in which torch's own checkpointing may leave tags
         _backward_marked(fakes),
         torch.autograd.set_multithreading_enabled(False),  # the backward in this thread, where the trace is
         torch.compiler._non_strict_tracing_context(),  # since 2.12
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled functions are traced as they are
         torch.enable_grad(),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def retracing(mode: FakeTensorMode) -> Iterator[None]:
-    """What `make_fx` needs to trace a graph again."""
-    with mode, torch.no_grad(), preserve_node_meta():
         yield
 
 
@@ -125,7 +117,7 @@ def _backward_marked(fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
             raise FastacError(
                 f"trace: the step differentiates by a tensor of shape {tuple(found.shape)} that is neither a parameter "
                 f"of the model nor computed from the arguments. Pass it as an argument, or pass a module that holds "
-                f"all that is trained as the model."
+                f"everything that is trained as the model."
             )
         return found
 
@@ -144,7 +136,7 @@ def _backward_marked(fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running_a_graph() -> Iterator[None]:
-    """What a traced graph runs under: its casts and its backward are nodes of its own."""
+    """A context to run a traced graph in, without autocast and autograd: casts and backward are nodes of the graph."""
     with torch.no_grad(), torch._C._DisableAutocast():
         yield
 
@@ -157,8 +149,20 @@ def schema_of(node: torch.fx.Node) -> torch.FunctionSchema | None:
     return node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
 
 
+def op_name(node: torch.fx.Node) -> str:
+    """`namespace::name` of the op that a node calls, without overload; "" for anything that is no op."""
+    schema = schema_of(node)
+    return "" if schema is None else schema.name
+
+
+def returns_views(node: torch.fx.Node) -> bool:
+    """Whether the outputs of a node's op are views of its inputs, by its schema."""
+    schema = schema_of(node)
+    return schema is not None and is_functional(node) and any(one.alias_info is not None for one in schema.returns)
+
+
 def is_functional(node: torch.fx.Node) -> bool:
-    """Whether a node's op changes none of its arguments, as far as its schema says."""
+    """Whether a node's op changes none of its arguments, by its schema."""
     schema = schema_of(node)
     return schema is None or not schema.is_mutable
 

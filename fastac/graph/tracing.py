@@ -1,7 +1,7 @@
 """trace: a training step as one graph, with the model's parameters and buffers among its inputs.
 
-It does nothing about checkpointing. Regions are in the graph because `fastac.checkpoint` marks them in any trace.
-What a graph would silently do otherwise than the step is refused here.
+Checkpointing is not done here: `fastac.checkpoint` marks its regions in any trace. A step that a graph would silently
+not repeat is refused here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import enum
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,40 +19,37 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastac.backends.plugins import prepare
 from fastac.compile import tracing
+from fastac.compile.graphs import is_attention
 from fastac.engine import generators, releases
-from fastac.engine.torch_private import is_fake
+from fastac.engine.torch_private import is_fake, tree_leaves, tree_map
 from fastac.errors import FastacError
 from fastac.graph import torch_private
-from fastac.graph.nodes import RECOMPUTED, STATE, draws, is_attention, is_backward, mark, marks, regions
+from fastac.graph.nodes import RECOMPUTED, STATE, draws, is_backward, mark, marks, regions
 from fastac.policy import Policy
 
 Description = dict[str, object]
-"""What a trace takes for granted, by what it is called in messages."""
+"""Everything that every call must have as the trace had it: its name in messages -> its value."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Traced:
-    """A training step as a graph. Called as the step was, it runs the graph on the present state of the model.
-
-    Attributes:
-        graph_module: the graph. Its inputs are the model's parameters and buffers, then the leaves of the arguments;
-            its outputs are the leaves of what the step returned.
-        model: the module that `trace` was given.
-        described: shapes, dtypes, numbers, train or eval mode and autocast of the trace, which every call must have.
-        returned: the structure of what the step returned.
-        policies: by region, what `apply` applied; None before.
-        compiled: what runs in the place of the graph after `compile`.
-    """
+    """A training step as a graph. Called as the step was, it runs the graph on the present state of the model."""
 
     graph_module: GraphModule
+    """Inputs: the model's parameters and buffers, then the leaves of the arguments. Outputs: leaves, too."""
     model: torch.nn.Module
+    """The module that `trace` was given."""
     described: Description
+    """Shapes, dtypes, numbers, train or eval mode and autocast of the trace, which every call must have."""
     returned: Any
+    """The structure of the step's outputs."""
     policies: Mapping[int, Policy] | None = None
+    """Region -> the policy that `apply` applied; None before."""
     compiled: Callable[..., Any] | None = None
+    """Runs in the place of the graph after `compile`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the step returns, detached. Raises FastacError where the step would have to be traced again."""
+        """Run the graph. Returns the step's outputs, detached. Raises FastacError where a call needs another trace."""
         state = _state_of(self.model)
         self._check_call(_describe(self.model, state, args, kwargs))
         leaves, _ = torch_private.tree_flatten((args, kwargs))
@@ -82,7 +78,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
 
     Args:
         step: called as step(*args, **kwargs), on fake tensors. Tensors it holds are constants of the graph: the same
-            tensors, not copies. Numbers and flags it reads from elsewhere are those of this call.
+            tensors, not copies. Numbers and flags it reads from elsewhere are frozen as they are in this call.
         model: the module that the step uses; its parameters and buffers become inputs of the graph.
         args: tensors, numbers and strings, alone or in lists, tuples and dicts; modules.
         kwargs: the same, by name.
@@ -101,71 +97,59 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         >>> traced = fastac.graph.trace(step, model, video, timestep, text)
     """
     releases.need_traces()
-    prepare()  # attention libraries that were loaded since: not from within the trace
+    prepare()  # looks for attention libraries that were loaded since: must not happen within the trace
     state = _state_of(model)
     described = _describe(model, state, args, kwargs)
     _refuse_objects(args, kwargs)
     leaves, structure = torch_private.tree_flatten((args, kwargs))
+    real = [*state.values(), *leaves]
     cached = torch.is_autocast_cache_enabled()
     fakes: dict[int, torch.Tensor] = {}
     returned: list[Any] = []
 
     def flat(*inputs: Any) -> list[Any]:
-        fakes.update(zip(map(id, (*state.values(), *leaves)), inputs, strict=True))
-        # make_fx hands over a generator in another guise: only tensors are replaced.
-        given = [
-            new if isinstance(old, torch.Tensor) else old for old, new in zip(leaves, inputs[len(state) :], strict=True)
-        ]
+        fakes.update(zip(map(id, real), inputs, strict=True))
+        # make_fx wraps a generator: only tensors are replaced.
+        given = [fakes[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         positional, named = torch_private.tree_unflatten(given, structure)
-        gradients = [_gradient_of(tensor) for tensor in inputs]
-        with _with_state(model, fakes):
+        with _nothing_stored(model, [*real, *inputs]), _with_state(model, fakes):
             # make_fx turns it off. With it a tensor is cast once, and its gradient summed before it is cast back.
             torch.set_autocast_cache_enabled(cached)
             outputs, tree = torch_private.tree_flatten(step(*positional, **named))
-        if any(_gradient_of(tensor) != before for tensor, before in zip(inputs, gradients, strict=True)):
-            raise _stores_gradients()
         returned.append(tree)
         return outputs
 
     mode = torch_private.fake_mode()
-    inputs = [torch_private.fake_of(value, mode) for value in (*state.values(), *leaves)]
+    inputs = [torch_private.fake_of(value, mode) for value in real]
     drawn = torch.get_rng_state(), random.getstate()
-    with (
-        _nothing_stored(model, [*state.values(), *leaves]),
-        tracing.expected(),
-        torch_private.tracing(mode, fakes),
-    ):
+    with tracing.expected(model), torch_private.tracing(mode, fakes):
         graph_module = make_fx(flat)(*inputs)
     if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
         raise FastacError(
             "trace: the step seeds a generator or draws random numbers in Python, which would be the same in every "
-            "call of the graph. Do that outside the step, and pass what was drawn."
+            "call of the graph. Do that outside the step, and pass the numbers as arguments."
         )
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    for node, name in zip(placeholders, state, strict=False):
+    for node, name in zip(graph_module.graph.find_nodes(op="placeholder"), state, strict=False):
         mark(node, **{STATE: name})
-    _refuse_constants(graph_module, [*state.values(), *leaves])
+    _refuse_constants(graph_module, real)
     _refuse_redrawn(graph_module)
     return Traced(graph_module, model, described, returned[-1])
 
 
 def summary(graph_module: GraphModule, policies: Mapping[int, Policy] | None) -> str:
     """One line for the log: 2 regions (attn_only), 4 attention calls, 0 run again, 308 nodes recomputed."""
-    calls = [node for node in graph_module.graph.nodes if is_attention(node)]
-    again = sum(RECOMPUTED in marks(node) for node in calls)
-    recomputed = sum(RECOMPUTED in marks(node) for node in graph_module.graph.nodes)
-    number = len(regions(graph_module) if policies is None else policies)
-    if policies is None and not recomputed:
-        return f"{number} regions, {len(calls)} attention calls, no policy"
-    counts = Counter(map(str, (policies or {}).values()))
-    names = ", ".join(counts) if len(counts) == 1 else ", ".join(f"{count} {name}" for name, count in counts.items())
+    copies = [node for node in graph_module.graph.nodes if RECOMPUTED in marks(node)]
+    again = sum(map(is_attention, copies))
+    calls = sum(map(is_attention, graph_module.graph.nodes)) - again
+    if policies is None:
+        return f"{len(regions(graph_module))} regions, {calls} attention calls, no policy"
+    names = ", ".join(dict.fromkeys(map(str, policies.values())))
     return (
-        f"{number} regions ({names}), {len(calls) - again} attention calls, {again} run again, "
-        f"{recomputed} nodes recomputed"
+        f"{len(policies)} regions ({names}), {calls} attention calls, {again} run again, {len(copies)} nodes recomputed"
     )
 
 
-# What the trace takes for granted
+# Calls that differ from the traced one
 
 
 def _refuse_objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -173,9 +157,9 @@ def _refuse_objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for name, leaf in _arguments(args, kwargs).items():
         if hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, (torch.Tensor, enum.Enum)):
             raise FastacError(
-                f"trace: {name} is a {type(leaf).__name__}, and what is inside would be the same in every call of the "
-                f"graph. Pass tensors, numbers and strings, alone or in lists, tuples and dicts; or register the class "
-                f"by torch.utils._pytree.register_dataclass."
+                f"trace: {name} is a {type(leaf).__name__}, and tensors inside it would be the same in every call of "
+                f"the graph. Pass tensors, numbers and strings, alone or in lists, tuples and dicts; or register the "
+                f"class by torch.utils._pytree.register_dataclass."
             )
 
 
@@ -186,10 +170,8 @@ def _state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of the arguments: argument[0], argument['batch']['video']."""
-    found = {}
-    for path, leaf in torch_private.tree_flatten_with_path((args, dict(kwargs)))[0]:
-        found["argument" + "".join(map(str, path[1:]))] = leaf
-    return found
+    leaves, _ = torch_private.tree_flatten_with_path((args, dict(kwargs)))
+    return {"argument" + "".join(map(str, path[1:])): leaf for path, leaf in leaves}
 
 
 def _describe(
@@ -211,7 +193,7 @@ def _describe(
 
 
 def _kind(value: Any, first: str) -> object:
-    """What a graph knows of a value. first: the name of the first place with the same one."""
+    """The properties of a value that a graph depends on. first: the name of the first place with the same value."""
     if not isinstance(value, torch.Tensor):
         return value
     return tuple(value.shape), value.stride(), value.dtype, str(value.device), value.requires_grad, first
@@ -222,65 +204,54 @@ def _kind(value: Any, first: str) -> object:
 
 @contextlib.contextmanager
 def _with_state(model: torch.nn.Module, fakes: Mapping[int, Any]) -> Iterator[None]:
-    """Give a model and all in it other parameters and buffers, by the id of those they replace."""
-    places: list[tuple[Any, str]]
-    places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
-    places += [(module._buffers, name) for module in model.modules() for name in module._buffers]
-    places = [(holder, name) for holder, name in places if holder[name] is not None]
-    before = [holder[name] for holder, name in places]
-    for holder, name in places:
-        holder[name] = fakes[id(holder[name])]
+    """Give a model other parameters and buffers, by the id of those they replace. Raise if the step replaces one."""
+    holders: list[dict[str, Any]]
+    holders = [holder for module in model.modules() for holder in (module._parameters, module._buffers)]
+    before = list(map(dict, holders))
+    for holder in holders:
+        holder.update({name: fakes[id(tensor)] for name, tensor in holder.items() if tensor is not None})
+    given = list(map(dict, holders))
     try:
         yield
-        for (holder, name), mine in zip(places, before, strict=True):
-            if holder.get(name) is not fakes[id(mine)]:
+        for holder, mine in zip(holders, given, strict=True):
+            if replaced := [name for name, tensor in mine.items() if holder.get(name) is not tensor]:
                 raise FastacError(
-                    f"trace: the step replaces {name!r} of the model by another tensor, which the graph would not do. "
-                    f"Change it in place: self.{name}.copy_(...)."
+                    f"trace: the step replaces {replaced[0]!r} of the model by another tensor, which the graph would "
+                    f"not do. Change it in place: self.{replaced[0]}.copy_(...)."
                 )
     finally:
-        for (holder, name), mine in zip(places, before, strict=True):
-            holder[name] = mine
+        for holder, mine in zip(holders, before, strict=True):
+            holder.update(mine)
 
 
 @contextlib.contextmanager
 def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[None]:
     """Put back what a trace stores: gradients in `.grad`, fake tensors in attributes of modules. Raise if it did."""
-    gradients = [(value, value.grad) for value in values if isinstance(value, torch.Tensor) and value.is_leaf]
+    leaves = [value for value in values if isinstance(value, torch.Tensor) and value.is_leaf]
+    gradients = [(leaf, leaf.grad, getattr(leaf.grad, "_version", None)) for leaf in leaves]
     # Containers are copied: a step may append to a list, fill a dict, or register a buffer.
-    attributes = [(name, module, _copied(vars(module))) for name, module in model.named_modules()]
+    attributes = [(name, module, tree_map(lambda leaf: leaf, vars(module))) for name, module in model.named_modules()]
     stored: list[str] = []
-    wrong = False
+    changed = False
     try:
         yield
     finally:
-        for tensor, gradient in gradients:
-            if tensor.grad is not gradient:
-                tensor.grad, wrong = gradient, True
+        for leaf, gradient, version in gradients:
+            changed = changed or leaf.grad is not gradient or getattr(gradient, "_version", None) != version
+            leaf.grad = gradient
         for name, module, before in attributes:
             for key, value in list(vars(module).items()):
-                if any(map(is_fake, torch_private.tree_flatten(value)[0])):
+                if any(map(is_fake, tree_leaves(value))):
                     stored.append(f"{name}.{key}".lstrip("."))
                     vars(module).pop(key)
                     vars(module).update({key: before[key]} if key in before else {})
-    if wrong:
+    if changed:
         raise _stores_gradients()
     if stored:
         raise FastacError(
             f"trace: the step stores a tensor in the model ({stored[0]}), which the graph would not do in its calls. "
             f"Return it from the step. If it is a cache, call the model once before the trace, so that it is there."
         )
-
-
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    leaves, structure = torch_private.tree_flatten(attributes)
-    return torch_private.tree_unflatten(leaves, structure)  # type: ignore[no-any-return]
-
-
-def _gradient_of(value: Any) -> tuple[int, int] | None:
-    """What tells whether a tensor's gradient was stored, or added to in place."""
-    gradient = value.grad if isinstance(value, torch.Tensor) and value.is_leaf else None
-    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _stores_gradients() -> FastacError:
@@ -291,13 +262,13 @@ def _stores_gradients() -> FastacError:
 
 
 def _refuse_constants(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
-    """Raise FastacError for what the step takes from elsewhere, and a later call of it would find changed or anew.
+    """Raise FastacError for a constant of the graph that is changed, or made anew, in each call of the step.
 
-    A trained tensor's share of the gradients would be missing, the `.grad` of an input is another after zero_grad(),
-    and a generator that the step makes draws the same in each step.
+    The gradients of a trained tensor would be missing, the `.grad` of an input is another tensor after zero_grad(), and
+    a generator that the step makes draws the same numbers in each step.
     """
     gradients = [value.grad for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf]
-    given = any(isinstance(value, torch.Generator) for value in inputs)  # make_fx wraps it: no comparing by identity
+    given = any(isinstance(value, torch.Generator) for value in inputs)  # make_fx wraps it: identity says nothing
     for node in graph_module.graph.find_nodes(op="get_attr"):
         constant = getattr(graph_module, str(node.target), None)
         if constant is not None and any(constant is gradient for gradient in gradients):
@@ -311,12 +282,12 @@ def _refuse_constants(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
             raise FastacError(
                 f"trace: the step uses a tensor of shape {tuple(constant.shape)} that requires grad and is neither an "
                 f"argument nor taken from the model inside the step. Pass it as an argument, take it by "
-                f"model.get_parameter(...), or pass a module that holds all that is trained as the model."
+                f"model.get_parameter(...), or pass a module that holds everything that is trained as the model."
             )
 
 
 def _refuse_redrawn(graph_module: GraphModule) -> None:
-    """Raise FastacError when the backward draws random numbers: a recompute that was traced along draws others."""
+    """Raise FastacError when the backward draws random numbers: it is a recompute, which draws others."""
     for node in graph_module.graph.nodes:
         if is_backward(node) and draws(node) and "backward" not in str(node.target):
             raise FastacError(

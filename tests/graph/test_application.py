@@ -330,7 +330,7 @@ def test_what_leaves_a_region_is_saved() -> None:
 @pytest.mark.parametrize(
     ("block", "what"),
     [
-        (lambda: AttentionBlock(attend=support.math_kernel), "(?s)AttentionBlock.*small ops"),
+        (lambda: AttentionBlock(attend=support.math_kernel), r"(?s)AttentionStack\.blocks\.0: .*small ops"),
         (lambda: AttentionBlock(attend=support.written_out), "written out"),
         (noisy_block, "noisy_attention .*no row"),
     ],
