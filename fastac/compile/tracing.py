@@ -32,7 +32,7 @@ from fastac.engine.tape import Replay, Tape, engine
 from fastac.errors import CompiledPolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import classify
-from fastac.registry.torch_private import qualified_name
+from fastac.registry.torch_private import Op, qualified_name
 
 logger = logging.getLogger("fastac")
 
@@ -83,7 +83,7 @@ class Decisions:
         return True if kind == "wait" and any(args[0] is one for one in self._exchanged) else None
 
     def _look_for_attention(self, op: Any, args: Sequence[Any], outputs: Any) -> None:
-        if self.policy.saves_nothing or not torch_private.is_op(op):
+        if self.policy.saves_nothing or not isinstance(op, Op):
             return
         keys = self._softmax_attention.follow(op, args, outputs) if isinstance(op, torch._ops.OpOverload) else None
         if keys is not None and self.policy.saves(keys):
