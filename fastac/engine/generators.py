@@ -40,17 +40,20 @@ def generators_preserved(devices: Iterable[torch.device]) -> Iterator[None]:
         set_states(before)
 
 
+def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The tensors among some values, also those in lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
+
+
 def devices_of(args: Iterable[object]) -> set[torch.device]:
     """Devices on which a kernel may draw random numbers: those of its tensors, and the CPU, where seeds are drawn."""
-    found = {_CPU}
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            found.add(value.device)
-        elif isinstance(value, (list, tuple)):
-            found |= devices_of(value)
-        elif isinstance(value, dict):
-            found |= devices_of(value.values())
-    return found
+    return {_CPU, *(tensor.device for tensor in tensors_in(args))}
 
 
 def current_states(args: Iterable[object]) -> States:
@@ -59,13 +62,9 @@ def current_states(args: Iterable[object]) -> States:
     These are the CPU's and, once the accelerator is in use, those of its current device and of the arguments' devices.
     """
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not _is_initialized(accelerator):
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    if accelerator is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
         return [(_CPU, torch.get_rng_state())]
     current = torch.device(accelerator.type, torch.accelerator.current_device_index())
     devices = {device for device in devices_of(args) if device.type == current.type} | {_CPU, current}
     return [(device, generator_state(device)) for device in devices]
-
-
-def _is_initialized(accelerator: torch.device) -> bool:
-    module = torch.get_device_module(accelerator)
-    return bool(module.is_initialized() if hasattr(module, "is_initialized") else torch.accelerator.is_available())

@@ -48,9 +48,9 @@ def install_linear() -> None:
     """Intercept the matmuls that Linear modules end in, once. From then on each costs a few microseconds."""
     with engine.lock:
         for name in LINEAR_OPS:
-            namespace, _, rest = name.partition("::")
-            if (op := registry.find_op(name)) is not None:
-                _intercept(BoundOp(op, Row(namespace=namespace, name=rest, kind="linear")))
+            if name not in engine.installed:
+                op = getattr(torch.ops.aten, name.removeprefix("aten::")).default
+                _intercept(BoundOp(op, Row(namespace="aten", name=name.removeprefix("aten::"), kind="linear")))
 
 
 def loaded_modules() -> tuple[int, int, int, str]:

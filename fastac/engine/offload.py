@@ -42,8 +42,8 @@ class KeptStorage:
     """The bytes on the device again, while a recompute needs them."""
 
     def __init__(self, storage: torch.UntypedStorage, transport: Transport, transfers: Transfers) -> None:
-        bytes_of_storage = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self.device: torch.Tensor | None = bytes_of_storage  # None while it is on the host
+        # Its bytes; None while they are on the host.
+        self.device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.host: list[torch.Tensor] = []
         self.size = storage.nbytes()
         self.transport = transport

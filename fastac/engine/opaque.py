@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fastac import registry
 from fastac.engine import interception, torch_private
 from fastac.engine.flops import add_formula, named_arguments, products
+from fastac.engine.generators import tensors_in
 from fastac.engine.tape import engine, held_bytes, thread
 from fastac.errors import FastacError
 from fastac.registry import ALWAYS, OPAQUE_NAMESPACE, AttentionOp, Flops, OpaqueFunction, number_of_keys
@@ -221,7 +222,7 @@ def make_visible(
         if torch.compiler.is_dynamo_compiling():
             _warn_compiled(name)
             return original(ctx, *args, **kwargs)
-        tensors = _tensors_in(args)
+        tensors = list(tensors_in(args))
         # Called without `apply`: by another Function, as a helper, with a context of any kind; or by a subclass that is
         # visible itself, with the context of a call that is on its way.
         by_hand = kwargs or not isinstance(ctx, torch.autograd.function.FunctionCtx)
@@ -262,17 +263,6 @@ def _check(function: type[torch.autograd.Function], row: OpaqueFunction, paramet
 def _op(name: str) -> torch._ops.OpOverload:
     op: torch._ops.OpOverload = getattr(_ops, name).default
     return op
-
-
-def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of a forward, also those in lists and tuples."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors_in(value)
-    return found
 
 
 def _key_of(row: OpaqueFunction, named: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -121,11 +121,9 @@ class Region:
         tensors = recompute.tensors
         before = [(device, generator_state(device)) for device, _ in self.generators]
         try:
-            kwargs = self.kwargs
             if self.stash is not None:
                 self.stash.reload()
-                kwargs = unpack_keywords(kwargs)
-            args = torch_private.unpack(self.args)
+            args, kwargs = torch_private.unpack(self.args), unpack_keywords(self.kwargs)
             set_states(self.generators)
             with (
                 contextlib.suppress(_Stop),

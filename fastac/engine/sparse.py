@@ -50,8 +50,10 @@ class Selection:
         Raises FastacError if there are more or fewer blocks than in the forward.
         """
         for kept, mine, origin in zip(self.tensors, chosen, self._origins, strict=True):
-            if mine is None or kept is None or origin is None or _is_storage_of(origin, mine):
+            if mine is None or kept is None or origin is None:
                 continue
+            if not origin.expired() and origin.cdata == torch_private.memory(mine):
+                continue  # the very tensor of the forward
             if kept.shape != mine.shape:
                 raise FastacError(
                     f"recompute chose other blocks for {op.name} than the forward did: a table of {tuple(mine.shape)} "
@@ -59,7 +61,3 @@ class Selection:
                 )
             once = tuple([slice(0, 1) if step == 0 else slice(None) for step in mine.stride()])  # of expanded memory
             mine[once].copy_(kept[once])
-
-
-def _is_storage_of(origin: StorageWeakRef, tensor: torch.Tensor) -> bool:
-    return not origin.expired() and origin.cdata == StorageWeakRef(tensor.untyped_storage()).cdata

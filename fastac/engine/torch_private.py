@@ -213,13 +213,13 @@ def proxy_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
 
 
+_is_non_strict: Callable[[], bool] = getattr(torch.compiler, "_is_non_strict_tracing", lambda: False)  # since 2.12
+
+
 def in_other_trace() -> bool:
     """Whether a trace that is neither dynamo nor AOT is on: `make_fx`, and tools that use it."""
-    if not in_proxy_trace():
-        return False
-    non_strict = getattr(torch.compiler, "_is_non_strict_tracing", None)  # since 2.12
     # Not torch.compiler.is_compiling(), which is of the process: dynamo or AOT may trace in another thread.
-    return TracingContext.try_get() is None or (non_strict is not None and non_strict())
+    return in_proxy_trace() and (TracingContext.try_get() is None or _is_non_strict())
 
 
 def in_export() -> bool:
@@ -366,11 +366,9 @@ def saved_tensors_hooks() -> Any:
 
 def _packs(*names: str) -> object:
     """The pack hook that is open, if it is a checkpoint's: torch's and fastac's have these names."""
-    hooks = _top_hooks()
-    if hooks is None:
-        return None
-    qualified = getattr(hooks[0], "__qualname__", "")
-    return next((hooks[0] for name in names if name in qualified), None)
+    pack, _ = _top_hooks() or (None, None)
+    qualified = getattr(pack, "__qualname__", "")
+    return pack if any(name in qualified for name in names) else None
 
 
 def _top_hooks() -> Any:
@@ -465,14 +463,12 @@ def on_backward_error(function: Callable[[BaseException], None]) -> None:
 
 def early_stop(given: bool) -> bool:
     """Whether a recompute ends with the last tensor that is needed: as given, unless torch's switch is set."""
-    switch: bool | None = torch.utils.checkpoint._enable_checkpoint_early_stop
-    return given if switch is None else switch
+    return given if (switch := torch.utils.checkpoint._enable_checkpoint_early_stop) is None else switch
 
 
 def in_debug_mode(given: bool) -> bool:
     """Whether torch.utils.checkpoint's debug mode is on: as given, unless torch's switch is set."""
-    switch: bool | None = torch.utils.checkpoint._checkpoint_debug_enabled
-    return given if switch is None else switch
+    return given if (switch := torch.utils.checkpoint._checkpoint_debug_enabled) is None else switch
 
 
 def profiled_events(profiled: torch.profiler.profile) -> list[Any]:

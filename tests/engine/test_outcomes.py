@@ -139,7 +139,7 @@ def test_recompute_that_raises_names_the_cause(kind: type[Exception], policy: st
     raised = raised_in_recompute(error, policy)
     assert all(isinstance(raised, one) for one in (kind, FastacError, torch_module.CheckpointError))
     assert raised.__cause__ is error
-    assert all(one in str(raised) for one in ("past the end", "recompute raised", "\nIt probably read state"))
+    assert all(one in str(raised) for one in ("past the end", "recompute raised", "\nThe block probably read state"))
     assert str(pickle.loads(pickle.dumps(raised))) == str(raised)
 
 
