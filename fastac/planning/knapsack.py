@@ -7,7 +7,6 @@ settled afterwards. A table over bytes would need a cell for every multiple of w
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from fastac.planning.timeline import Candidate
 
 POINTS = 2**19
 """The longest list of sums that is kept whole. Of a longer one the best stays in each of so many intervals of bytes.
@@ -27,33 +28,11 @@ of HunyuanVideo unless its modulation is listed: outputs of one token, whose few
 _Integers = npt.NDArray[np.int64]
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """One output that a block could save instead of recomputing it.
+class Choice(NamedTuple):
+    """What one block saves."""
 
-    name: of the Linear module inside the block ("ffn.net.2"), or of the attention op. bytes: that it holds until it is
-    replayed, above full checkpointing. flops: that recompute then does not do. keys: over how many keys an attention
-    call attends; 0 for the output of a Linear module.
-    """
-
-    name: str
-    bytes: int
-    flops: int
-    keys: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What one block saves.
-
-    min_kv: attention over at least so many keys is saved; None: no attention is. linear: names of Linear modules, in
-    the order of the block's outputs.
-    """
-
-    min_kv: int | None
-    linear: tuple[str, ...]
-    bytes: int
-    flops: int
+    min_kv: int | None  # attention over at least so many keys; None for no attention
+    linear: tuple[str, ...]  # names of Linear modules, in the order of the block's outputs
 
 
 _Levels = tuple[tuple[int, int], ...]
@@ -77,7 +56,7 @@ class _Step(NamedTuple):
     copies: int
 
 
-def choose(blocks: Mapping[str, Sequence[Output]], limit: int) -> dict[str, Choice]:
+def choose(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dict[str, Choice]:
     """What every block saves so that most flops are saved within `limit` bytes; of such choices one of fewest bytes.
 
     blocks: name -> outputs, in the order of the forward. In a block attention is saved from some number of keys on, or
@@ -102,7 +81,7 @@ def choose(blocks: Mapping[str, Sequence[Output]], limit: int) -> dict[str, Choi
     return {block: _choice(outputs, marks[block]) for block, outputs in blocks.items()}
 
 
-def frontier(blocks: Mapping[str, Sequence[Output]], points: int = 33) -> list[tuple[int, int]]:
+def frontier(blocks: Mapping[str, Sequence[Candidate]], points: int = 33) -> list[tuple[int, int]]:
     """Bytes and flops saved of the best choices for `points` (2 or more) limits, evenly spread from 0 to everything.
 
     Limits with the same best choice are one point. All are from one list, which `POINTS` bounds as it does in `choose`.
@@ -113,14 +92,12 @@ def frontier(blocks: Mapping[str, Sequence[Output]], points: int = 33) -> list[t
     return [(int(sums[index]), int(flops[index])) for index in indices]
 
 
-def _choice(outputs: Sequence[Output], marks: set[str | int]) -> Choice:
-    min_kv = next((mark for mark in marks if isinstance(mark, int)), None)
-    saved = [out for out in outputs if (min_kv is not None and out.keys >= min_kv if out.keys else out.name in marks)]
-    linear = tuple(dict.fromkeys(out.name for out in saved if not out.keys))
-    return Choice(min_kv, linear, sum(out.bytes for out in saved), sum(out.flops for out in saved))
+def _choice(outputs: Sequence[Candidate], marks: set[str | int]) -> Choice:
+    names = dict.fromkeys(out.name for out in outputs if not out.keys and out.name in marks)
+    return Choice(next((mark for mark in marks if isinstance(mark, int)), None), tuple(names))
 
 
-def _pools(blocks: Mapping[str, Sequence[Output]]) -> dict[_Levels, list[_Part]]:
+def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[_Levels, list[_Part]]:
     """The parts of all blocks that save any flops, by their levels, those of the last block first."""
     pools: dict[_Levels, list[_Part]] = {}
     for block, outputs in reversed(list(blocks.items())):

@@ -16,7 +16,7 @@ from rich.table import Table
 from fastac import hook
 from fastac.errors import FastacError, class_name
 from fastac.planning.forecast import Forecast, PolicyPlan, States
-from fastac.planning.subject import Inputs, subject
+from fastac.planning.subject import Inputs, arguments, subject
 from fastac.planning.weights import BREAKS
 from fastac.policy import NAMED, Policy, of_first
 from fastac.verify import readable_bytes, render
@@ -233,22 +233,19 @@ def plan(
         >>> plan = fastac.plan(transformer, inputs)
         >>> fastac.enable(transformer, plan.within("24GiB"))
     """
-    if not isinstance(inputs, (Mapping, tuple, list)):
-        raise FastacError(
-            f"plan(inputs=...): a mapping of argument names to values was expected, as in "
-            f'{{"hidden_states": ..., "timestep": ...}}, or a tuple of arguments, got {type(inputs).__name__}'
-        )
     hook.check_module(model, "plan")
-    named = inputs.items() if isinstance(inputs, Mapping) else (("", value) for value in inputs)
-    shapes = [f"{name} {tuple(value.shape)}".strip() for name, value in named if isinstance(value, torch.Tensor)]
+    args, kwargs = arguments(inputs)
+    named = [*(("", value) for value in args), *kwargs.items()]
+    tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}".strip() for name, tensor in tensors)
     try:
         forecast = Forecast(subject(model, inputs, blocks), optimizer, gpus)
-        return make_plan(forecast, class_name(model), ", ".join(shapes), checkpointed=checkpointed)
+        return make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
     except FastacError:
         raise
     except BREAKS as error:  # the model's own, or of what is not known of tensors without data
         raise FastacError(
-            f"plan: {class_name(model)} does not run without data on {', '.join(shapes)}: {type(error).__name__}: "
+            f"plan: {class_name(model)} does not run without data on {shapes}: {type(error).__name__}: "
             f"{error}\nIf its weights are offloaded, sharded or quantized, plan before, or from its configuration: "
             f"fastac plan config.json."
         ) from error

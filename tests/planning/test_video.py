@@ -112,7 +112,7 @@ def test_a_step_of_any_length_lies_on_a_line(small: Configuration, which: str, m
         assert [one.bytes for one in copies] == [one.bytes for one in expected.copies(saved, policies)]
         assert len(copies) == (2 if which == "full" else 0)
         assert found.peak(saved, policies) == expected.peak(saved, policies)
-    assert [one.keys for one in found.candidates["blocks.0"]] == [one.keys for one in expected.candidates["blocks.0"]]
+    assert [one.keys for one in found.full.candidates["blocks.0"]] == [one.keys for one in expected.candidates["blocks.0"]]
     far.events[5].gradient = True
     assert near.on_line(far, Fraction(2)) is None
 
@@ -196,7 +196,7 @@ def test_context_parallelism_is_what_was_measured(monkeypatch: pytest.MonkeyPatc
     assert saves.held_bytes - repeats.held_bytes == held["attn_only"] - held['attn_only, collectives="recompute"']
     assert saves.held_bytes - full.held_bytes == saves.saved_bytes == held["attn_only"] - held["full"]
     assert saves.flops == repeats.flops
-    attention = [[one.flops for one in which.candidates["blocks.0"] if one.keys] for which in (whole, found)]
+    attention = [[one.flops for one in which.full.candidates["blocks.0"] if one.keys] for which in (whole, found)]
     assert [mine * 2 for mine in attention[1]] == attention[0]
 
 
