@@ -167,9 +167,9 @@ class Meter(TorchDispatchMode):
         for argument in arguments:
             storage = self._storage_of(given.get(argument.name)) if argument.written else None
             if storage is not None and storage.candidate is not None and not storage.copied:
-                region, place = storage.candidate
-                if not self.candidates[region][place].keys:
-                    self.candidates[region][place].name = ""
+                region, number = storage.candidate
+                for one in self.candidates[region][number : number + 1]:  # none of a frozen block
+                    one.name = one.name if one.keys else ""
 
     def _see(self, storage: torch.UntypedStorage, place: Place | None, copied: bool) -> None:
         """Record a storage that an operation returns, if it is new. place: of the candidate that it is a part of."""
@@ -227,6 +227,8 @@ class Meter(TorchDispatchMode):
         self.events += [Event(0, saved, -held) for saved, held in self._held.pop(mine.region, {}).items()]
         event = Event(-mine.event.bytes, gradient=mine.event.gradient)
         place = mine.candidate
+        if place is not None and not self.candidates[place[0]]:
+            place = None  # of a frozen block
         if place is not None and not mine.copied and self._repeated[place[0]] <= place[1]:
             self._keep(event, place, mine.event.bytes)
             if mine.kept is not None:
@@ -236,13 +238,6 @@ class Meter(TorchDispatchMode):
         elif mine.replayed and mine.event.candidate is not None:
             self._change(event, mine.event.candidate, mine.event.bytes)
         self.events.append(event)
-
-    def leave_out(self, region: str) -> None:
-        """Nothing of a region is a candidate."""
-        for storage in self._alive.values():
-            if storage.candidate is not None and storage.candidate[0] == region:
-                storage.candidate = None
-        self.candidates[region] = []
 
     def finish(self, parameters: Iterable[torch.nn.Parameter]) -> Timeline:
         """The step. Storages that are alive stay so, and the gradients of parameters among them are marked."""
@@ -282,7 +277,7 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
         else:
             outputs = run(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
-            meter.leave_out(region)  # frozen, and so is all before it: what it would keep is freed at once
+            meter.candidates[region] = []  # frozen, as is all before it: nothing is kept for backward
         return outputs
 
     subject.attach(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,7 +19,7 @@ from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
 from fastac.planning.plans import ROWS, WITHIN, Plan, make_plan
 from fastac.planning.simulation import Split
-from fastac.planning.subject import subject
+from fastac.planning.subject import Subject, subject
 from fastac.planning.weights import BREAKS
 
 logger = logging.getLogger("fastac")
@@ -78,7 +79,7 @@ def plan_video(
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
     try:
-        search = _Search(configuration, video, training, offload, tell)
+        search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
         found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload)
     except FastacError:
@@ -93,7 +94,7 @@ def plan_video(
     if memory is None:
         return found
     largest = {
-        one.policy: search.longest(one.policy, memory, budget or 0)
+        one.policy: search.longest(one.policy, memory)
         for one in found.policies
         if one.policy in ROWS or (one.policy.startswith(WITHIN) and budget is not None)
     }
@@ -112,18 +113,24 @@ def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int 
     return model
 
 
+@dataclasses.dataclass(eq=False)
 class _Search:
     """Plans of one model for videos of several lengths."""
 
-    def __init__(
-        self, configuration: Configuration, video: Video, training: Training, offload: bool, tell: Tell
-    ) -> None:
-        self.configuration, self.video, self.training, self.tell = configuration, video, training, tell
-        self.offload = offload
-        tell(f"building {configuration.name} without weights")
-        self.subject = subject(without_weights(configuration, video.dtype, training.lora), ())
-        self.forecasts: dict[int, Forecast] = {}  # by frames
-        self.taken = video.frames  # of the longest video that was simulated
+    configuration: Configuration
+    video: Video
+    training: Training
+    budget: int | None
+    offload: bool
+    tell: Tell
+    forecasts: dict[int, Forecast] = dataclasses.field(default_factory=dict)  # by frames
+    taken: int = 0  # frames of the longest video that was simulated
+
+    @functools.cached_property
+    def subject(self) -> Subject:
+        """The model, without inputs."""
+        self.tell(f"building {self.configuration.name} without weights")
+        return subject(without_weights(self.configuration, self.video.dtype, self.training.lora), ())
 
     def forecast(self, frames: int) -> Forecast:
         """For a video of so many frames. Raises FastacError where the model takes no such video."""
@@ -150,61 +157,58 @@ class _Search:
             )
         return part, split
 
-    def _peak(self, frames: int, policy: str, limit: int) -> int | None:
-        """The peak of a policy on so many frames; None where the model refuses them."""
+    @functools.cached_property
+    def step(self) -> int:
+        """By how many frames a video that the model takes may be longer. Raises FastacError."""
+        compression = self.configuration.compression.frames
+        for step in range(compression, 8 * compression + 1, compression):
+            with contextlib.suppress(FastacError):
+                self._part(self.video.frames + step)
+                return step
+        raise FastacError(f"plan: found no video longer than {self.video.frames} frames for {self.configuration.name}")
+
+    @functools.cached_property
+    def far(self) -> int | None:
+        """The frames of a video about twice as long; None if the model refuses it."""
+        frames = self.video.frames + ((self.video.frames - 1) // self.step + 1) * self.step
+        return None if self._peak(frames, "full") is None else frames
+
+    def _peak(self, frames: int, policy: str) -> int | None:
+        """The peak of a policy on so many frames; None if the model refuses them."""
         try:
             forecast = self.forecast(frames)
-            peak = forecast.peak(ROWS[policy] if policy in ROWS else forecast.within(limit, offload=self.offload))
+            within = policy not in ROWS
+            peak = forecast.peak(forecast.within(self.budget or 0, offload=self.offload) if within else ROWS[policy])
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
             return None
         self.taken = max(self.taken, frames)
         return peak
 
-    @functools.cached_property
-    def step(self) -> int:
-        """By how many frames a video that the model takes may be longer. Raises FastacError."""
-        compression = self.configuration.compression.frames
-        for step in range(compression, 8 * compression + 1, compression):
-            try:
-                self._part(self.video.frames + step)
-            except FastacError:
-                continue
-            return step
-        raise FastacError(f"plan: found no video longer than {self.video.frames} frames for {self.configuration.name}")
-
-    @functools.cached_property
-    def far(self) -> int | None:
-        """The frames of another video that the model takes, about twice as long or half; None if it takes neither."""
-        steps = (self.video.frames - 1) // self.step + 1
-        lengths = (self.video.frames + steps * self.step, self.video.frames - (steps + 1) // 2 * self.step)
-        return next((frames for frames in lengths if self._peak(frames, "full", 0) is not None), None)
-
-    def _peak_on_line(self, frames: int, policy: str, limit: int) -> int | None:
-        """The peak, from the line through two simulations; from one of its own where these do not do the same."""
-        # FLOPs, by which outputs are chosen within a limit, are on no line.
+    def _peak_on_line(self, frames: int, policy: str) -> int | None:
+        """The same from the line through two simulations, if they do the same; else from one of its own."""
+        # FLOPs, by which outputs are chosen within a budget, are on no line.
         if policy not in ROWS or self.far is None or frames > FARTHEST * self.taken:
-            return self._peak(frames, policy, limit)
-        try:
+            return self._peak(frames, policy)
+        with contextlib.suppress(FastacError):
             self._part(frames)
-        except FastacError:
-            return None
-        part = Fraction(frames - self.video.frames, self.far - self.video.frames)
-        peak = self.forecasts[self.video.frames].peak_on_line(ROWS[policy], self.forecasts[self.far], part)
-        return self._peak(frames, policy, limit) if peak is None else peak
+            part = Fraction(frames - self.video.frames, self.far - self.video.frames)
+            peak = self.forecasts[self.video.frames].peak_on_line(ROWS[policy], self.forecasts[self.far], part)
+            return self._peak(frames, policy) if peak is None else peak
+        return None
 
-    def longest(self, policy: str, memory: int, limit: int) -> int:
+    def longest(self, policy: str, memory: int) -> int:
         """The most frames with which a step fits a memory, and which the model takes; 0 for none."""
         self.tell(f"longest video under {policy}")
         start = (self.video.frames - 1) // self.step
         first = self.video.frames - start * self.step
 
-        def longest_by(peak: Callable[[int, str, int], int | None]) -> int:
-            steps = most_steps(lambda steps: peak(first + steps * self.step, policy, limit), memory, start)
+        def longest_by(peak: Callable[[int, str], int | None]) -> int:
+            steps = most_steps(lambda steps: peak(first + steps * self.step, policy), memory, start)
             return 0 if steps < 0 else first + steps * self.step
 
         found = longest_by(self._peak_on_line)
-        if found <= self.taken or self._peak(found, policy, limit) is not None:
+        if found <= self.taken or self._peak(found, policy) is not None:
             return found
         return longest_by(self._peak)  # the model itself refuses it, which only a simulation shows
 

@@ -72,7 +72,9 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
     for policy in (*POLICIES, half):
         plan, mine = found.plan(policy), planned.under(model, policy)
         (held, _), (held_seen, peak_seen) = planned.allocated(mine, inputs), planned.live(mine, inputs)
-        states = GENERATOR_STATE * sum(found.policies(policy)[block_of(one)].checkpoints for one in found.full.candidates)
+        states = GENERATOR_STATE * sum(
+            found.policies(policy)[block_of(one)].checkpoints for one in found.full.candidates
+        )
         unseen = held - held_seen if policy == "none" else unseen
         peak = plan.peak_bytes - found.states.total
         is_peak = peak >= peak_seen if policy is ALL_LINEAR else peak == peak_seen
