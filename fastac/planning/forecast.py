@@ -11,7 +11,7 @@ import torch
 
 from fastac.errors import FastacError
 from fastac.planning import knapsack
-from fastac.planning.knapsack import Choice
+from fastac.planning.knapsack import Marks
 from fastac.planning.simulation import Split, simulate
 from fastac.planning.subject import Subject
 from fastac.planning.timeline import EXCHANGED, Candidate, Timeline, block_of
@@ -159,13 +159,13 @@ class Forecast:
         exchanged = Counter[str]()
         for region, found in self.full.candidates.items():
             exchanged[block_of(region)] += sum(one.bytes for one in found if one.name == EXCHANGED)
-        collectives = "save" if exchanged.total() <= limit else "recompute"
-        choices = knapsack.choose(outputs, limit - exchanged.total() if collectives == "save" else limit)
+        left = limit - exchanged.total()
+        collectives, left = ("save", left) if left >= 0 else ("recompute", limit)
         chosen = {
-            block: policy_of(choice, outputs[block], collectives, exchanged[block] > 0)
-            for block, choice in choices.items()
+            block: policy_of(marks, outputs[block], collectives, exchanged[block] > 0)
+            for block, marks in knapsack.choose(outputs, left).items()
         }
-        # Lists of sums that are too long are thinned: then a policy by name may be better by a hair.
+        # Long lists of sums are thinned: then a policy by name may be slightly better.
         ways = [chosen, *map(self.policies, ("attn_only", "long_attn_only"))]
         fitting = [way for way in ways if self.full.saved_bytes(way) <= limit]
         best = min(fitting, key=self.full.recomputed)
@@ -178,7 +178,7 @@ class Forecast:
         """
         if self.peak(Policy("full", offload=offload)) > memory:
             return None
-        everything = sum(one.bytes for found in self.full.candidates.values() for one in found)
+        everything = sum(one.bytes for found in self.full.candidates.values() for one in found if one.name)
         unit = MIB if everything >= MIB else 1
 
         def fits(units: int) -> bool:
@@ -186,7 +186,7 @@ class Forecast:
 
         low, high = 0, -(-everything // unit)
         if fits(high):
-            return high * unit  # more than all is all
+            return high * unit
         tolerance = max(1, high // 1000)
         while high - low > tolerance:
             middle = (low + high) // 2
@@ -199,11 +199,13 @@ class Forecast:
         return [(saved, (full - avoided) / full) for saved, avoided in knapsack.frontier(self.outputs(), points)]
 
 
-def policy_of(choice: Choice, outputs: Sequence[Candidate], collectives: str, communicates: bool) -> Policy:
-    """The policy that saves what was chosen among the outputs of a block. communicates: its attention does."""
-    left_out = [one.keys for one in outputs if one.keys and (choice.min_kv is None or one.keys < choice.min_kv)]
-    if choice.min_kv is None and choice.linear:
-        return Policy("linear_only", collectives=collectives, linear=choice.linear)
-    if choice.min_kv is not None or (communicates and collectives == "save"):  # the latter: of collectives alone
-        return Policy("attn_only", max(left_out, default=-1) + 1, collectives, choice.linear)
+def policy_of(marks: Marks, outputs: Sequence[Candidate], collectives: str, communicates: bool) -> Policy:
+    """The policy that saves these outputs of a block. communicates: its attention does."""
+    keys = [mark for mark in marks if isinstance(mark, int)]
+    linear = tuple(dict.fromkeys(one.name for one in outputs if not one.keys and one.name in marks))
+    if linear and not keys:
+        return Policy("linear_only", collectives=collectives, linear=linear)
+    if keys or (communicates and collectives == "save"):  # the latter: of collectives alone
+        left_out = [one.keys for one in outputs if one.keys and not (keys and one.keys >= keys[0])]
+        return Policy("attn_only", max(left_out, default=-1) + 1, collectives, linear)
     return Policy("full")

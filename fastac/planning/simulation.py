@@ -64,7 +64,6 @@ class _Storage:
     candidate: Place | None = None  # that it is a part of
     copied: bool = False  # a copy would be saved, since nobody guards the original
     gone: bool = False
-    replayed: bool = False  # recompute makes it, and would get the saved one
     region: str = ""  # that ends with it
     kept: Kept | None = None  # it is an input of regions
 
@@ -78,8 +77,10 @@ class Meter(TorchDispatchMode):
         self.events: list[Event] = []
         self.flops: Counter[str] = Counter()  # by phase
         self.candidates: dict[str, list[Candidate]] = {name: [] for name in subject.blocks}  # by region
-        self.forward_ends: int | None = None  # number of events of the forward
-        self.begins: dict[str, list[Moment]] = {}  # by region: of its forward, and of its recompute
+        self.forwards, self.forward_ends = True, 0  # whether the forward runs; the number of its events
+        self.begins: defaultdict[str, list[Moment]] = defaultdict(
+            list
+        )  # by region: of its forward, and of its recompute
         self.kept: list[Kept] = []
         self.region = ""  # that runs, in forward or recompute
         self.linear = ""  # the Linear module that runs
@@ -89,11 +90,6 @@ class Meter(TorchDispatchMode):
         self._held: defaultdict[str, Counter[Place]] = defaultdict(Counter)  # if saved, above full checkpointing
         self._repeated: Counter[str] = Counter()  # candidates of a region that recompute has come to
 
-    @property
-    def forwards(self) -> bool:
-        """Whether the forward runs."""
-        return self.forward_ends is None
-
     def hold(self, size: int, owner: object, region: str) -> None:
         """Record bytes that no operation returns. They, and what a region saves, are released with their owner."""
         self._allocate(_Storage(Event(size), region=region), -id(owner), owner)  # addresses of storages are above 0
@@ -101,7 +97,7 @@ class Meter(TorchDispatchMode):
     def begin(self, region: str) -> None:
         """A region begins its forward, or its recompute."""
         self.candidates.setdefault(region, [])
-        self.begins.setdefault(region, []).append(Moment(len(self.events), self.flops.total()))
+        self.begins[region].append(Moment(len(self.events), self.flops.total()))
         self.events.append(Event(0))
 
     def take_inputs(self, region: str, inputs: Iterable[Any]) -> None:
@@ -115,7 +111,7 @@ class Meter(TorchDispatchMode):
     def end_forward(self) -> None:
         """The forward has ended."""
         self.events.append(Event(0))
-        self.forward_ends = len(self.events)
+        self.forwards, self.forward_ends = False, len(self.events)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -133,6 +129,9 @@ class Meter(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and torch_private.has_storage(tensor):
                 self._see(tensor.untyped_storage(), place, copied=self.forwards and not guarded)
         return outputs
+
+    def _candidate(self, place: Place) -> Candidate:
+        return self.candidates[place[0]][place[1]]
 
     def _storage_of(self, value: Any) -> _Storage | None:
         """The storage of a tensor, if it was allocated in the step."""
@@ -167,9 +166,8 @@ class Meter(TorchDispatchMode):
         for argument in arguments:
             storage = self._storage_of(given.get(argument.name)) if argument.written else None
             if storage is not None and storage.candidate is not None and not storage.copied:
-                region, number = storage.candidate
-                for one in self.candidates[region][number : number + 1]:  # none of a frozen block
-                    one.name = one.name if one.keys else ""
+                candidate = self._candidate(storage.candidate)
+                candidate.name = candidate.name if candidate.keys else ""
 
     def _see(self, storage: torch.UntypedStorage, place: Place | None, copied: bool) -> None:
         """Record a storage that an operation returns, if it is new. place: of the candidate that it is a part of."""
@@ -196,7 +194,7 @@ class Meter(TorchDispatchMode):
 
     def _keep(self, event: Event, place: Place, size: int) -> None:
         self._change(event, place, size)
-        self.candidates[place[0]][place[1]].bytes += size
+        self._candidate(place).bytes += size
 
     def _change(self, event: Event, place: Place, change: int) -> None:
         event.candidate, event.change = place, change
@@ -207,7 +205,6 @@ class Meter(TorchDispatchMode):
         kept = self._parts[place].pop(0)
         if kept.gone and not kept.copied:  # a copy is replayed as another copy
             self._change(mine.event, place, -mine.event.bytes)
-            mine.replayed = True
 
     def _exchange(self, place: Place, size: int) -> None:
         """The collectives of an attention return as much as itself, each: for query, key, value and output."""
@@ -227,15 +224,13 @@ class Meter(TorchDispatchMode):
         self.events += [Event(0, saved, -held) for saved, held in self._held.pop(mine.region, {}).items()]
         event = Event(-mine.event.bytes, gradient=mine.event.gradient)
         place = mine.candidate
-        if place is not None and not self.candidates[place[0]]:
-            place = None  # of a frozen block
         if place is not None and not mine.copied and self._repeated[place[0]] <= place[1]:
             self._keep(event, place, mine.event.bytes)
             if mine.kept is not None:
                 mine.kept.candidate = place
             elif self.forwards:  # else somebody else holds it, too
                 self.kept.append(Kept(mine.event.bytes, candidate=place))
-        elif mine.replayed and mine.event.candidate is not None:
+        elif mine.event.candidate is not None and mine.event.change < 0:  # recompute made it
             self._change(event, mine.event.candidate, mine.event.bytes)
         self.events.append(event)
 
@@ -244,7 +239,7 @@ class Meter(TorchDispatchMode):
         for found in filter(None, (self._storage_of(parameter.grad) for parameter in parameters)):
             found.event.gradient = True
         self._alive.clear()
-        return Timeline(self.events, self.forward_ends or 0, self.flops, self.candidates, self.begins, self.kept)
+        return Timeline(self.events, self.forward_ends, self.flops, self.candidates, self.begins, self.kept)
 
 
 def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> Timeline:
@@ -277,7 +272,8 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
         else:
             outputs = run(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
-            meter.candidates[region] = []  # frozen, as is all before it: nothing is kept for backward
+            for one in meter.candidates[region]:  # frozen, as is all before it: nothing is kept for backward
+                one.name, one.keys = "", 0
         return outputs
 
     subject.attach(call)

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ EXCHANGED = "exchanged"
 class Candidate:
     """One output of a block that could be saved instead of recomputed."""
 
-    name: str  # of the Linear module in its block, "" where it cannot be saved; or of the attention op
+    name: str  # of the Linear module in its block, or of the attention op; "" if it cannot be saved
     bytes: int = 0  # held from the forward to recompute if it is saved, above full checkpointing
     flops: int = 0  # of its recompute; 0 where recompute ends before it
     keys: int = 0  # that an attention call attends to; 0 for a Linear module
@@ -43,8 +43,7 @@ class Event:
     gradient: bool = False  # of a parameter
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """The index of an event without bytes, and the FLOPs of the step before it."""
 
     event: int
@@ -60,8 +59,7 @@ class Kept:
     candidate: Place | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Copies:
+class Copies(NamedTuple):
     """Bytes of one region that are on the host alone from `left` to `returns`."""
 
     bytes: int

@@ -33,17 +33,12 @@ FARTHEST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How a model is trained. lora: the rank of LoRA weights on attention, which are trained alone; 0 for all weights.
+    """How a model is trained. Raises FastacError for a context parallel degree that does not divide the GPUs."""
 
-    optimizer: a name in forecast.OPTIMIZERS. gpus: among how many FSDP2 shards weights, gradients and the optimizer's.
-    context_parallel: among how many of them the tokens of a video are split, by Ulysses.
-    Raises FastacError for a number of GPUs that the context parallel degree does not divide.
-    """
-
-    lora: int = 0
-    optimizer: str = "adamw"
-    gpus: int = 1
-    context_parallel: int = 1
+    lora: int = 0  # rank of LoRA weights on attention, which are trained alone; 0 for all weights
+    optimizer: str = "adamw"  # a name in forecast.OPTIMIZERS
+    gpus: int = 1  # over which FSDP2 shards weights, gradients and the optimizer's states
+    context_parallel: int = 1  # GPUs over which Ulysses splits the tokens of a video
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.context_parallel < 1 or self.gpus % self.context_parallel:
@@ -66,10 +61,16 @@ def plan_video(
 ) -> Plan:
     """Plan a step of a published model on a video.
 
-    budget: bytes of saved outputs. memory: bytes of the device, for the longest video with which a step fits, and
-    without a budget for the largest that fits. checkpointed: as in `plan`. offload: whether what blocks
-    keep within the budget waits in host memory. tell: is given what is being done.
-    Raises FastacError for a video that does not fit the model.
+    Args:
+        budget: bytes of saved outputs, for one more row.
+        memory: bytes of the device: adds the longest video with which a step fits, and, without a budget, the row of
+            the largest budget with which it does.
+        checkpointed: as in `plan`.
+        offload: whether the row of the budget offloads.
+        tell: called with the progress, in words.
+
+    Raises:
+        FastacError: the video does not fit the model, or this does not run.
     """
     sizes = (
         f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
@@ -85,7 +86,6 @@ def plan_video(
     except FastacError:
         raise
     except BREAKS as error:
-        # whatever a class of diffusers makes of figures that do not go together
         first = (str(error).splitlines() or [""])[0]
         raise FastacError(
             f"plan: {configuration.name} cannot be built as it is configured, or does not run on {described}: "
@@ -102,9 +102,9 @@ def plan_video(
 
 
 def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:
-    """The model of a configuration, on the meta device, in a dtype but for what its class keeps in float32.
+    """The model of a configuration, on the meta device, in a dtype except for parameters its class keeps in float32.
 
-    lora: the rank of LoRA weights, which are trained alone. Raises FastacError where peft is not installed.
+    lora: the rank of LoRA weights, which are trained alone. Raises FastacError if peft is not installed.
     """
     with torch.device("meta"):
         model = build(configuration, dtype)
@@ -152,8 +152,8 @@ class _Search:
         if ranks > 1 and split.tokens <= part.text_tokens:
             raise FastacError(
                 f"plan: each of {ranks} context parallel ranks would have {split.tokens} tokens of {frames} frames, no "
-                f"more than the {part.text_tokens} of the text, from which the plan tells them by their number. Plan "
-                f"a larger video, or fewer ranks."
+                f"more than the {part.text_tokens} of the text, from which the plan distinguishes them by their "
+                f"number. Plan a larger video, or fewer ranks."
             )
         return part, split
 

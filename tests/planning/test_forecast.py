@@ -10,7 +10,6 @@ import torch
 
 from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.planning.forecast import Forecast
-from fastac.planning.knapsack import Choice
 from fastac.planning.simulation import GENERATOR_STATE
 from fastac.planning.subject import subject
 from fastac.planning.timeline import block_of
@@ -155,8 +154,7 @@ def test_a_budget_is_never_worse_than_a_policy(name: str) -> None:
 
 
 def test_a_policy_by_name_is_chosen_where_a_thinned_knapsack_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = Choice(None, ())
-    monkeypatch.setattr("fastac.planning.knapsack.choose", lambda outputs, limit: dict.fromkeys(outputs, nothing))
+    monkeypatch.setattr("fastac.planning.knapsack.choose", lambda outputs, limit: {name: set() for name in outputs})
     found = forecast_of(WAN)
     fixed = found.plan("attn_only")
     assert found.plan(found.within(fixed.saved_bytes), "attn_only") == fixed

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastac.planning import knapsack
-from fastac.planning.knapsack import Choice, choose, frontier
+from fastac.planning.knapsack import Marks, choose, frontier
 from fastac.planning.timeline import Candidate
 
 GIB = 2**30
@@ -45,12 +45,15 @@ def hunyuan_video() -> Blocks:
     return {f"double.{n}": double for n in range(20)} | {f"single.{n}": single for n in range(40)}
 
 
-def total(blocks: Blocks, choices: dict[str, Choice]) -> tuple[int, int]:
+def saved_of(outputs: Sequence[Candidate], marks: Marks) -> list[Candidate]:
+    """The outputs of a block that are saved."""
+    bound = min((mark for mark in marks if isinstance(mark, int)), default=float("inf"))
+    return [out for out in outputs if (out.keys >= bound if out.keys else out.name in marks)]
+
+
+def total(blocks: Blocks, chosen: dict[str, Marks]) -> tuple[int, int]:
     """Bytes and flops of what all blocks save."""
-    saved = []
-    for name, choice in choices.items():
-        bound = float("inf") if choice.min_kv is None else choice.min_kv
-        saved += [out for out in blocks[name] if (out.keys >= bound if out.keys else out.name in choice.linear)]
+    saved = [out for name, marks in chosen.items() for out in saved_of(blocks[name], marks)]
     return sum(out.bytes for out in saved), sum(out.flops for out in saved)
 
 
@@ -119,20 +122,16 @@ def test_no_other_choice_saves_more(blocks: Blocks, limit: int) -> None:
 
 @examples(150)
 @given(random_blocks(), LIMITS)
-def test_choices_are_what_they_say(blocks: Blocks, limit: int) -> None:
-    """And of two equal blocks the earlier saves a subset of what the later does."""
+def test_of_two_equal_blocks_the_earlier_saves_a_subset(blocks: Blocks, limit: int) -> None:
     chosen = choose(blocks, limit)
     assert list(chosen) == list(blocks)
-    for name, choice in chosen.items():
-        outputs = blocks[name]
-        keys = [out.keys for out in outputs if out.keys]
-        assert choice.min_kv is None or choice.min_kv in keys
-        assert set(choice.linear) <= {out.name for out in outputs if not out.keys}
+    for name, marks in chosen.items():
+        assert marks <= {out.keys or out.name for out in blocks[name]}
+        assert sum(isinstance(mark, int) for mark in marks) <= 1
     for earlier, later in itertools.combinations(blocks, 2):
-        if blocks[earlier] == blocks[later]:
-            first, last = chosen[earlier], chosen[later]
-            assert set(first.linear) <= set(last.linear)
-            assert first.min_kv is None or (last.min_kv is not None and last.min_kv <= first.min_kv)
+        if (outputs := blocks[earlier]) == blocks[later]:
+            first, last = (saved_of(outputs, chosen[name]) for name in (earlier, later))
+            assert all(out in last for out in first)
 
 
 @examples(50)
@@ -146,7 +145,7 @@ def test_the_frontier_is_what_choose_finds_for_its_limits(blocks: Blocks, points
 
 def test_no_blocks_and_no_outputs() -> None:
     assert choose({}, 9) == {}
-    assert choose({"block": []}, 9) == {"block": Choice(None, ())}
+    assert choose({"block": []}, 9) == {"block": set()}
     assert frontier({}) == frontier({"block": []}) == [(0, 0)]
 
 
