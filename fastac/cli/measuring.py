@@ -286,15 +286,12 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
     model.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
 
 
-NONE, FULL, ATTENTION, PLANNED = "none", "full", "attn_only", "planned"
-
-
 class Switch:
     """The ways to checkpoint one model, one at a time."""
 
     def __init__(self, workload: Workload, budget: int | None = None, offload: bool = False) -> None:
         self.workload = workload
-        self.budget = budget  # bytes of saved outputs for PLANNED; None for those of attn_only, until it is planned
+        self.budget = budget  # bytes of saved outputs for "planned"; None until it is known, then those of attn_only
         self.variants = VARIANTS | (OFFLOADED if offload else {})
         self.off()
 
@@ -303,7 +300,7 @@ class Switch:
         """The policies of the blocks for the budget."""
         found = plan(self.workload.model, self.workload.inputs)
         if self.budget is None:
-            self.budget = next(one.saved_bytes for one in found.policies if one.policy == ATTENTION)
+            self.budget = next(one.saved_bytes for one in found.policies if one.policy == "attn_only")
         return found.within(self.budget)
 
     def to(self, name: str) -> None:
@@ -336,11 +333,11 @@ def _enabling(policy: str | Policy) -> Callable[[Switch], object]:
 
 
 VARIANTS: dict[str, Callable[[Switch], object]] = {
-    NONE: lambda switch: None,
-    FULL: lambda switch: switch.workload.model.enable_gradient_checkpointing(),
-    ATTENTION: _enabling(ATTENTION),
+    "none": lambda switch: None,
+    "full": lambda switch: switch.workload.model.enable_gradient_checkpointing(),
+    "attn_only": _enabling("attn_only"),
     "long_attn_only": _enabling("long_attn_only"),
-    PLANNED: lambda switch: hook.enable(switch.workload.model, switch.planned),
+    "planned": lambda switch: hook.enable(switch.workload.model, switch.planned),
     "torch SAC, by name": lambda switch: enable_torch_sac(switch.workload.model),
 }
 """Ways to checkpoint a model that has no checkpointing now."""
@@ -391,7 +388,7 @@ def measure(switch: Switch, look: Callable[[str], Mapping[str, Any]], rounds: in
             rows[name] = Measurement(name, failure(error))
     names = [name for name, row in rows.items() if not row.problem]
     seconds, problems = take_turns(names, rounds, switch.to, workload.step, tell=tell)
-    ratios = relative(seconds, FULL)
+    ratios = relative(seconds, "full")
     rows |= {name: replace(rows[name], seconds=tuple(one), relative=ratios.get(name)) for name, one in seconds.items()}
     rows |= {name: Measurement(name, problem) for name, problem in problems.items()}
     switch.off()
