@@ -1,12 +1,13 @@
-"""What the benchmarks share: how a model is built, their options, and how a result is written."""
+"""Shared by the benchmarks: how a model is built, their options, copies in a profile, and how a result is written."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,32 @@ def parser(description: str | None, output: str, check: str = "") -> argparse.Ar
     if check:
         found.add_argument("--check", action="store_true", help=f"fail when {check}")
     return found
+
+
+_COPY = re.compile(r"Memcpy (DtoH|HtoD) .*Pinned")
+
+
+def is_copy(kernel: str) -> bool:
+    """Whether a kernel of a GPU is a copy between it and pinned memory, by its name."""
+    return _COPY.match(kernel) is not None
+
+
+def hidden_seconds(events: Iterable[Any]) -> float:
+    """Seconds of such copies, among the events of a profile, in which the GPU computed as well."""
+    edges = []
+    for event in events:
+        is_on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        if is_on_gpu and not event.is_user_annotation:
+            copies = is_copy(event.name)
+            if copies or not event.name.startswith(("Memcpy", "Memset")):
+                edges += [(event.time_range.start, copies, 1), (event.time_range.end, copies, -1)]
+    hidden = last = 0.0
+    running = {True: 0, False: 0}
+    for now, copies, change in sorted(edges):
+        hidden += (now - last) * running[True] * bool(running[False])
+        running[copies] += change
+        last = now
+    return hidden / 1e6
 
 
 def positive(text: str) -> int:

@@ -30,16 +30,13 @@ from rich.console import Console
 from rich.table import Table
 
 import fastac
-from common import parser, positive, write_result
+from common import hidden_seconds, is_copy, parser, positive, write_result
 from fastac.cli.measuring import (
-    PLANNED,
     Measurement,
     Switch,
     Workload,
     build,
     gpu,
-    hidden_seconds,
-    is_copy,
     measure,
     offload_columns,
     table_of,
@@ -201,9 +198,8 @@ def measured(case: Case, device: torch.device, rounds: int, budget: int | None, 
         kernels[name], ops[name], hidden[name] = profiled(training)
         return {"attention": sum(ops[name].values())}
 
-    rows = measure(switch, look, rounds=rounds, tell=console.print)
-    planned = any(row.variant == PLANNED and not row.problem for row in rows)
-    return Result(rows, kernels, ops, hidden, training.besides, switch.budget if planned else budget)
+    rows = measure(switch, look, rounds, console.print)
+    return Result(rows, kernels, ops, hidden, training.besides, switch.budget)
 
 
 def kernel_table(result: Result, title: str) -> Table:

@@ -1,6 +1,6 @@
-"""fastac backends | plan | bench: what can be saved here, what policies hold and recompute, what they take.
+"""fastac backends | plan | bench: savable backends, planned bytes and FLOPs of policies, and measured ones.
 
-Nothing of torch or diffusers is imported here: a command's module is, when that command is run.
+Neither torch nor diffusers is imported here: the module of a command is imported when that command runs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from fastac.errors import FastacError
 
 COMMANDS = {
-    "backends": "every attention library and backend: what fastac does for it here",
+    "backends": "every attention library and backend, and how its outputs are saved here",
     "plan": "bytes and FLOPs of every policy on a video, without weights or GPU",
     "bench": "time and bytes of every policy, measured on this machine",
 }
-"""Command -> what it does. Its module, of the same name, has add_arguments(parser) and run(options)."""
+"""Command -> its purpose. Its module, of the same name, has add_arguments(parser) and run(options)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 when it did what was asked, 1 when it could not, 2 for a wrong call."""
+    """Run the command line. Returns 0, 1 after an error, or 2 for a wrong call."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="fastac", description="Selective activation checkpointing for attention.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = int(options.run(options))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who reads has read enough: `fastac plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes out the rest at its end
+    except BrokenPipeError:  # the reader has closed the pipe: `fastac plan ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
         return 1
     except FastacError as error:
         print(f"fastac: {error}", file=sys.stderr)

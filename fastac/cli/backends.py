@@ -1,4 +1,4 @@
-"""fastac backends: every attention library and backend, and what fastac does for it on this machine."""
+"""fastac backends: every attention library and backend, and how its outputs are saved on this machine."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.backends.verdicts import Verdict
 from fastac.cli.measuring import version
 from fastac.engine import interception
-from fastac.registry import AttentionOp, OpaqueFunction
+from fastac.registry import AttentionOp
 
 WIDTH = 100
-"""Of what is printed where there is no terminal."""
-
-CAN_BE_SAVED = "can be saved"
+"""Columns of the tables where there is no terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `fastac backends` takes."""
+    """Add the arguments of `fastac backends`."""
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or the JSON."""
-    with contextlib.redirect_stdout(sys.stderr):  # plugins are imported, and may have something to say
+    with contextlib.redirect_stdout(sys.stderr):  # plugins are imported, and may print
         found = _found()
     if options.json:
         print(json.dumps(found, indent=2))
@@ -62,7 +60,7 @@ def _tables(found: dict[str, Any]) -> list[Table]:
         ops.add_row(op, ", ".join(names))
     diffusers = _table("attention backends of diffusers", "backend", "on this machine", "verdict", "what, or why not")
     for backend in sorted(found["diffusers_backends"], key=lambda one: (not one["can_be_saved"], one["name"])):
-        here = CAN_BE_SAVED if backend["can_be_saved"] else "refused"
+        here = "can be saved" if backend["can_be_saved"] else "refused"
         why = "; ".join(filter(None, (backend["what"], backend["missing"])))
         diffusers.add_row(backend["name"], here, _words(backend["verdict"]), why)
     broken = _table("plugins that were left out", "plugin", "why")
@@ -72,7 +70,7 @@ def _tables(found: dict[str, Any]) -> list[Table]:
 
 
 def _table(title: str, *headings: str) -> Table:
-    """Its first and last columns are folded where the width asks for it, names and verdicts in between are not."""
+    """A table whose first and last columns are folded to the width; names and verdicts in between are not."""
     table = Table(title=title, title_justify="left")
     for heading in headings:
         prose = heading in ("library", headings[-1])
@@ -85,7 +83,7 @@ def _words(verdict: str) -> str:
 
 
 def _found() -> dict[str, Any]:
-    """What `fastac backends` tells, as JSON has it. No library is imported for it, but plugins are."""
+    """The content of the tables, as JSON has it. It imports plugins, and no library."""
     interception.install()
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp)]
     return {
@@ -110,7 +108,9 @@ def _found() -> dict[str, Any]:
                 "name": name,
                 "verdict": backend.verdict.value,
                 "what": backend.reason,
-                "missing": (missing := _missing(backend)),
+                "missing": (
+                    missing := availability.unavailable(backend.family, backend.op) if backend.family else None
+                ),
                 "can_be_saved": bool(backend.family) and missing is None,
             }
             for name, backend in _backends_of_diffusers().items()
@@ -119,7 +119,7 @@ def _found() -> dict[str, Any]:
 
 
 def _backends_of_diffusers() -> dict[str, DiffusersBackend]:
-    """Those that the installed diffusers can be set to: before 0.35 none. Its file is read, and not imported."""
+    """Backends that the installed diffusers has: none before 0.35. Its file is read, and not imported."""
     spec = importlib.util.find_spec("diffusers")
     path = Path(spec.origin).parent / "models" / "attention_dispatch.py" if spec and spec.origin else None
     text = path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""
@@ -129,29 +129,20 @@ def _backends_of_diffusers() -> dict[str, DiffusersBackend]:
 def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.BoundOp]) -> dict[str, Any]:
     made_visible = {function.backend for function in plugin.functions}
     mine = [
-        op.qualified_name
-        for op in ops
-        if op.row in plugin.rows or (op.is_opaque and getattr(op.row, "backend", "") in made_visible)
+        op for op in ops if op.row in plugin.rows or (op.is_opaque and getattr(op.row, "backend", "") in made_visible)
     ]
     trains = any(getattr(row, "trains", True) for row in plugin.rows)
     verdict = Verdict.SAVABLE if trains else Verdict.OPAQUE if plugin.functions else Verdict.NOT_TRAINABLE
     functions = ", ".join(function.name for function in plugin.functions)
     how = ["its ops"] * trains + [f"made visible when it is loaded: {functions}"] * bool(functions)
-    backends = {
-        row.backend for row in (*plugin.rows, *plugin.functions) if isinstance(row, (AttentionOp, OpaqueFunction))
-    }
     return {
         "name": str(plugin),
         "entry_point": plugin.value,
         "distribution": plugin.distribution,
         "installed": plugin.version,
-        "backends": sorted(backends),
-        "ops": sorted(mine),
+        "backends": sorted(made_visible | {row.backend for row in plugin.rows if isinstance(row, AttentionOp)}),
+        "ops": sorted(op.qualified_name for op in mine),
         "verdict": verdict.value,
         "how": "; ".join(how),
         "advice": "",
     }
-
-
-def _missing(backend: DiffusersBackend) -> str | None:
-    return availability.unavailable(backend.family, backend.op) if backend.family else None

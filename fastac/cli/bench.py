@@ -1,4 +1,4 @@
-"""fastac bench: what every way of checkpointing takes on this machine, measured."""
+"""fastac bench: time and bytes of every way of checkpointing, measured on this machine."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from fastac.planning.plans import parse_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `fastac bench` takes."""
+    """Add the arguments of `fastac bench`."""
     add_video(parser)
     parser.add_argument("--layers", type=int, metavar="N", help="keep the first N blocks of each list; default: all")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default: %(default)s")
     parser.add_argument("--backend", help="a diffusers attention backend, as `fastac backends` lists them")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each policy (default: %(default)s)")
     parser.add_argument(
-        "--budget", metavar="BYTES", help="of saved outputs for what is planned; default: those that attn_only saves"
+        "--budget", metavar="BYTES", help='of saved outputs for the row "planned"; default: those of attn_only'
     )
     parser.add_argument(
         "--offload",
         action="store_true",
-        help="measure full and attn_only with what they keep in host memory as well; on a CPU host and device are one "
-        "memory, and bytes that are held do not fall",
+        help="measure full and attn_only with offload, too; on a CPU host and device are one memory, and held bytes do "
+        "not fall",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and the machine's, as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print the table. Raises FastacError for what cannot be measured."""
+    """Measure, and print the table. Raises FastacError if that is not possible."""
     for name in ("layers", "rounds"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise FastacError(f"bench --{name} {value}: 1 or more was expected")
@@ -47,11 +47,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None and not options.json.parent.is_dir():
         raise FastacError(f"bench --json {options.json}: there is no folder {options.json.parent}")
     _check_device(options.device)
-    with telling() as tell, warnings.catch_warnings():
+    with telling() as status, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own
-        tell(f"building {options.model}")
+        status.update(f"building {options.model}")
         subject, workload = workload_of(options)
-        found = bench(workload, subject, rounds=options.rounds, budget=budget, offload=options.offload, tell=tell)
+        found = bench(workload, subject, options.rounds, budget, options.offload, status.update)
     print(found)
     if options.json is not None:
         what = {"command": shlex.join(["fastac", *options.arguments]), "machine": machine(), **found.as_json()}
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def workload_of(options: argparse.Namespace) -> tuple[str, Workload]:
-    """What the options ask for, in words and as a step. Raises FastacError for what there is not, or does not fit."""
+    """The step of the options, in words and to run. Raises FastacError for a model or sizes that are not possible."""
     found = configurations.load(options.model)
     video = video_of(options, found.default)
     if options.layers is not None:
@@ -83,8 +83,7 @@ def workload_of(options: argparse.Namespace) -> tuple[str, Workload]:
 def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
-        known = torch.device(device).type in ("cpu", "cuda")
-    except (RuntimeError, AssertionError) as error:  # torch without this device says so in either way
+    except (RuntimeError, AssertionError) as error:  # torch without this device raises either
         raise FastacError(f"bench --device {device}: torch cannot use it here: {error}") from error
-    if not known:
+    if torch.device(device).type not in ("cpu", "cuda"):
         raise FastacError(f"bench --device {device}: bytes can be measured on cpu and cuda")

@@ -1,6 +1,6 @@
-"""What `fastac bench` and the benchmarks measure: bytes as the allocator sees them, time in turns, and on what machine.
+"""Measurements of `fastac bench` and of the benchmarks: bytes as the allocator sees them, time in turns, the machine.
 
-In this order: the machine; bytes; copies; turns; every way of checkpointing on one model; what that took, as a table.
+In this order: the machine; bytes; turns; every way of checkpointing one model; its figures, as a table.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import importlib.metadata
 import os
 import platform
 import random
-import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +31,9 @@ from fastac.errors import FastacError, readable_bytes
 from fastac.models import published
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
-from fastac.planning import Plan, plan
-from fastac.planning.plans import ROWS
+from fastac.planning import plan
+from fastac.planning.plans import ROWS, table_of_figures
+from fastac.policy import Policy
 from fastac.registry import classify
 from fastac.verify import Step, differences, floating, offloaded_by, render, run_step
 
@@ -42,9 +43,9 @@ Tell = Callable[[str], object]
 
 
 def machine() -> dict[str, Any]:
-    """What JSON has of the machine. A distribution that is not installed has no version; without CUDA there is no gpu.
+    """The machine, for JSON. The version of a distribution that is not installed is None; without CUDA there is no gpu.
 
-    load_average: well above `threads`, others were at work as well.
+    A `load_average` well above `threads` means that other processes were running.
     """
     return {
         "processor": _processor(),
@@ -59,7 +60,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu(device: torch.device | int | None = None) -> dict[str, Any]:
-    """A CUDA device, by default the current one: its name and memory, and the versions of CUDA and cuDNN."""
+    """Name and memory of a CUDA device, by default the current one, and the versions of CUDA and cuDNN."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
@@ -89,22 +90,22 @@ def version(distribution: str) -> str | None:
 # Bytes
 
 
-_MARK = "fastac: what a run holds is read here"
+_MARK = "fastac: held bytes are read here"
 
 
 class Allocated(NamedTuple):
-    """Bytes above what there was before: still allocated at the end of a run, and at the worst moment."""
+    """Bytes that a run allocated."""
 
-    held: int
-    peak: int
+    held: int  # still allocated at its end
+    peak: int  # the most at one time
 
 
 def allocated_bytes(
     run: Callable[[], Any], then: Callable[[Any], object] | None = None, device: str | torch.device = "cpu"
 ) -> Allocated:
-    """What a run allocates on a device, as the allocator saw it. Its result is alive when what it holds is read.
+    """Bytes that a run allocates on a device, by the allocator. Its result is alive when held bytes are read.
 
-    then: is given the result afterwards, and may let go of it; the peak is of both.
+    then: is called with the result afterwards, and may release it; the peak covers both.
     """
     gc.collect()
     if torch.device(device).type == "cpu":
@@ -120,7 +121,7 @@ def allocated_bytes(
 
 
 def _allocated_on_cpu(run: Callable[[], Any], then: Callable[[Any], object] | None) -> Allocated:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs every start and stop
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = run()
         with torch.profiler.record_function(_MARK):
@@ -138,43 +139,15 @@ def _allocated_on_cpu(run: Callable[[], Any], then: Callable[[Any], object] | No
     return Allocated(held, peak)
 
 
-# Copies
-
-_COPY = re.compile(r"Memcpy (DtoH|HtoD) .*Pinned")
-
-
-def is_copy(kernel: str) -> bool:
-    """Whether what ran on a GPU is a copy between it and pinned memory, by its name."""
-    return _COPY.match(kernel) is not None
-
-
-def hidden_seconds(events: Iterable[Any]) -> float:
-    """Of the time of copies among the events of a profile, that in which the GPU computed as well."""
-    edges = []
-    for event in events:
-        is_on_gpu = event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
-        if is_on_gpu and not event.is_user_annotation:
-            copies = is_copy(event.name)
-            if copies or not event.name.startswith(("Memcpy", "Memset")):
-                edges += [(event.time_range.start, copies, 1), (event.time_range.end, copies, -1)]
-    hidden = last = 0.0
-    running = {True: 0, False: 0}
-    for now, copies, change in sorted(edges):
-        hidden += (now - last) * running[True] * bool(running[False])
-        running[copies] += change
-        last = now
-    return hidden / 1e6
-
-
 # Turns
 
 FAILURES = (FastacError, RuntimeError)
-"""What one way to run a step may raise while others go on: refused by fastac, out of memory, or refused by torch."""
+"""Errors of one way to run a step that do not end the others: refused by fastac or torch, out of memory."""
 
 
 def failure(error: Exception) -> str:
-    """What became of a way to run a step that raised one of FAILURES, in a line."""
-    # On a CPU torch has no error of its own for want of memory.
+    """One of FAILURES in a line."""
+    # On a CPU torch has no error class for it.
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
         return "out of memory"
     line = str(error).strip().partition("\n")[0]
@@ -188,19 +161,28 @@ def take_turns(
     step: Callable[[], object],
     *,
     clock: Callable[[], float] = time.perf_counter,
-    tell: Callable[[str], object] = lambda text: None,
+    tell: Tell = lambda text: None,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Time several ways to run a step: in each round every way once, in an order drawn anew.
+    """Time several ways to run a step: in each round every way once, in a random order, so that a slow spell hits all.
 
-    A slower spell of the machine meets all of them. switch: is given the name of the way to run next, and is not timed.
-    The step ends when its work is done: it synchronizes. Garbage is collected between steps, never within one. Returns
-    the seconds of each way in each round, and what became of those that failed.
+    Garbage is collected between steps, never within one.
+
+    Args:
+        names: of the ways.
+        rounds: timed steps of each way.
+        switch: called with the name of the way to run next; not timed.
+        step: runs one, until the device has finished it.
+        clock: seconds.
+        tell: called with the progress, in words.
+
+    Returns:
+        Seconds of each way in each round, and one line for each way that failed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     problems: dict[str, str] = {}
     order = random.Random(0)
     gc.collect()
-    gc.freeze()  # what is alive by now need not be walked through again in every round
+    gc.freeze()  # later collections skip the objects that are alive now
     gc.disable()
     try:
         for number in range(rounds):
@@ -223,7 +205,7 @@ def take_turns(
 
 
 def relative(seconds: Mapping[str, Sequence[float]], to: str) -> dict[str, float]:
-    """The median over rounds of each way's time over that of another in the same round; nothing where that failed."""
+    """The median over rounds of each way's time divided by that of another in the same round; {} if that failed."""
     if to not in seconds:
         return {}
     return {
@@ -236,7 +218,7 @@ def relative(seconds: Mapping[str, Sequence[float]], to: str) -> dict[str, float
 
 
 class Workload:
-    """A training step: a model, the keyword arguments of one call, and where they are."""
+    """A training step: a model, the keyword arguments of one call, and their device."""
 
     def __init__(self, model: Any, inputs: Mapping[str, Any], device: str | torch.device = "cpu") -> None:
         self.model, self.inputs, self.device = model, inputs, torch.device(device)
@@ -247,7 +229,7 @@ class Workload:
         return sum(one.nbytes for one in (*self.model.parameters(), *self.model.buffers()))
 
     def forward(self) -> torch.Tensor:
-        """The loss: mean squares of all outputs, from the same random state in every step."""
+        """The loss: the sum of the mean squares of all outputs, from the same random state in every step."""
         torch.manual_seed(0)
         losses = [out.float().square().mean() for out in floating(self.model(**self.inputs)) if out.requires_grad]
         return torch.stack(losses).sum()
@@ -257,12 +239,12 @@ class Workload:
         loss.backward()
 
     def step(self) -> None:
-        """The whole step, until the device has done it."""
+        """The whole step, until the device has finished it."""
         self.finish(self.forward())
         self.synchronize()
 
     def release(self) -> None:
-        """Release the gradients, and wait for what the device still does: the next step begins anew."""
+        """Release the gradients, and wait for the device."""
         self.model.zero_grad(set_to_none=True)
         self.synchronize()
 
@@ -284,7 +266,7 @@ def build(configuration: Configuration, video: Video, device: str | torch.device
 
 
 def is_attention_by_name(op: Any) -> bool:
-    """By a part of the op's name, as selective policies in training code commonly decide; it misses flash-attn's."""
+    """Whether an op has "attention" in its name, a common rule of selective policies. It misses flash-attn's ops."""
     name = str(op)
     return "attention" in name and "backward" not in name
 
@@ -295,7 +277,7 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not is_saved(op):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        # Its recompute gets what is saved now. torch before 2.13 asks again then.
+        # Recompute gets the saved output, so that no kernel runs. torch before 2.13 asks again then.
         for counter in engine.answered if classify(op) is not None and not context.is_recompute else ():
             counter[op._schema.name] += 1
         return CheckpointPolicy.MUST_SAVE
@@ -304,40 +286,30 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
     model.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
 
 
-NONE, FULL, ATTENTION, PLANNED = "none", "full", "attn_only", "planned"
-
-
 class Switch:
-    """The ways to checkpoint one model, one at a time.
-
-    budget: bytes of saved outputs for PLANNED; by default those of attn_only, by the plan. offload: whether those of
-    OFFLOADED are among them.
-    """
+    """The ways to checkpoint one model, one at a time."""
 
     def __init__(self, workload: Workload, budget: int | None = None, offload: bool = False) -> None:
-        self.workload, self._budget = workload, budget
-        self.variants = {**VARIANTS, **(OFFLOADED if offload else {})}
+        self.workload = workload
+        self.budget = budget  # bytes of saved outputs for "planned"; None until it is known, then those of attn_only
+        self.variants = VARIANTS | (OFFLOADED if offload else {})
         self.off()
 
     @functools.cached_property
-    def plan(self) -> Plan:
-        """Of the model and its inputs."""
-        return plan(self.workload.model, self.workload.inputs)
-
-    @property
-    def budget(self) -> int:
-        """Bytes of saved outputs for PLANNED."""
-        if self._budget is None:
-            self._budget = next(one.saved_bytes for one in self.plan.policies if one.policy == ATTENTION)
-        return self._budget
+    def planned(self) -> dict[str, Policy]:
+        """The policies of the blocks for the budget."""
+        found = plan(self.workload.model, self.workload.inputs)
+        if self.budget is None:
+            self.budget = next(one.saved_bytes for one in found.policies if one.policy == "attn_only")
+        return found.within(self.budget)
 
     def to(self, name: str) -> None:
-        """Switch a way on and let it run a step: what is built once is built, and memory is cached for its sizes.
+        """Switch a way on and run a step, for what is built or cached once.
 
-        The steps that follow are like most: in none of them is recompute compared with the forward by value.
+        The steps that follow are like most: none of them compares recompute with the forward by value.
         """
         self.off()
-        gc.collect()  # what a step that ran out of memory left
+        gc.collect()  # after a step that ran out of memory
         self.variants[name](self)
         self.workload.step()
         self.workload.release()
@@ -345,17 +317,9 @@ class Switch:
             record_of(block).step = 2**20 + 1
 
     def blocks(self) -> list[torch.nn.Module]:
-        """The blocks, where the way that is switched on is one of fastac's."""
+        """The blocks, if the way that is switched on is one of fastac's."""
         enabled = hook.enabled_on(self.workload.model)
         return [] if enabled is None else list(enabled.blocks.values())
-
-    def moved(self) -> dict[str, Any]:
-        """What the latest step moved to the host and back, as Measurement has it. Waits for the device."""
-        found = offloaded_by(self.blocks())
-        if found is None:
-            return {}
-        waited = found.waited_bytes if self.workload.device.type == "cuda" else ()
-        return {"host_bytes": found.host_bytes, "copies": found.copies, "waited_bytes": waited}
 
     def off(self) -> None:
         """Leave the model without checkpointing and gradients."""
@@ -364,59 +328,45 @@ class Switch:
         self.workload.release()
 
 
-VARIANTS: Mapping[str, Callable[[Switch], object]] = {
-    NONE: lambda switch: None,
-    FULL: lambda switch: switch.workload.model.enable_gradient_checkpointing(),
-    ATTENTION: lambda switch: hook.enable(switch.workload.model, ATTENTION),
-    "long_attn_only": lambda switch: hook.enable(switch.workload.model, "long_attn_only"),
-    PLANNED: lambda switch: hook.enable(switch.workload.model, switch.plan.within(switch.budget)),
+def _enabling(policy: str | Policy) -> Callable[[Switch], object]:
+    return lambda switch: hook.enable(switch.workload.model, policy)
+
+
+VARIANTS: dict[str, Callable[[Switch], object]] = {
+    "none": lambda switch: None,
+    "full": lambda switch: switch.workload.model.enable_gradient_checkpointing(),
+    "attn_only": _enabling("attn_only"),
+    "long_attn_only": _enabling("long_attn_only"),
+    "planned": lambda switch: hook.enable(switch.workload.model, switch.planned),
     "torch SAC, by name": lambda switch: enable_torch_sac(switch.workload.model),
 }
 """Ways to checkpoint a model that has no checkpointing now."""
 
-OFFLOADED: Mapping[str, Callable[[Switch], object]] = {
-    "full, offload": lambda switch: hook.enable(switch.workload.model, ROWS["full, offload"]),
-    "attn_only, offload": lambda switch: hook.enable(switch.workload.model, ROWS["attn_only, offload"]),
-}
-"""More of them, with what they keep in host memory, by the names of the plan."""
+OFFLOADED = {name: _enabling(ROWS[name]) for name in ("full, offload", "attn_only, offload")}
+"""More of them, with offload, by the names of the plan."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one way to checkpoint a model took. problem: why there are no figures, else empty.
-
-    seconds: of each timed step. relative: the median over rounds of its time over that of full checkpointing. Bytes
-    are above those of weights and inputs: held between forward and backward, and the most at one time of a step.
-    host_bytes: held on the host between forward and backward, which on a CPU are among those held. copies: to the host
-    and back in a step; waited_bytes: of each of them that the device was idle for, none on a CPU.
-    attention: kernels that ran in a step. different: of the outputs and gradients compared, how many are not bitwise
-    those of the reference, and by how much at most.
-    """
+    """Figures of one way to checkpoint a model. Bytes are above those of weights and inputs."""
 
     variant: str
-    problem: str = ""
-    seconds: tuple[float, ...] = ()
-    relative: float | None = None
-    held_bytes: int = 0
-    peak_bytes: int = 0
-    host_bytes: int = 0
-    copies: int = 0
-    waited_bytes: tuple[int, ...] = ()
-    attention: int = 0
-    compared: int = 0
-    different: int = 0
+    problem: str = ""  # why there are no figures
+    seconds: tuple[float, ...] = ()  # of each timed step
+    relative: float | None = None  # the median over rounds of its time divided by that of full checkpointing
+    held_bytes: int = 0  # between forward and backward
+    peak_bytes: int = 0  # the most at one time of a step
+    host_bytes: int = 0  # in host memory between forward and backward; on a CPU these are held as well
+    copies: int = 0  # to the host and back in a step
+    waited_bytes: tuple[int, ...] = ()  # of each of these that the device was idle for; none on a CPU
+    attention: int = 0  # kernels that ran in a step
+    compared: int = 0  # outputs and gradients
+    different: int = 0  # of those, not bitwise equal to the reference's
     largest_difference: float = 0.0
 
 
-def measure(
-    switch: Switch,
-    look: Callable[[str], Mapping[str, Any]],
-    *,
-    rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-    tell: Tell = lambda text: None,
-) -> list[Measurement]:
-    """Measure every way of checkpointing. What is refused, or runs out of memory, becomes a row that says so.
+def measure(switch: Switch, look: Callable[[str], Mapping[str, Any]], rounds: int, tell: Tell) -> list[Measurement]:
+    """Measure every way of checkpointing. One that is refused, or runs out of memory, becomes a row that says so.
 
     look: is called once with the name of each way, while it is switched on, and returns more fields of its row.
     The model is left without checkpointing.
@@ -428,18 +378,19 @@ def measure(
         try:
             switch.to(name)
             held, peak = allocated_bytes(workload.forward, workload.finish, workload.device)
-            moved = switch.moved()
+            row = Measurement(name, held_bytes=held, peak_bytes=peak)
+            if (moved := offloaded_by(switch.blocks())) is not None:
+                waited = moved.waited_bytes if workload.device.type == "cuda" else ()
+                row = replace(row, host_bytes=moved.host_bytes, copies=moved.copies, waited_bytes=waited)
             workload.release()
-            rows[name] = Measurement(name, held_bytes=held, peak_bytes=peak, **moved, **look(name))
+            rows[name] = replace(row, **look(name))
         except FAILURES as error:
             rows[name] = Measurement(name, failure(error))
     names = [name for name, row in rows.items() if not row.problem]
-    seconds, problems = take_turns(names, rounds, switch.to, workload.step, clock=clock, tell=tell)
-    ratios = relative(seconds, FULL)
-    for name, series in seconds.items():
-        rows[name] = dataclasses.replace(rows[name], seconds=tuple(series), relative=ratios.get(name))
-    for name, problem in problems.items():
-        rows[name] = Measurement(name, problem)
+    seconds, problems = take_turns(names, rounds, switch.to, workload.step, tell=tell)
+    ratios = relative(seconds, "full")
+    rows |= {name: replace(rows[name], seconds=tuple(one), relative=ratios.get(name)) for name, one in seconds.items()}
+    rows |= {name: Measurement(name, problem) for name, problem in problems.items()}
     switch.off()
     return list(rows.values())
 
@@ -447,21 +398,22 @@ def measure(
 def bench(
     workload: Workload,
     subject: str,
-    *,
     rounds: int = 5,
     budget: int | None = None,
     offload: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
     tell: Tell = lambda text: None,
 ) -> Measurements:
     """Measure every way of checkpointing, and compare outputs and gradients with those of the first that runs.
 
-    budget, offload: as of Switch. The model is left without checkpointing. Raises FastacError where none could be run.
+    budget, offload: as of Switch. The model is left without checkpointing. Raises FastacError if none could be run.
     """
-    expected: list[tuple[str, Step, float]] = []
+    expected: list[tuple[str, Step, float]] = []  # of the reference: name, step, noise
 
     def one_step() -> Step:
-        return _on_host(run_step(workload.model, workload.model, (), workload.inputs))
+        step = run_step(workload.model, workload.model, (), workload.inputs)
+        # On a GPU they would count as bytes of the next step.
+        step.tensors = {name: None if one is None else one.cpu() for name, one in step.tensors.items()}
+        return step
 
     def compare(name: str) -> Mapping[str, Any]:
         got = one_step()
@@ -476,41 +428,28 @@ def bench(
         }
 
     switch = Switch(workload, budget, offload)
-    rows = measure(switch, compare, rounds=rounds, clock=clock, tell=tell)
+    rows = measure(switch, compare, rounds, tell)
     if not expected:
         raise FastacError(f"bench {subject}: no step could be run here: {rows[0].problem}")
     ((reference, _, noise),) = expected
-    if any(row.variant == PLANNED and not row.problem for row in rows):
-        budget = switch.budget
     device = workload.device.type
-    return Measurements(subject, device, rounds, workload.weights, budget, reference, noise, tuple(rows))
+    return Measurements(subject, device, rounds, workload.weights, switch.budget, reference, noise, tuple(rows))
 
 
-def _on_host(step: Step) -> Step:
-    """With copies in the memory of the host: on a GPU they would count as the next step's."""
-    tensors = {name: None if one is None else one.cpu() for name, one in step.tensors.items()}
-    return dataclasses.replace(step, tensors=tensors)
-
-
-# What they took
+# The figures
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurements:
-    """What every way to checkpoint a model took.
+    """Figures of every way to checkpoint a model."""
 
-    device: its type. weights: bytes of parameters and buffers. budget: bytes, None where not known.
-    reference: whose outputs and gradients the others were compared with. noise: by how much its own differ from run to
-    run, above 0 where kernels are not deterministic.
-    """
-
-    subject: str
-    device: str
+    subject: str  # the model and its inputs, in words
+    device: str  # its type
     rounds: int
-    weights: int
-    budget: int | None
-    reference: str
-    noise: float
+    weights: int  # bytes of parameters and buffers
+    budget: int | None  # bytes of saved outputs that were planned for; None if nothing was planned
+    reference: str  # the way whose outputs and gradients the others are compared with
+    noise: float  # the largest difference between two runs of the reference: not 0 if kernels are not deterministic
     rows: tuple[Measurement, ...]
 
     def __str__(self) -> str:
@@ -522,12 +461,12 @@ class Measurements:
         captions += [f"budget: {readable_bytes(self.budget)}"] if self.budget is not None else []
         more = offload_columns(self.rows, self.device)
         if more and self.device == "cpu":
-            captions += ["on a CPU the host and the device are one memory: what is on the host is held as well"]
+            captions += ["on a CPU the host and the device are one memory: bytes on the host are held as well"]
         equality = f"outputs and gradients as {self.reference}"
         return render(table_of(self.rows, self.subject, captions, {equality: self._equality, **more}))
 
     def as_json(self) -> dict[str, Any]:
-        """The measurements in what JSON has."""
+        """The measurements as JSON values."""
         return dataclasses.asdict(self)
 
     def _equality(self, row: Measurement) -> str:
@@ -537,7 +476,7 @@ class Measurements:
 
 
 def offload_columns(rows: Sequence[Measurement], device: str) -> dict[str, Callable[[Measurement], str]]:
-    """Columns of what is on the host, and of copies where these are beside what is computed; none without OFFLOADED."""
+    """Columns for bytes on the host and, on a GPU, copies that it waited for; none without rows of OFFLOADED."""
     if not any(row.variant in OFFLOADED for row in rows):
         return {}
     columns: dict[str, Callable[[Measurement], str]] = {"on the host": lambda row: readable_bytes(row.host_bytes)}
@@ -551,16 +490,13 @@ def offload_columns(rows: Sequence[Measurement], device: str) -> dict[str, Calla
 def table_of(
     rows: Sequence[Measurement], title: str, captions: Sequence[str], more: Mapping[str, Callable[[Measurement], str]]
 ) -> Table:
-    """What every way took, and what became of those that have no figures. more: the last columns, by heading."""
+    """One row for each way, with its figures or its problem. more: the last columns, by heading."""
     problems = [f"{row.variant}: {row.problem}" for row in rows if ": " in row.problem]
-    table = Table(title=title, title_justify="left", caption="\n".join([*captions, *problems]), caption_justify="left")
-    headings = ("step / full", "seconds (from - to)", "held", "peak", "attention kernels")
-    table.add_column("checkpointing", no_wrap=True)
-    for heading in (*headings, *more):
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = ("step / full", "seconds (from - to)", "held", "peak", "attention kernels")
+    table = table_of_figures(title, [*captions, *problems], ("checkpointing", *figures, *more))
     for row in rows:
         if row.problem:
-            table.add_row(row.variant, *[""] * len(headings), row.problem.partition(": ")[0])
+            table.add_row(row.variant, *[""] * len(figures), row.problem.partition(": ")[0])
             continue
         table.add_row(
             row.variant,

@@ -1,19 +1,18 @@
-"""fastac plan: what each policy holds and recomputes on a video, before training."""
+"""fastac plan: bytes and FLOPs of each policy on a video, before training."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.status import Status
 
 from fastac.errors import FastacError, readable_bytes
 from fastac.models import published as configurations
@@ -29,27 +28,35 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `fastac plan` takes."""
+    """Add the arguments of `fastac plan`."""
     add_video(parser)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA weights of attention alone")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="default: %(default)s")
-    parser.add_argument("--gpus", type=int, default=1, help="that FSDP2 shards the model over (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, default=1, help="over which FSDP2 shards the model (default: %(default)s)")
     parser.add_argument(
-        "--context-parallel", type=int, default=1, metavar="RANKS", help="of these, that split a video (%(default)s)"
+        "--context-parallel",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="GPUs over which a video is split (%(default)s)",
     )
-    parser.add_argument("--budget", metavar="BYTES", help='of saved outputs: what every block then saves: "40GiB"')
-    parser.add_argument("--offload", action="store_true", help="what the budget is for waits in host memory")
+    parser.add_argument("--budget", metavar="BYTES", help='of saved outputs, for one more row: "40GiB"')
+    parser.add_argument("--offload", action="store_true", help="offload the row of the budget to host memory")
     parser.add_argument(
-        "--tflops", type=float, default=400, help="TFLOP/s of the device, which copies are hidden by (%(default)s)"
+        "--tflops", type=float, default=400, help="TFLOP/s of the device, for the column GB/s (%(default)s)"
     )
-    parser.add_argument("--checkpointed", type=int, metavar="BLOCKS", help="rows for checkpointing that many alone")
-    parser.add_argument("--memory", metavar="BYTES", help="of a device: the longest video and largest budget for it")
+    parser.add_argument(
+        "--checkpointed", type=int, metavar="BLOCKS", help="add rows for checkpointing the first so many alone"
+    )
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="of a device: add the longest videos and largest budget for it"
+    )
     parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the frontier as a picture: .png, .svg or .pdf")
 
 
 def add_video(parser: argparse.ArgumentParser) -> None:
-    """A published model, and a video, which `video_of` reads."""
+    """Add arguments for a published model, and for a video, which `video_of` reads."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -63,16 +70,16 @@ def add_video(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a plan. Raises FastacError for what cannot be planned."""
+    """Print a plan. Raises FastacError if that is not possible."""
     if options.lora < 0:
         raise FastacError(f"plan --lora {options.lora}: a rank of 1 or more was expected")
     if not options.tflops > 0:
         raise FastacError(f"plan --tflops {options.tflops:g}: a number above 0 was expected")
     budget, memory = (None if text is None else parse_bytes(text) for text in (options.budget, options.memory))
     configuration = configurations.load(options.model)
-    with telling() as tell, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the models' own, about a device that is not there
-        logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # a traceback of what the error says
+    with telling() as status, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the models' own, about a missing device
+        logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # a traceback of an error that is reported
         found = plan_video(
             configuration,
             video_of(options, configuration.default),
@@ -81,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
             memory=memory,
             checkpointed=options.checkpointed,
             offload=options.offload,
-            tell=tell,
+            tell=status.update,
         )
     found = dataclasses.replace(found, tflops=options.tflops)
     if options.json:
@@ -89,7 +96,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(found)
         if found.budget is not None and options.context_parallel == 1:
-            within = f"within({_written(found.budget)}{', offload=True' * options.offload})"
+            size = json.dumps(options.budget or found.budget)
+            within = f"within({size}{', offload=True' * options.offload})"
             print(f"fastac.enable(transformer, fastac.plan(transformer, inputs).{within})")
         if options.checkpointed is not None:
             print("or" * (found.budget is not None))
@@ -99,36 +107,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _written(size: int) -> str:
-    """A number of bytes as it is written in code: with the largest unit of which it is a whole number."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size and size % 2**power == 0:
-            return f'"{size >> power}{unit}"'
-    return str(size)
-
-
 def video_of(options: argparse.Namespace, default: Video) -> Video:
-    """The video that the options ask for, with what a model was made for where they say nothing."""
+    """The video of the options, with the model's default sizes where they have none."""
     given = {name: getattr(options, name) for name in ("frames", "height", "width", "text_tokens")}
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(default, batch=options.batch, dtype=DTYPES[options.dtype], **changes)
 
 
-@contextlib.contextmanager
-def telling() -> Iterator[Callable[[str], object]]:
-    """Shows what is being done, where somebody looks on."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("") as status:
-        yield status.update
+def telling() -> Status:
+    """A line that says what is being done, on a terminal; nothing elsewhere."""
+    return Console(stderr=True).status("", refresh_per_second=2)  # the thread that refreshes it is timed, too
 
 
 def plot(plan: Plan, path: str | Path) -> None:
     """Write the frontier of a plan, with the policies on it, as a picture. path: ends in .png, .svg or .pdf.
 
-    Raises FastacError where matplotlib is not installed, or cannot write such a file.
+    Raises FastacError if matplotlib is not installed, or cannot write such a file.
     """
     try:
         from matplotlib.figure import Figure
@@ -136,25 +130,18 @@ def plot(plan: Plan, path: str | Path) -> None:
         raise FastacError("plan: a plot needs matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(
-        [saved / GIB for saved, _ in plan.frontier],
-        [relative for _, relative in plan.frontier],
-        color="tab:blue",
-        linewidth=1.5,
-        label="plan.within(...)",
-        zorder=1,
-    )
+    saved, relative = zip(*((size / GIB, relative) for size, relative in plan.frontier), strict=True)
+    axes.plot(saved, relative, color="tab:blue", linewidth=1.5, label="plan.within(...)", zorder=1)
     for one in plan.policies:
         if one.policy not in FIXED and not one.policy.startswith(WITHIN):
-            continue  # it holds more than what it saves, or what it saves waits in host memory
+            continue  # it holds more bytes than it saves, or its saved outputs wait in host memory
         if one.policy == "none":
             label = f"no checkpointing (holds {readable_bytes(one.held_bytes)})"
             axes.axhline(one.relative, color="gray", linestyle="--", linewidth=1, label=label)
             continue
         marker, size = ("*", 130) if one.policy.startswith(WITHIN) else ("o", 45)
         axes.scatter(one.saved_bytes / GIB, one.relative, marker=marker, s=size, zorder=2, label=one.policy)
-    axes.set_xlabel("saved outputs, GiB")
-    axes.set_ylabel("FLOPs of a step, relative to full checkpointing")
+    axes.set(xlabel="saved outputs, GiB", ylabel="FLOPs of a step, relative to full checkpointing")
     axes.set_title(f"{plan.subject}\n{plan.inputs}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper right")

@@ -1,9 +1,9 @@
-"""What every policy holds and recomputes, before training: bytes and FLOPs of a step, without weights or GPU.
+"""Bytes and FLOPs of a step under every policy, before training, without weights or GPU.
 
-`simulation` runs a step on fake tensors and notes allocations and FLOPs, of the model that `subject` prepares;
-`timeline` reads from that what any policy holds at each moment; `knapsack` chooses outputs for a number of bytes;
-`forecast` puts these together for one model and one size of inputs; `plans` is what users get, and `video` the same for
-a published model and a video.
+`subject` prepares a model on fake tensors; `simulation` runs a step of it and records allocations and FLOPs; `timeline`
+reads from these the bytes that any policy holds at each moment; `knapsack` chooses outputs for a number of bytes;
+`forecast` puts these together for one model and one size of inputs; `plans` has `fastac.plan`, and `video` plans a
+published model and a video.
 """
 
 from fastac.planning.forecast import PolicyPlan, States

@@ -1,31 +1,29 @@
-"""What any policy holds and recomputes on one model and one size of inputs, from two simulations of a step."""
+"""Bytes and FLOPs of any policy on one model and one size of inputs, from simulations of a step."""
 
 from __future__ import annotations
 
-import fnmatch
-import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from fractions import Fraction
 
 import torch
 
 from fastac.errors import FastacError
 from fastac.planning import knapsack
-from fastac.planning.knapsack import Choice, Output
-from fastac.planning.simulation import EXCHANGED, Split
-from fastac.planning.subject import Subject, simulated
-from fastac.planning.timeline import Candidate, Place, Timeline
+from fastac.planning.knapsack import Marks
+from fastac.planning.simulation import Split, simulate
+from fastac.planning.subject import Subject
+from fastac.planning.timeline import EXCHANGED, Candidate, Timeline, block_of
 from fastac.planning.weights import stored_bytes
 from fastac.policy import NAMED, Policy
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
     "adamw": lambda size: 2 * size,
-    "adamw8bit": lambda size: 2 * (1 + 4 / 256),
+    "adamw8bit": lambda size: 2 * (1 + 4 / 256),  # one fp32 scale for 256 numbers, as in bitsandbytes
     "sgd": lambda size: 0,
 }
-"""Optimizer -> bytes of state for a trained number of so many bytes. 8 bits: with an fp32 scale for 256 of them, as
-bitsandbytes has it."""
+"""Optimizer -> bytes of state for each trained number of `size` bytes."""
 
 MIB = 2**20
 
@@ -34,32 +32,26 @@ AnyPolicy = str | Policy | Mapping[str, str | Policy]
 
 @dataclass(frozen=True)
 class PolicyPlan:
-    """What one policy does in one step. Bytes on one device.
-
-    saved_bytes: outputs that are saved. held_bytes: all that is alive between forward and backward, these among it.
-    host_bytes: what waits in host memory then, and is not held. peak_bytes: the most that is allocated at one time:
-    weights, gradients, states of the optimizer, activations. flops: of forward, recompute and backward. relative: to
-    those of full checkpointing. bytes_per_flop: the most that are copied in one direction per FLOP that runs meanwhile.
-    """
+    """Bytes and FLOPs of one step under one policy, on one device."""
 
     policy: str
-    saved_bytes: int
-    held_bytes: int
-    host_bytes: int
-    peak_bytes: int
+    saved_bytes: int  # of saved outputs
+    held_bytes: int  # all that is alive between forward and backward on the device, saved outputs among it
+    host_bytes: int  # in host memory between forward and backward
+    peak_bytes: int  # the most at one time: weights, gradients, the optimizer's states, activations
     recomputed_flops: int
-    flops: int
-    relative: float
-    bytes_per_flop: float
+    flops: int  # of forward, recompute and backward
+    relative: float  # flops, relative to full checkpointing
+    bytes_per_flop: float  # the most that are copied in one direction per FLOP that runs meanwhile
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one device besides what a step allocates: weights, the optimizer's, weights that are gathered."""
+    """Bytes on one device besides those that a step allocates."""
 
     weights: int
     optimizer: int
-    gathered: int = 0
+    gathered: int = 0  # weights of other ranks, and whole gradients, of the blocks that run
 
     @property
     def total(self) -> int:
@@ -70,10 +62,10 @@ class States:
 def states_of(
     model: torch.nn.Module, optimizer: str = "adamw", gpus: int = 1, blocks: Iterable[torch.nn.Module] = ()
 ) -> States:
-    """What a model and its optimizer hold on each of several GPUs, which FSDP2 gives equal parts of the parameters.
+    """The states of a model and its optimizer on each of several GPUs, over which FSDP2 shards the parameters.
 
-    Of the blocks two are gathered at a time, the one that runs and the next, and the gradients of one are whole.
-    Raises FastacError for an optimizer that is not known.
+    Two blocks are gathered at a time, the one that runs and the next, and the gradients of one are whole.
+    Raises FastacError for an unknown optimizer, or fewer GPUs than 1.
     """
     if optimizer not in OPTIMIZERS:
         raise FastacError(f"plan(optimizer={optimizer!r}): there are {', '.join(OPTIMIZERS)}")
@@ -83,161 +75,110 @@ def states_of(
     buffers = sum(map(stored_bytes, model.buffers()))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kept = sum(parameter.numel() * OPTIMIZERS[optimizer](parameter.itemsize) for parameter in trained)
-    gathered = 0
-    if gpus > 1:
-        sizes = [
-            2 * sum(map(stored_bytes, block.parameters()))
-            + sum(one.nbytes for one in block.parameters() if one.requires_grad)
-            for block in blocks
-        ]
-        gathered = max(sizes, default=0)
-    return States(parameters // gpus + buffers, int(kept / gpus), gathered)
+    gathered = (2 * sum(map(stored_bytes, one.parameters())) + _trained_bytes(one) for one in blocks if gpus > 1)
+    return States(parameters // gpus + buffers, int(kept / gpus), max(gathered, default=0))
 
 
-def block_of(region: str) -> str:
-    """The name of the block that a region is a call of."""
-    return region.partition("#")[0]
+def _trained_bytes(module: torch.nn.Module) -> int:
+    return sum(one.nbytes for one in module.parameters() if one.requires_grad)
 
 
 class Forecast:
-    """A model's step, simulated without and with full checkpointing: what is common to all policies.
-
-    optimizer: a name in OPTIMIZERS. gpus: among how many FSDP2 shards weights, gradients and the optimizer's states.
-    split: the part of the tokens that one rank of context parallelism has.
-    """
+    """Steps of a model on one size of inputs, simulated with full checkpointing of all blocks, of none, or of some."""
 
     def __init__(
         self,
         subject: Subject,
-        optimizer: str = "adamw",
-        gpus: int = 1,
+        optimizer: str = "adamw",  # a name in OPTIMIZERS
+        gpus: int = 1,  # over which FSDP2 shards weights, gradients and the optimizer's states
         split: Split = Split(),  # noqa: B008 it is frozen
     ) -> None:
         self.subject, self.gpus, self.split = subject, gpus, split
-        self._partly: dict[frozenset[str], Timeline] = {}
         self.states = states_of(subject.model, optimizer, gpus, subject.blocks.values())
-        self.gradients = sum(one.nbytes for one in subject.model.parameters() if one.requires_grad) // gpus
-
-    @functools.cached_property
-    def plain(self) -> Timeline:
-        """A step without checkpointing."""
-        return simulated(self.subject, (), self.split)
-
-    @functools.cached_property
-    def full(self) -> Timeline:
-        """A step under full checkpointing."""
-        return simulated(self.subject, self.subject.blocks, self.split)
-
-    def step(self, policies: Mapping[str, Policy]) -> Timeline:
-        """A step under full checkpointing of those blocks that these policies checkpoint."""
-        names = frozenset(name for name, policy in policies.items() if policy.checkpoints)
-        if not names or len(names) == len(policies):
-            return self.full if names else self.plain
-        if names not in self._partly:
-            self._partly[names] = simulated(self.subject, names, self.split)
-        return self._partly[names]
+        self.gradients = _trained_bytes(subject.model) // gpus
+        self._steps: dict[frozenset[str], Timeline] = {}  # by the names of the blocks that are checkpointed
 
     def policies(self, policy: AnyPolicy) -> dict[str, Policy]:
-        """The policies of all blocks: of one for all, or one of each block, by values or names."""
+        """The policies of all blocks. policy: one for all, or one of each block, by values or names."""
         each = policy if isinstance(policy, Mapping) else dict.fromkeys(self.subject.blocks, policy)
         return {name: NAMED[one] if isinstance(one, str) else one for name, one in each.items()}
 
-    @property
-    def candidates(self) -> Mapping[str, Sequence[Candidate]]:
-        """What each region could save, by its name."""
-        return self.full.candidates
+    def step(self, policy: AnyPolicy) -> Timeline:
+        """A step with full checkpointing of those blocks that a policy checkpoints."""
+        names = frozenset(name for name, one in self.policies(policy).items() if one.checkpoints)
+        if names not in self._steps:
+            self._steps[names] = simulate(self.subject, names, self.split)
+        return self._steps[names]
 
-    def outputs(self) -> dict[str, list[Output]]:
-        """What a policy of each block could save, by the block's name."""
-        found: dict[str, list[Output]] = {}
-        for region, candidates in self.candidates.items():
-            found.setdefault(block_of(region), []).extend(
-                Output(one.name, one.bytes, one.flops, one.keys)
-                for one in candidates
-                if one.name not in ("", EXCHANGED)
-            )
+    @property
+    def full(self) -> Timeline:
+        """A step with full checkpointing of all blocks."""
+        return self.step("full")
+
+    def outputs(self) -> dict[str, list[Candidate]]:
+        """Outputs that a policy of each block could save, by the block's name."""
+        found: dict[str, list[Candidate]] = {}
+        for region, candidates in self.full.candidates.items():
+            mine = found.setdefault(block_of(region), [])
+            mine += [one for one in candidates if one.name not in ("", EXCHANGED)]
         return found
 
-    def saved(self, policy: AnyPolicy) -> list[Place]:
-        """What is saved under a policy."""
-        policies = self.policies(policy)
-        if all(mine.saves_nothing for mine in policies.values()):
-            return []
+    def peak(self, policy: AnyPolicy, step: Timeline | None = None) -> int:
+        """The most bytes that are allocated at one time under a policy. step: of these inputs, or on a line to them."""
+        return self.states.total + (step or self.step(policy)).peak(self.policies(policy), self.gpus)
 
-        def is_saved(mine: Policy, one: Candidate) -> bool:
-            if one.keys:
-                return mine.saves(one.keys)
-            if one.name == EXCHANGED:
-                return mine.saves_collectives
-            return any(fnmatch.fnmatchcase(one.name, pattern) for pattern in mine.linear) and one.name != ""
-
-        return [
-            (region, place)
-            for region, found in self.candidates.items()
-            for place, one in enumerate(found)
-            if is_saved(policies[block_of(region)], one)
-        ]
-
-    def by_region(self, policy: AnyPolicy) -> dict[str, Policy] | None:
-        """The policies of all regions, where one offloads."""
-        policies = self.policies(policy)
-        if not any(mine.offload for mine in policies.values()):
-            return None
-        return {region: policies[block_of(region)] for region in self.candidates}
-
-    def peak(self, policy: AnyPolicy) -> int:
-        """The most bytes that are allocated at one time under a policy, as in `plan`."""
-        step = self.step(self.policies(policy))
-        return self.states.total + step.peak(self.saved(policy), self.by_region(policy), self.gpus)
+    def peak_on_line(self, policy: AnyPolicy, other: Forecast, part: Fraction) -> int | None:
+        """The peak on inputs that are `part` of the way to another forecast's; None where that is not known."""
+        step = self.step(policy).on_line(other.step(policy), part)
+        return None if step is None else self.peak(policy, step)
 
     def plan(self, policy: AnyPolicy, name: str = "") -> PolicyPlan:
-        """The plan of a policy. policy: as in `policies`. name: what it is called; default: the policy."""
-        step, saved, policies = self.step(self.policies(policy)), self.saved(policy), self.by_region(policy)
-        recomputed = step.recomputed(saved)
-        total = sum(step.flops.values()) - step.recomputed() + recomputed
+        """The plan of a policy. name: by default the policy's."""
+        step, policies = self.step(policy), self.policies(policy)
+        recomputed = step.recomputed(policies)
+        flops = step.flops["forward"] + recomputed + step.flops["backward"]
         return PolicyPlan(
             policy=name or str(policy),
-            saved_bytes=self._bytes(saved),
-            held_bytes=step.held(saved, policies),
-            host_bytes=sum(copies.bytes for copies in step.copies(saved, policies)),
+            saved_bytes=step.saved_bytes(policies),
+            held_bytes=step.held(policies),
+            host_bytes=sum(copies.bytes for copies in step.copies(policies)),
             peak_bytes=self.peak(policy),
             recomputed_flops=recomputed,
-            flops=total,
-            relative=total / sum(self.full.flops.values()),
-            bytes_per_flop=step.bytes_per_flop(saved, policies),
+            flops=flops,
+            relative=flops / self.full.flops.total(),
+            bytes_per_flop=step.bytes_per_flop(policies),
         )
 
     def within(self, limit: int, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
-        """What every block saves so that most recompute is avoided with `limit` bytes of saved outputs.
+        """The policies of all blocks that avoid the most recompute with `limit` bytes of saved outputs.
 
         Collectives of context parallelism count first; where they alone are more they are issued again. linear: whether
         outputs of Linear modules may be among them. offload: whether they, and inputs of blocks, wait in host memory.
         """
         outputs = {block: [one for one in found if linear or one.keys] for block, found in self.outputs().items()}
-        exchanging = {
-            block_of(region) for region, found in self.candidates.items() for one in found if one.name == EXCHANGED
-        }
-        exchanged = sum(one.bytes for found in self.candidates.values() for one in found if one.name == EXCHANGED)
-        collectives = "save" if exchanged <= limit else "recompute"
-        choices = knapsack.choose(outputs, limit - exchanged if collectives == "save" else limit)
+        exchanged = Counter[str]()
+        for region, found in self.full.candidates.items():
+            exchanged[block_of(region)] += sum(one.bytes for one in found if one.name == EXCHANGED)
+        left = limit - exchanged.total()
+        collectives, left = ("save", left) if left >= 0 else ("recompute", limit)
         chosen = {
-            block: policy_of(choice, outputs[block], collectives, block in exchanging)
-            for block, choice in choices.items()
+            block: policy_of(marks, outputs[block], collectives, exchanged[block] > 0)
+            for block, marks in knapsack.choose(outputs, left).items()
         }
-        # Lists of sums that are too long are thinned: then a policy by name may be better by a hair.
-        ways = [chosen, *(dict.fromkeys(outputs, NAMED[name]) for name in ("attn_only", "long_attn_only"))]
-        fitting = [way for way in ways if self._bytes(self.saved(way)) <= limit]
-        best = min(fitting, key=lambda way: self.full.recomputed(self.saved(way)))
+        # Long lists of sums are thinned: then a policy by name may be slightly better.
+        ways = [chosen, *map(self.policies, ("attn_only", "long_attn_only"))]
+        fitting = [way for way in ways if self.full.saved_bytes(way) <= limit]
+        best = min(fitting, key=self.full.recomputed)
         return {block: replace(mine, offload=offload) for block, mine in best.items()}
 
     def largest_budget(self, memory: int, offload: bool = False) -> int | None:
         """The most bytes of saved outputs with which a step fits a memory; None where full checkpointing does not.
 
-        To within a thousandth of all that could be saved, in whole MiB where there are some, as one writes it.
+        To within a thousandth of all that could be saved; in whole MiB if that is 1 MiB or more.
         """
         if self.peak(Policy("full", offload=offload)) > memory:
             return None
-        everything = sum(one.bytes for found in self.candidates.values() for one in found)
+        everything = sum(one.bytes for found in self.full.candidates.values() for one in found if one.name)
         unit = MIB if everything >= MIB else 1
 
         def fits(units: int) -> bool:
@@ -245,7 +186,7 @@ class Forecast:
 
         low, high = 0, -(-everything // unit)
         if fits(high):
-            return high * unit  # more than all is all
+            return high * unit
         tolerance = max(1, high // 1000)
         while high - low > tolerance:
             middle = (low + high) // 2
@@ -253,22 +194,18 @@ class Forecast:
         return low * unit
 
     def frontier(self, points: int = 257) -> list[tuple[int, float]]:
-        """Bytes that are saved and FLOPs relative to full checkpointing, for growing budgets."""
-        full = sum(self.full.flops.values())
+        """Saved bytes and FLOPs relative to full checkpointing, for growing budgets."""
+        full = self.full.flops.total()
         return [(saved, (full - avoided) / full) for saved, avoided in knapsack.frontier(self.outputs(), points)]
 
-    def _bytes(self, saved: Collection[Place]) -> int:
-        return sum(self.candidates[region][place].bytes for region, place in saved)
 
-
-def policy_of(choice: Choice, outputs: Sequence[Output], collectives: str, communicates: bool) -> Policy:
-    """The policy that saves what was chosen among the outputs of a block. communicates: its attention does."""
-    options: dict[str, Any] = {"collectives": collectives, "linear": choice.linear}
-    left_out = [one.keys for one in outputs if one.keys and (choice.min_kv is None or one.keys < choice.min_kv)]
-    if choice.min_kv is not None:
-        return Policy("attn_only", max(left_out) + 1 if left_out else 0, **options)
-    if choice.linear:
-        return Policy("linear_only", **options)
-    if communicates and collectives == "save":  # these alone
-        return Policy("attn_only", max(left_out, default=0) + 1, collectives)
+def policy_of(marks: Marks, outputs: Sequence[Candidate], collectives: str, communicates: bool) -> Policy:
+    """The policy that saves these outputs of a block. communicates: its attention does."""
+    keys = [mark for mark in marks if isinstance(mark, int)]
+    linear = tuple(dict.fromkeys(one.name for one in outputs if not one.keys and one.name in marks))
+    if linear and not keys:
+        return Policy("linear_only", collectives=collectives, linear=linear)
+    if keys or (communicates and collectives == "save"):  # the latter: of collectives alone
+        left_out = [one.keys for one in outputs if one.keys and not (keys and one.keys >= keys[0])]
+        return Policy("attn_only", max(left_out, default=-1) + 1, collectives, linear)
     return Policy("full")

@@ -1,13 +1,12 @@
-"""What every block saves for a budget of bytes: a knapsack, solved exactly by lists of undominated sums.
+"""The outputs that every block saves for a budget of bytes: a knapsack, solved exactly by lists of undominated sums.
 
-Outputs of equal bytes and flops are interchangeable, so the knapsack only counts them; which blocks they are of is
-settled afterwards. A table over bytes would need a cell for every multiple of what divides all sizes, 37 million of
-10 KiB for Wan 14B, while at most 0.3 million of its sums are not beaten by another one with no more bytes.
+Outputs of equal bytes and flops are interchangeable, so the knapsack only counts them; their blocks are chosen
+afterwards. A table over bytes would need a cell for every multiple of the greatest common divisor of all sizes, 37
+million of 10 KiB for Wan 14B, while at most 0.3 million of its sums are not beaten by another one with no more bytes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,74 +15,47 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fastac.planning.timeline import Candidate
+
 POINTS = 2**19
 """The longest list of sums that is kept whole. Of a longer one the best stays in each of so many intervals of bytes.
 
-Then what is chosen saves at least as much as any choice under a limit that is lower by 1 + limit / POINTS for each step
-of the solution: by 0.02 % of it for LTX-2, with about 120 steps. The lists of Wan 14B are shorter than this, and those
-of HunyuanVideo unless its modulation is listed: outputs of one token, whose few bytes make a sum for every gap.
+The choice then saves at least as much as any choice under a limit that is lower by 1 + limit / POINTS for each step of
+the solution: by 0.02 % of it for LTX-2, with about 120 steps. The lists of Wan 14B are shorter than this, and those of
+HunyuanVideo unless its modulation is listed: outputs of one token, whose few bytes make a sum for every gap.
 """
 
 _Integers = npt.NDArray[np.int64]
 
 
-@dataclasses.dataclass(frozen=True)
-class Output:
-    """One output that a block could save instead of recomputing it.
-
-    name: of the Linear module inside the block ("ffn.net.2"), or of the attention op. bytes: that it holds until it is
-    replayed, above full checkpointing. flops: that recompute then does not do. keys: over how many keys an attention
-    call attends; 0 for the output of a Linear module.
-    """
-
-    name: str
-    bytes: int
-    flops: int
-    keys: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What one block saves.
-
-    min_kv: attention over at least so many keys is saved; None: no attention is. linear: names of Linear modules, in
-    the order of the block's outputs.
-    """
-
-    min_kv: int | None
-    linear: tuple[str, ...]
-    bytes: int
-    flops: int
-
+Marks = set[str | int]
+"""Saved outputs of one block: names of Linear modules, and a number of keys from which on attention is saved."""
 
 _Levels = tuple[tuple[int, int], ...]
-"""Bytes and flops at each level of a part: (0, 0) first, which saves nothing, then more and more."""
+"""Bytes and flops at each level of a part, ascending from (0, 0), which saves nothing."""
 
 
 class _Part(NamedTuple):
-    """One decision about a block: whether a Linear module is saved, or attention over how many keys.
-
-    marks: what the levels above (0, 0) stand for: the name of the module, or numbers of keys.
-    """
+    """One decision about a block: whether a Linear module is saved, or attention over how many keys."""
 
     block: str
-    marks: tuple[str | int, ...]
+    marks: tuple[str | int, ...]  # of the levels above (0, 0): the name of the module, or numbers of keys
 
 
 class _Step(NamedTuple):
-    """So many parts of equal levels, all put on one level together."""
+    """Parts of equal levels, which take the same level."""
 
     levels: _Levels
-    copies: int
+    copies: int  # number of parts
 
 
-def choose(blocks: Mapping[str, Sequence[Output]], limit: int) -> dict[str, Choice]:
-    """What every block saves so that most flops are saved within `limit` bytes; of such choices one of fewest bytes.
+def choose(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dict[str, Marks]:
+    """The saved outputs of every block that save most flops within `limit` bytes; of such choices one of fewest bytes.
 
     blocks: name -> outputs, in the order of the forward. In a block attention is saved from some number of keys on, or
-    not at all; calls of one Linear module are saved together. What not all blocks can save is saved by the last ones,
-    whose outputs backward uses up first; so of two blocks with equal outputs the earlier saves a subset of what the
-    later does.
+    not at all; calls of one Linear module are saved together. If not all blocks can save an output, the last ones do,
+    whose outputs backward releases first; so of two blocks with equal outputs the earlier saves a subset of the
+    later's.
     """
     pools = _pools(blocks)
     steps = _steps(pools)
@@ -94,15 +66,15 @@ def choose(blocks: Mapping[str, Sequence[Output]], limit: int) -> dict[str, Choi
         level = int(np.searchsorted(starts, origin[point], side="right")) - 1
         point = int(origin[point] - starts[level])
         chosen[step.levels] += [level] * step.copies
-    marks: dict[str, set[str | int]] = {block: set() for block in blocks}
+    found: dict[str, Marks] = {block: set() for block in blocks}
     for levels, parts in pools.items():
         for part, level in zip(parts, sorted(chosen[levels], reverse=True), strict=True):
             if level:
-                marks[part.block].add(part.marks[level - 1])
-    return {block: _choice(outputs, marks[block]) for block, outputs in blocks.items()}
+                found[part.block].add(part.marks[level - 1])
+    return found
 
 
-def frontier(blocks: Mapping[str, Sequence[Output]], points: int = 33) -> list[tuple[int, int]]:
+def frontier(blocks: Mapping[str, Sequence[Candidate]], points: int = 33) -> list[tuple[int, int]]:
     """Bytes and flops saved of the best choices for `points` (2 or more) limits, evenly spread from 0 to everything.
 
     Limits with the same best choice are one point. All are from one list, which `POINTS` bounds as it does in `choose`.
@@ -113,14 +85,7 @@ def frontier(blocks: Mapping[str, Sequence[Output]], points: int = 33) -> list[t
     return [(int(sums[index]), int(flops[index])) for index in indices]
 
 
-def _choice(outputs: Sequence[Output], marks: set[str | int]) -> Choice:
-    min_kv = next((mark for mark in marks if isinstance(mark, int)), None)
-    saved = [out for out in outputs if (min_kv is not None and out.keys >= min_kv if out.keys else out.name in marks)]
-    linear = tuple(dict.fromkeys(out.name for out in saved if not out.keys))
-    return Choice(min_kv, linear, sum(out.bytes for out in saved), sum(out.flops for out in saved))
-
-
-def _pools(blocks: Mapping[str, Sequence[Output]]) -> dict[_Levels, list[_Part]]:
+def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[_Levels, list[_Part]]:
     """The parts of all blocks that save any flops, by their levels, those of the last block first."""
     pools: dict[_Levels, list[_Part]] = {}
     for block, outputs in reversed(list(blocks.items())):
@@ -139,7 +104,7 @@ def _pools(blocks: Mapping[str, Sequence[Output]]) -> dict[_Levels, list[_Part]]
 
 
 def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_Step]:
-    """Steps by which every number of parts can come to every level.
+    """Steps that can bring every number of parts to every level.
 
     With one level above nothing, chunks of 1, 2, 4, ... parts make up all numbers; with more the parts go one by one.
     """
@@ -159,8 +124,8 @@ def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_Step]:
 def _undominated(steps: Sequence[_Step], limit: int) -> tuple[_Integers, _Integers, list[tuple[Any, Any]]]:
     """Bytes and flops of all sums within a limit for which no other sum has as many flops and no more bytes, ascending.
 
-    And for each step where its sums are from: indices into the sums of the step before, put end to end once per level,
-    and where each level starts there.
+    And for each step the origins of its sums: indices into the sums of the step before, repeated for every level, and
+    the index at which each level starts.
     """
     sums, flops = np.zeros(1, np.int64), np.zeros(1, np.int64)
     limit = min(limit, sum(step.levels[-1][0] * step.copies for step in steps))

@@ -1,7 +1,7 @@
-"""Values of small tensors in a simulation without data: of masks and indices, and of what is computed from them.
+"""Values of small tensors in a simulation without data: masks, indices, and results computed from them.
 
-Some models ask for values: how many tokens a mask leaves, at which places. Fake tensors have none. What follows from
-small inputs and constants alone is computed beside them.
+Some models ask for values: how many tokens a mask leaves, at which places. Fake tensors have none. So operations on
+small inputs and constants alone are computed on real tensors as well.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fastac.engine import torch_private
 from fastac.engine.torch_private import tree_leaves, tree_map
 
 LARGEST = 2**20
-"""Numbers in a tensor whose values are followed."""
+"""The most numbers in a tensor whose values are known."""
 
 CONSTANTS = ("arange", "full", "linspace", "ones", "scalar_tensor", "zeros")
 LIKE = ("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")
-"""Operations of aten whose output depends on no values; on the shape of a tensor at most."""
+"""Operations of aten whose output depends on no values; for LIKE, on the shape of a tensor."""
 
 
 class KnownValues:
@@ -31,13 +31,13 @@ class KnownValues:
         self._values: Any = WeakTensorKeyDictionary()
 
     def learn(self, fake: torch.Tensor, value: torch.Tensor) -> None:
-        """Know the values of a tensor, and of what is computed from it."""
+        """Record the values of a tensor, so that results computed from it are known, too."""
         if value.numel() <= LARGEST:
             with torch_private.without_modes():
                 self._values[fake] = value.clone()  # operations in place change it
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation on fake tensors, and on what they stand for where all of that is known."""
+        """Run an operation on fake tensors, and on their values if all of these are known."""
         known = self._is_known(func, args, kwargs)
         try:
             outputs = func(*args, **kwargs)
@@ -57,7 +57,7 @@ class KnownValues:
         return outputs
 
     def _places(self, indices: Any) -> list[Any] | None:
-        """What a tensor is indexed with, masks by the places that they leave; None where these are not known."""
+        """The indices of a tensor, with masks replaced by the places that they leave; None if a mask is not known."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:

@@ -1,4 +1,4 @@
-"""What a plan says: what each policy holds and recomputes in one step, as values and as a table."""
+"""Plans: bytes and FLOPs of each policy in one step, as values and as a table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from fastac import hook
 from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.planning.forecast import Forecast, PolicyPlan, States
-from fastac.planning.subject import Inputs, subject
+from fastac.planning.subject import Inputs, arguments, subject
 from fastac.planning.weights import BREAKS
 from fastac.policy import NAMED, Policy, of_first
 from fastac.verify import render
@@ -35,54 +35,44 @@ FIXED = ("none", "full", "long_attn_only", "attn_only")
 ROWS: Mapping[str, Policy] = {name: NAMED[name] for name in FIXED} | {
     f"{name}, offload": dataclasses.replace(NAMED[name], offload=True) for name in FIXED[1:]
 }
-"""The first rows of every plan: these policies, and with what they keep in host memory."""
+"""The first rows of every plan: these policies, and the same with offload."""
 
 WITHIN = "within "
-"""How the name of a plan for a budget begins."""
-
-
-UNITS = {"b": 1}
-UNITS.update({f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)})
-UNITS.update({f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)})
+"""Prefix of the name of a plan for a budget."""
 
 
 def parse_bytes(text: str | int) -> int:
     """A number of bytes: "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB", or a number. Raises FastacError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    found = re.fullmatch(r"\s*([0-9]+)(\.[0-9]+)?\s*([a-z]*)\s*", text.lower()) if isinstance(text, str) else None
-    unit = UNITS.get(found[3]) if found else None
-    if found is None or unit is None or (found[2] and unit == 1):
+    pattern = r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b\s*"
+    found = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
+    if found is None:
         raise FastacError(
             f'{text!r}: expected bytes with their unit, as in "512MiB", "24GiB" (2**30 each) or "24GB" (10**9); in '
             f"Python a whole number may have none"
         )
-    return int(Fraction(found[1] + (found[2] or "")) * unit)
+    number, prefix, binary = found.groups()
+    return int(Fraction(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plans of several policies, for one model and one size of inputs; and of any number of bytes, by `within`.
-
-    states: of the model. gradients: bytes of its gradients, which the peak of every policy has in it. frontier: bytes
-    that are saved and FLOPs relative to full checkpointing, for growing budgets. Of `fastac plan`: budget, bytes of
-    saved outputs that were asked for, or the most with which a step fits `memory`; blocks, what each block saves then;
-    largest, policy -> frames of the longest video whose step fits `memory`, 0 for none; tflops, TFLOP/s of the device,
-    for the bandwidth that hides copies to the host.
-    """
+    """The plans of several policies, for one model and one size of inputs; and of any number of bytes, by `within`."""
 
     forecast: Forecast = dataclasses.field(repr=False, compare=False)
-    subject: str
-    inputs: str
+    subject: str  # the model's name
+    inputs: str  # their sizes, in words
     states: States
-    gradients: int
+    gradients: int  # bytes of the model's, which the peak of every policy includes
     policies: tuple[PolicyPlan, ...]
-    frontier: tuple[tuple[int, float], ...]
-    blocks: Mapping[str, Policy] = dataclasses.field(default_factory=dict)
-    largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    memory: int | None = None
-    budget: int | None = None
-    tflops: float = 400
+    frontier: tuple[tuple[int, float], ...]  # saved bytes and FLOPs relative to full checkpointing, by growing budgets
+    # Of `fastac plan` alone:
+    blocks: Mapping[str, Policy] = dataclasses.field(default_factory=dict)  # by block, within the budget
+    largest: Mapping[str, int] = dataclasses.field(default_factory=dict)  # policy -> frames that fit `memory`, or 0
+    memory: int | None = None  # bytes of the device
+    budget: int | None = None  # bytes of saved outputs: those asked for, or the most with which a step fits `memory`
+    tflops: float = 400  # TFLOP/s of the device, for the bandwidth that hides copies to the host
     notes: tuple[str, ...] = NOT_MODELLED
 
     def within(self, saved: str | int, *, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
@@ -130,24 +120,14 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The plan in what JSON has."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        found = dataclasses.asdict(dataclasses.replace(self, forecast=None))  # type: ignore[arg-type]
         del found["forecast"]
-        found["states"] = dataclasses.asdict(self.states)
-        found["policies"] = [dataclasses.asdict(one) for one in self.policies]
-        found["blocks"] = {name: dataclasses.asdict(policy) for name, policy in self.blocks.items()}
         return found
 
     def __str__(self) -> str:
-        table = Table(
-            title=f"{self.subject}: {self.inputs}",
-            title_justify="left",
-            caption="\n".join(self._captions()),
-            caption_justify="left",
-        )
         headings = ["policy", "saved", "held", "host", "peak", "TFLOPs run again", "FLOPs of full", "GB/s"]
         headings += [f"longest video in {readable_bytes(self.memory or 0)}"] * bool(self.largest)
-        for heading in headings:
-            table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+        table = table_of_figures(f"{self.subject}: {self.inputs}", self._captions(), headings)
         for one in self.policies:
             table.add_row(
                 one.policy,
@@ -161,13 +141,12 @@ class Plan:
 
     def _captions(self) -> list[str]:
         states = self.states
-        parts = [f"weights {readable_bytes(states.weights)}", f"gradients {readable_bytes(self.gradients)}"]
-        parts += [f"optimizer {readable_bytes(states.optimizer)}"]
-        parts += [f"gathered {readable_bytes(states.gathered)}"] * bool(states.gathered)
-        lines = [f"peak: with {', '.join(parts)}"]
+        sizes = {"weights": states.weights, "gradients": self.gradients, "optimizer": states.optimizer}
+        sizes |= {"gathered": states.gathered} if states.gathered else {}
+        lines = [f"peak: with {', '.join(f'{name} {readable_bytes(size)}' for name, size in sizes.items())}"]
         if any(one.host_bytes for one in self.policies):
             lines += [
-                "host: for each GPU, what waits in host memory and is not held on the device",
+                "host: bytes in host memory for each GPU, which are not held on the device",
                 f"GB/s: host copies of at least this rate in each direction are hidden at {self.tflops:g} TFLOP/s; "
                 f"PCIe 4 x16 gives about 25, PCIe 5 x16 about 50",
             ]
@@ -183,6 +162,14 @@ class Plan:
         return lines + list(self.notes)
 
 
+def table_of_figures(title: str, captions: Sequence[str], headings: Sequence[str]) -> Table:
+    """A table with words in its first column and figures in the others."""
+    table = Table(title=title, title_justify="left", caption="\n".join(captions), caption_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
 def _frames(count: int | None) -> str:
     if count is None:
         return ""
@@ -190,12 +177,11 @@ def _frames(count: int | None) -> str:
 
 
 def summary(policies: Collection[Policy]) -> str:
-    """What so many blocks save, by what is saved: "attention over at least 513 keys in 30 of 30 blocks, ..."."""
+    """Counts of blocks by saved output: "attention over at least 513 keys in 30 of 30 blocks, ..."."""
     counts: Counter[str] = Counter()
     for policy in policies:
-        if policy.name == "attn_only":
-            counts[f"attention over at least {policy.min_kv} keys" if policy.min_kv else "attention"] += 1
-        counts.update(policy.linear)
+        attention = f"attention over at least {policy.min_kv} keys" if policy.min_kv else "attention"
+        counts.update([*[attention] * (policy.name == "attn_only"), *policy.linear])
     parts = [f"{what} in {count}" for what, count in counts.most_common()]
     if parts:
         parts[0] += f" of {len(policies)} blocks"
@@ -211,44 +197,41 @@ def plan(
     gpus: int = 1,
     checkpointed: int | None = None,
 ) -> Plan:
-    """Plan a step of a model: what each policy holds, its peak, and the FLOPs that it recomputes.
+    """Plan a step of a model: the bytes that each policy holds, its peak, and the FLOPs that it recomputes.
 
     Args:
         model: it is copied without its data, and may be on the device "meta", offloaded or quantized.
         inputs: keyword arguments of one call, by name; or a tuple of arguments by position.
         blocks: as in `enable`.
         optimizer: "adamw", "adamw8bit" or "sgd".
-        gpus: among how many FSDP2 shards weights, gradients and the optimizer's states.
-        checkpointed: adds what "full" and "attn_only" do where the first so many blocks are checkpointed and the rest
-            is not, as `fastac.first_blocks` has it.
+        gpus: number of GPUs over which FSDP2 shards weights, gradients and the optimizer's states.
+        checkpointed: adds rows for "full" and "attn_only" in the first so many blocks, with the rest not checkpointed,
+            as `fastac.first_blocks` has it.
 
     Returns:
-        A Plan, which prints as a table; `within` gives what to save for a number of bytes.
+        A Plan, which prints as a table; its `within` gives the policies for a number of bytes.
 
     Raises:
-        FastacError: the model has no blocks that are known, does not run on these inputs without data, or is not
-            trained; `inputs` are neither; the optimizer is not known.
+        FastacError: the model's blocks are unknown, it does not run on these inputs without data, or is not trained;
+            `inputs` are neither a mapping nor a tuple; the optimizer is unknown.
 
     Example:
         >>> plan = fastac.plan(transformer, inputs)
         >>> fastac.enable(transformer, plan.within("24GiB"))
     """
-    if not isinstance(inputs, (Mapping, tuple, list)):
-        raise FastacError(
-            f"plan(inputs=...): a mapping of argument names to values was expected, as in "
-            f'{{"hidden_states": ..., "timestep": ...}}, or a tuple of arguments, got {type(inputs).__name__}'
-        )
     hook.check_module(model, "plan")
-    named = inputs.items() if isinstance(inputs, Mapping) else (("", value) for value in inputs)
-    shapes = [f"{name} {tuple(value.shape)}".strip() for name, value in named if isinstance(value, torch.Tensor)]
+    args, kwargs = arguments(inputs)
+    named = [*(("", value) for value in args), *kwargs.items()]
+    tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}".strip() for name, tensor in tensors)
     try:
         forecast = Forecast(subject(model, inputs, blocks), optimizer, gpus)
-        return make_plan(forecast, class_name(model), ", ".join(shapes), checkpointed=checkpointed)
+        return make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
     except FastacError:
         raise
-    except BREAKS as error:  # the model's own, or of what is not known of tensors without data
+    except BREAKS as error:  # the model's own, or for want of data
         raise FastacError(
-            f"plan: {class_name(model)} does not run without data on {', '.join(shapes)}: {type(error).__name__}: "
+            f"plan: {class_name(model)} does not run without data on {shapes}: {type(error).__name__}: "
             f"{error}\nIf its weights are offloaded, sharded or quantized, plan before, or from its configuration: "
             f"fastac plan config.json."
         ) from error
@@ -263,9 +246,9 @@ def make_plan(
     checkpointed: int | None = None,
     offload: bool = False,
 ) -> Plan:
-    """The plan of a forecast, with that of a budget, or of the largest budget for a memory, both in bytes.
+    """The plan of a forecast, with a row for a budget of saved bytes: by default the largest that fits `memory`.
 
-    checkpointed: how many blocks are, in two more rows. offload: whether what the budget is for waits in host memory.
+    checkpointed: number of blocks that are, in two more rows. offload: whether the row of the budget offloads.
     """
     policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
     if checkpointed is not None:

@@ -2,8 +2,8 @@
 
 The model and its inputs are fake tensors, which have shapes and no memory. Each storage that an operation returns is an
 event, and its end is another. Of every block it is known which outputs could be saved, when they go in the forward, and
-when recompute makes them again: from one simulation of full checkpointing `fastac.planning.timeline` reads what any
-policy holds.
+when recompute makes them again: from one simulation of full checkpointing `fastac.planning.timeline` reads the bytes
+that any policy holds.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,18 +27,15 @@ from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.engine.tape import is_differentiable
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
-from fastac.planning.known_values import KnownValues
-from fastac.planning.timeline import Candidate, Event, Kept, Moment, Place, Timeline
+from fastac.planning.subject import Subject
+from fastac.planning.timeline import EXCHANGED, Candidate, Event, Kept, Moment, Place, Timeline
 from fastac.registry import classify
 from fastac.registry.torch_private import arguments_of
-
-EXCHANGED = "exchanged"
-"""The candidate that stands behind an attention under context parallelism: what its collectives return."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One rank of Ulysses context parallelism: what is simulated is its part of the tokens.
+    """One rank of Ulysses context parallelism, whose part of the tokens is simulated.
 
     Attention over the `tokens` of the video that the rank has, or more, is over those of all `ranks`, with its part of
     the heads: as many bytes, more FLOPs. Query, key, value and output go through an all-to-all each.
@@ -48,10 +45,10 @@ class Split:
     tokens: int = 0
 
     def keys(self, keys: int) -> int:
-        """Over how many keys an attention is that is simulated over so many."""
-        return keys + (self.ranks - 1) * self.tokens if self.concerns(keys) else keys
+        """The number of keys of all ranks, for an attention that is simulated over the rank's own."""
+        return keys + (self.ranks - 1) * self.tokens if self.applies_to(keys) else keys
 
-    def concerns(self, keys: int) -> bool:
+    def applies_to(self, keys: int) -> bool:
         """Whether an attention over so many keys is over the video, and not the text alone."""
         return self.ranks > 1 and keys >= self.tokens
 
@@ -64,73 +61,58 @@ GENERATOR_STATE = torch.get_rng_state().nbytes
 
 @dataclasses.dataclass(eq=False)
 class _Storage:
-    """A storage and the candidate it is a part of. copied: what would be kept is a copy, since nobody guards it.
-
-    replayed: recompute makes it, and would be handed what was saved. region: that ends with it. kept: it is an input of
-    a region.
-    """
-
-    event: Event
-    candidate: Place | None = None
-    copied: bool = False
+    event: Event  # its allocation
+    candidate: Place | None = None  # that it is a part of
+    copied: bool = False  # a copy would be saved, since nobody guards the original
     gone: bool = False
-    replayed: bool = False
-    region: str = ""
-    kept: Kept | None = None
+    region: str = ""  # that ends with it
+    kept: Kept | None = None  # it is an input of regions
 
 
 class Meter(TorchDispatchMode):
-    """Notes every allocation and every operation that has FLOPs while it is on."""
+    """Records every allocation and every operation that has FLOPs while it is on."""
 
-    def __init__(self, outside: Sequence[torch.Tensor], known: KnownValues, split: Split) -> None:
+    def __init__(self, outside: Iterable[torch.Tensor], subject: Subject, split: Split) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known, self.split = known, split
+        self.known, self.split = subject.known, split
         self.events: list[Event] = []
         self.flops: Counter[str] = Counter()  # by phase
-        self.candidates: dict[str, list[Candidate]] = {}
-        self.forward_ends: int | None = None  # how many events the forward had
-        self.begins: dict[str, list[Moment]] = {}  # by region: of its forward, and of its recompute
+        self.candidates: dict[str, list[Candidate]] = {name: [] for name in subject.blocks}  # by region
+        self.forwards, self.forward_ends = True, 0  # whether the forward runs; the number of its events
+        self.begins: defaultdict[str, list[Moment]] = defaultdict(
+            list
+        )  # by region: of its forward, and of its recompute
         self.kept: list[Kept] = []
         self.region = ""  # that runs, in forward or recompute
         self.linear = ""  # the Linear module that runs
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
-        self._alive: dict[int, _Storage] = {}
-        self._parts: dict[Place, list[_Storage]] = {}  # of the candidates
-        self._held: dict[str, Counter[Place]] = {}  # by what is saved of a region, above full checkpointing
-        self._repeated: dict[str, int] = {}  # how many candidates of a block recompute has come to
-
-    @property
-    def forwards(self) -> bool:
-        """Whether the forward runs."""
-        return self.forward_ends is None
+        self._alive: dict[int, _Storage] = {}  # by address
+        self._parts: defaultdict[Place, list[_Storage]] = defaultdict(list)  # of the candidates
+        self._held: defaultdict[str, Counter[Place]] = defaultdict(Counter)  # if saved, above full checkpointing
+        self._repeated: Counter[str] = Counter()  # candidates of a region that recompute has come to
 
     def hold(self, size: int, owner: object, region: str) -> None:
-        """So many bytes, which no operation returns, are alive as long as the owner, as is what a region saves."""
-        event = Event(size)
-        self.events.append(event)
-        self._alive[-id(owner)] = _Storage(event, region=region)  # the addresses of storages are above 0
-        weakref.finalize(owner, self._free, -id(owner)).atexit = False
+        """Record bytes that no operation returns. They, and what a region saves, are released with their owner."""
+        self._allocate(_Storage(Event(size), region=region), -id(owner), owner)  # addresses of storages are above 0
 
     def begin(self, region: str) -> None:
         """A region begins its forward, or its recompute."""
         self.candidates.setdefault(region, [])
-        self.begins.setdefault(region, []).append(Moment(len(self.events), self.flops.total()))
+        self.begins[region].append(Moment(len(self.events), self.flops.total()))
         self.events.append(Event(0))
 
     def take_inputs(self, region: str, inputs: Iterable[Any]) -> None:
-        """A region keeps its inputs; those that were there before the step are not noted."""
-        tensors = (one for one in inputs if isinstance(one, torch.Tensor) and torch_private.has_storage(one))
-        for address in dict.fromkeys(tensor.untyped_storage()._cdata for tensor in tensors):
-            if (storage := self._alive.get(address)) is not None:
-                if storage.kept is None:
-                    storage.kept = Kept(storage.event.bytes)
-                    self.kept.append(storage.kept)
-                storage.kept.inputs_of.append(region)
+        """A region keeps its inputs; those that were there before the step are not recorded."""
+        for storage in dict.fromkeys(filter(None, map(self._storage_of, inputs))):
+            if storage.kept is None:
+                storage.kept = Kept(storage.event.bytes)
+                self.kept.append(storage.kept)
+            storage.kept.inputs_of.append(region)
 
     def end_forward(self) -> None:
         """The forward has ended."""
         self.events.append(Event(0))
-        self.forward_ends = len(self.events)
+        self.forwards, self.forward_ends = False, len(self.events)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -149,21 +131,30 @@ class Meter(TorchDispatchMode):
                 self._see(tensor.untyped_storage(), place, copied=self.forwards and not guarded)
         return outputs
 
+    def _candidate(self, place: Place) -> Candidate:
+        return self.candidates[place[0]][place[1]]
+
+    def _storage_of(self, value: Any) -> _Storage | None:
+        """The storage of a tensor, if it was allocated in the step."""
+        if isinstance(value, torch.Tensor) and torch_private.has_storage(value):
+            return self._alive.get(value.untyped_storage()._cdata)
+        return None
+
     def _place(self, func: Any, keys: int, count: int) -> Place | None:
         """The candidate that was called: a new one, or the one that recompute has come to."""
         resolved = classify(func)
         attends = resolved is not None and resolved.is_attention
         if not attends and not (self.linear and str(func) in LINEAR_PRODUCTS):
             return None
-        mine = self.candidates.setdefault(self.region, [])
+        mine = self.candidates[self.region]
         if self.forwards:
-            mine.append(Candidate(str(func) if attends else self.linear, self.split.keys(keys)))
-            self.linear = self.linear if attends else ""
-            number = len(mine) - 1
-            if attends and self.split.concerns(keys):
+            number = len(mine)
+            mine.append(Candidate(str(func) if attends else self.linear, keys=self.split.keys(keys)))
+            if attends and self.split.applies_to(keys):
                 mine.append(Candidate(EXCHANGED))
+            self.linear = self.linear if attends else ""
         else:
-            number = self._repeated.get(self.region, 0)
+            number = self._repeated[self.region]
             number += mine[number].name == EXCHANGED
             self._repeated[self.region] = number + 1
             mine[number].flops = count
@@ -174,59 +165,56 @@ class Meter(TorchDispatchMode):
         arguments = arguments_of(func)
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
         for argument in arguments:
-            tensor = given.get(argument.name) if argument.written else None
-            if not isinstance(tensor, torch.Tensor) or not torch_private.has_storage(tensor):
-                continue
-            storage = self._alive.get(tensor.untyped_storage()._cdata)
+            storage = self._storage_of(given.get(argument.name)) if argument.written else None
             if storage is not None and storage.candidate is not None and not storage.copied:
-                region, place = storage.candidate
-                if not self.candidates[region][place].keys:
-                    self.candidates[region][place].name = ""
+                candidate = self._candidate(storage.candidate)
+                candidate.name = candidate.name if candidate.keys else ""
 
     def _see(self, storage: torch.UntypedStorage, place: Place | None, copied: bool) -> None:
-        address = storage._cdata
+        """Record a storage that an operation returns, if it is new. place: of the candidate that it is a part of."""
+        address, size = storage._cdata, storage.nbytes()
         if address in self._outside or address in self._alive:
             return
-        event = Event(storage.nbytes())
-        mine = self._alive[address] = _Storage(event)
+        mine = _Storage(Event(size))
         if place is not None and self.forwards:
             mine.candidate, mine.copied = place, copied
-            self._parts.setdefault(place, []).append(mine)
+            self._parts[place].append(mine)
             if copied:
-                self._keep(event, place, storage.nbytes())
-                self.kept.append(Kept(storage.nbytes(), candidate=place))
+                self._keep(mine.event, place, size)
+                self.kept.append(Kept(size, candidate=place))
             if len(self._parts[place]) == 1:
-                self._exchange(place, storage.nbytes())
+                self._exchange(place, size)
         elif place is not None:
             self._replay(mine, place)
-        self.events.append(event)
-        weakref.finalize(storage, self._free, address).atexit = False
+        self._allocate(mine, address, storage)
+
+    def _allocate(self, storage: _Storage, address: int, owner: object) -> None:
+        self._alive[address] = storage
+        self.events.append(storage.event)
+        weakref.finalize(owner, self._free, address).atexit = False
 
     def _keep(self, event: Event, place: Place, size: int) -> None:
         self._change(event, place, size)
-        self.candidates[place[0]][place[1]].bytes += size
+        self._candidate(place).bytes += size
 
     def _change(self, event: Event, place: Place, change: int) -> None:
         event.candidate, event.change = place, change
-        held = self._held.setdefault(place[0], Counter())
-        held[place] += change
+        self._held[place[0]][place] += change
 
     def _replay(self, mine: _Storage, place: Place) -> None:
-        """A part of a candidate is made again, which it would not be if that were saved."""
+        """Recompute makes a part of a candidate, which it would not do if that were saved."""
         kept = self._parts[place].pop(0)
-        if kept.gone and not kept.copied:  # of a copy another copy is handed out
+        if kept.gone and not kept.copied:  # a copy is replayed as another copy
             self._change(mine.event, place, -mine.event.bytes)
-            mine.replayed = True
 
     def _exchange(self, place: Place, size: int) -> None:
         """The collectives of an attention return as much as itself, each: for query, key, value and output."""
         region, after = place[0], place[1] + 1
         mine = self.candidates[region]
         if after < len(mine) and mine[after].name == EXCHANGED:
-            mine[after].bytes = 4 * size
-            self.kept += [Kept(size, candidate=(region, after)) for _ in range(4)]
             event = Event(0)
-            self._change(event, (region, after), 4 * size)
+            self._keep(event, (region, after), 4 * size)
+            self.kept += [Kept(size, candidate=(region, after)) for _ in range(4)]
             self.events.append(event)
 
     def _free(self, address: int) -> None:
@@ -234,57 +222,33 @@ class Meter(TorchDispatchMode):
         if mine is None:
             return  # the step is over
         mine.gone = True
-        for place, held in self._held.pop(mine.region, {}).items():
-            self.events.append(Event(0, place, -held))
+        self.events += [Event(0, saved, -held) for saved, held in self._held.pop(mine.region, {}).items()]
         event = Event(-mine.event.bytes, gradient=mine.event.gradient)
-        if (
-            mine.candidate is not None
-            and not mine.copied
-            and self._repeated.get(mine.candidate[0], 0) <= mine.candidate[1]
-        ):
-            self._keep(event, mine.candidate, mine.event.bytes)
+        place = mine.candidate
+        if place is not None and not mine.copied and self._repeated[place[0]] <= place[1]:
+            self._keep(event, place, mine.event.bytes)
             if mine.kept is not None:
-                mine.kept.candidate = mine.candidate
+                mine.kept.candidate = place
             elif self.forwards:  # else somebody else holds it, too
-                self.kept.append(Kept(mine.event.bytes, candidate=mine.candidate))
-        elif mine.replayed and mine.event.candidate is not None:
+                self.kept.append(Kept(mine.event.bytes, candidate=place))
+        elif mine.event.candidate is not None and mine.event.change < 0:  # recompute made it
             self._change(event, mine.event.candidate, mine.event.bytes)
         self.events.append(event)
 
-    def leave_out(self, region: str) -> None:
-        """Nothing of a region is a candidate."""
-        for storage in self._alive.values():
-            if storage.candidate is not None and storage.candidate[0] == region:
-                storage.candidate = None
-        self.candidates[region] = []
-
     def finish(self, parameters: Iterable[torch.nn.Parameter]) -> Timeline:
-        """What was simulated. What is still alive stays so; the gradients of parameters among it are known as such."""
-        for parameter in parameters:
-            if parameter.grad is not None and (found := self._alive.get(parameter.grad.untyped_storage()._cdata)):
-                found.event.gradient = True
+        """The step. Storages that are alive stay so, and the gradients of parameters among them are marked."""
+        for found in filter(None, (self._storage_of(parameter.grad) for parameter in parameters)):
+            found.event.gradient = True
         self._alive.clear()
-        return Timeline(self.events, self.forward_ends or 0, self.flops, self.candidates, self.begins, self.kept)
+        return Timeline(self.events, self.forward_ends, self.flops, self.candidates, self.begins, self.kept)
 
 
-def simulate(
-    model: torch.nn.Module,
-    inputs: Mapping[str, Any] | Sequence[Any],
-    blocks: Mapping[str, torch.nn.Module],
-    attach: Callable[[Callable[..., Any]], None],
-    checkpointed: Collection[str],
-    known: KnownValues,
-    split: Split,
-) -> Timeline:
-    """One forward and backward of the mean square of a model's outputs; all tensors are fake.
-
-    blocks: by name. attach: makes the model call a function in the place of each block, with the block and its inputs.
-    checkpointed: names of those that are, fully. known: values of inputs. split: whose rank this is.
-    """
-    names = {block: name for name, block in blocks.items()}
-    outside = [*model.parameters(), *model.buffers(), *(x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor))]
-    meter = Meter(outside, known, split)
-    meter.candidates = {name: [] for name in blocks}
+def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> Timeline:
+    """One forward, and backward of the mean square of the outputs. checkpointed: blocks under full checkpointing."""
+    flops.register_formulas()
+    names = {block: name for name, block in subject.blocks.items()}
+    inputs = [leaf for leaf in tree_leaves((subject.args, subject.kwargs)) if isinstance(leaf, torch.Tensor)]
+    meter = Meter([*subject.model.parameters(), *subject.model.buffers(), *inputs], subject, split)
     calls: Counter[str] = Counter()
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -293,26 +257,36 @@ def simulate(
             raise FastacError(f"plan: {name!r} runs in a checkpoint of the model's own. Switch that off.")
         calls[name] += 1
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"
-        run = functools.partial(_run, meter, region, block)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, meter.region = meter.region, region
+            meter.begin(region)
+            try:
+                return block(*args, **kwargs)
+            finally:
+                meter.region = before
+
         if name in checkpointed:
-            meter.hold(GENERATOR_STATE, run, region)  # which lives as long as what recompute needs
+            meter.hold(GENERATOR_STATE, run, region)  # recompute needs both
             meter.take_inputs(region, tree_leaves((args, kwargs)))
             outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs)
         else:
             outputs = run(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
-            meter.leave_out(region)  # frozen, and so is all before it: what it would keep is freed at once
+            for one in meter.candidates[region]:  # frozen, as is all before it: nothing is kept for backward
+                one.name, one.keys = "", 0
         return outputs
 
-    attach(call)
-    for parameter in model.parameters():
+    subject.attach(call)
+    for parameter in subject.model.parameters():
         parameter.grad = None
-    run = functools.partial(model, **inputs) if isinstance(inputs, Mapping) else functools.partial(model, *inputs)
-    with _named_linear(meter, blocks), meter:
-        outputs = [t for t in tree_leaves(run()) if isinstance(t, torch.Tensor) and t.requires_grad]
+    with subject.known.mode, _named_linear(meter, subject.blocks.values()), meter:
+        found = tree_leaves(subject.model(*subject.args, **subject.kwargs))
+        outputs = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        del found
         if not outputs:
             raise FastacError(
-                "plan: no output of the model requires grad: nothing of it is trained, or gradients are off"
+                "plan: no output of the model requires grad. Train some of its weights, with grad enabled."
             )
         if not calls:
             raise FastacError(
@@ -322,21 +296,12 @@ def simulate(
         losses = [output.float().square().mean() for output in outputs]
         torch.stack(losses).sum().backward()
         del outputs, losses
-        return meter.finish(model.parameters())
-
-
-def _run(meter: Meter, region: str, block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    before, meter.region = meter.region, region
-    meter.begin(region)
-    try:
-        return block(*args, **kwargs)
-    finally:
-        meter.region = before
+        return meter.finish(subject.model.parameters())
 
 
 @contextlib.contextmanager
-def _named_linear(meter: Meter, blocks: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """Tells which Linear module of a block runs."""
+def _named_linear(meter: Meter, blocks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Tell a meter which Linear module of a block runs."""
 
     def begin(name: str, module: torch.nn.Module, args: Any) -> None:
         meter.linear = name
@@ -344,14 +309,9 @@ def _named_linear(meter: Meter, blocks: Mapping[str, torch.nn.Module]) -> Iterat
     def end(module: torch.nn.Module, args: Any, output: Any) -> None:
         meter.linear = ""
 
-    handles = []
-    for block in blocks.values():
-        for name, module in block.named_modules():
+    with contextlib.ExitStack() as stack:
+        for name, module in (found for block in blocks for found in block.named_modules()):
             if type(module).forward is torch.nn.Linear.forward:  # others cannot be saved: `linear.attach`
-                handles.append(module.register_forward_pre_hook(functools.partial(begin, name)))
-                handles.append(module.register_forward_hook(end))
-    try:
+                stack.enter_context(module.register_forward_pre_hook(functools.partial(begin, name)))
+                stack.enter_context(module.register_forward_hook(end))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

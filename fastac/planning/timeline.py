@@ -1,11 +1,12 @@
-"""Every allocation of a step, in order, and what any policy holds at each moment of it."""
+"""Every allocation of a step, in order, and the bytes that any policy holds at each moment of it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,42 +14,37 @@ from fastac.engine import offload
 from fastac.policy import Policy
 
 Place = tuple[str, int]
-"""A region, and which of its candidates. A region has the name of its block; from a second call on, with "#2", ..."""
+"""A region, and the index of one of its candidates. A region is named as its block; a second call of it has "#2"."""
 
 Policies = Mapping[str, Policy]
-"""By region."""
+"""Policy of every block, by the block's name."""
+
+EXCHANGED = "exchanged"
+"""Name of the candidate after an attention under context parallelism: the outputs of its collectives."""
 
 
 @dataclasses.dataclass
 class Candidate:
-    """One output of a block that could be saved: of an attention call (keys > 0), or of a Linear module.
+    """One output of a block that could be saved instead of recomputed."""
 
-    name: of the Linear module, "" where it cannot be saved; or of the attention op. bytes: what it holds
-    from the forward to recompute when it is saved. flops: of its recompute, 0 where that ends before it.
-    """
-
-    name: str
-    keys: int = 0
-    bytes: int = 0
-    flops: int = 0
+    name: str  # of the Linear module in its block, or of the attention op; "" if it cannot be saved
+    bytes: int = 0  # held from the forward to recompute if it is saved, above full checkpointing
+    flops: int = 0  # of its recompute; 0 where recompute ends before it
+    keys: int = 0  # that an attention call attends to; 0 for a Linear module
 
 
 @dataclasses.dataclass
 class Event:
-    """Bytes that are allocated at one moment; freed, below 0.
-
-    change: what they are more where the candidate is saved. gradient: it is the gradient of a parameter.
-    """
+    """One allocation, or one release (then bytes are below 0)."""
 
     bytes: int
     candidate: Place | None = None
-    change: int = 0
-    gradient: bool = False
+    change: int = 0  # bytes to add if the candidate is saved
+    gradient: bool = False  # of a parameter
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """The number of an event without bytes, and the FLOPs of the step before it."""
+class Moment(NamedTuple):
+    """The index of an event without bytes, and the FLOPs of the step before it."""
 
     event: int
     flops: int
@@ -56,153 +52,154 @@ class Moment:
 
 @dataclasses.dataclass
 class Kept:
-    """A storage that regions keep from forward to recompute: as an input, or since it is part of a saved candidate."""
+    """A storage that regions keep from forward to recompute: as an input, or as part of a saved candidate."""
 
     bytes: int
     inputs_of: list[str] = dataclasses.field(default_factory=list)
     candidate: Place | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Copies:
-    """What leaves the device with one region, between two moments of the forward, and is back between two later ones.
-
-    Its bytes are on the host alone from `left` to `returns`.
-    """
+class Copies(NamedTuple):
+    """Bytes of one region that are on the host alone from `left` to `returns`."""
 
     bytes: int
-    leaves: Moment
-    left: Moment
-    returns: Moment
-    returned: Moment
+    leaves: Moment  # copies to the host begin,
+    left: Moment  # and have ended
+    returns: Moment  # copies back begin,
+    returned: Moment  # and have ended
 
 
+def block_of(region: str) -> str:
+    """The name of the block that a region is a call of."""
+    return region.partition("#")[0]
+
+
+@dataclasses.dataclass
 class Timeline:
-    """A step that was simulated, and how it changes with what is saved, and with what waits in host memory.
+    """One simulated step: bytes that it allocates (of weights only the gradients) and FLOPs, under any policies."""
 
-    forward_ends: how many of the events are the forward's; the last of these has no bytes. flops: by phase. candidates:
-    by region, in the order of their calls. begins: of the forward of each region, and of its recompute if there is one.
-    Bytes are those of what the step allocates: of weights only the gradients.
+    events: Sequence[Event]
+    forward_ends: int  # number of events of the forward; the last of them has no bytes
+    flops: Counter[str]  # by phase: forward, recompute, backward
+    candidates: Mapping[str, Sequence[Candidate]]  # by region, in the order of the calls
+    begins: Mapping[str, Sequence[Moment]]  # by region: of its forward, and of its recompute if there is one
+    kept: Sequence[Kept]
 
-    Args of its methods: saved, the candidates that are; policies, of all regions, or none where nothing is offloaded.
-    """
+    def __post_init__(self) -> None:
+        places = ((region, place) for region, found in self.candidates.items() for place in range(len(found)))
+        self._numbers: dict[Place | None, int] = {place: number for number, place in enumerate(places)}
+        self._bytes = np.array([event.bytes for event in self.events], np.int64)
+        self._gradients = np.array([event.bytes * event.gradient for event in self.events], np.int64)
+        self._change = np.array([event.change for event in self.events], np.int64)
+        self._owner = np.array([self._numbers.get(event.candidate, -1) for event in self.events], np.int64)
 
-    def __init__(
-        self,
-        events: Sequence[Event],
-        forward_ends: int,
-        flops: Mapping[str, int],
-        candidates: Mapping[str, Sequence[Candidate]],
-        begins: Mapping[str, Sequence[Moment]],
-        kept: Sequence[Kept],
-    ) -> None:
-        self.events, self.flops, self.candidates = events, flops, candidates
-        self._begins, self._kept = begins, kept
-        places = ((region, place) for region, found in candidates.items() for place in range(len(found)))
-        self._numbers = {place: number for number, place in enumerate(places)}
-        self._forward_ends = forward_ends
-        self._bytes = np.array([event.bytes for event in events], np.int64)
-        self._gradients = np.array([event.bytes if event.gradient else 0 for event in events], np.int64)
-        self._change = np.array([event.change for event in events], np.int64)
-        self._owner = np.array([self._numbers.get(event.candidate, -1) if event.candidate else -1 for event in events])
+    def saved(self, policies: Policies) -> dict[Place, Candidate]:
+        """The candidates that policies save."""
 
-    def held(self, saved: Collection[Place] = (), policies: Policies | None = None) -> int:
+        def is_saved(policy: Policy, one: Candidate) -> bool:
+            if one.keys:
+                return policy.saves(one.keys)
+            return (
+                policy.saves_collectives if one.name == EXCHANGED else bool(one.name) and policy.saves_linear(one.name)
+            )
+
+        return {
+            (region, place): one
+            for region, found in self.candidates.items()
+            for place, one in enumerate(found)
+            if is_saved(policies[block_of(region)], one)
+        }
+
+    def saved_bytes(self, policies: Policies) -> int:
+        """Bytes of the candidates that policies save."""
+        return sum(one.bytes for one in self.saved(policies).values())
+
+    def held(self, policies: Policies) -> int:
         """Bytes alive between forward and backward, on the device."""
-        return int(self._deltas(saved, policies, 1)[: self._forward_ends].sum())
+        return int(self._deltas(policies, 1)[: self.forward_ends].sum())
 
-    def peak(self, saved: Collection[Place] = (), policies: Policies | None = None, gradient_shards: int = 1) -> int:
-        """The most bytes alive at one time, gradients of parameters among them, in so many parts."""
-        return int(max(0, np.cumsum(self._deltas(saved, policies, gradient_shards)).max(initial=0)))
+    def peak(self, policies: Policies, gradient_shards: int = 1) -> int:
+        """The most bytes alive at one time. gradient_shards: GPUs that share the gradients of parameters."""
+        return int(max(0, np.cumsum(self._deltas(policies, gradient_shards)).max(initial=0)))
 
-    def recomputed(self, saved: Collection[Place] = ()) -> int:
+    def recomputed(self, policies: Policies) -> int:
         """FLOPs of recompute."""
-        avoided = sum(self.candidates[region][place].flops for region, place in saved)
-        return self.flops.get("recompute", 0) - avoided
+        return self.flops["recompute"] - sum(one.flops for one in self.saved(policies).values())
 
-    def copies(self, saved: Collection[Place], policies: Policies | None) -> list[Copies]:
-        """What waits in host memory between forward and backward, as `fastac.engine.offload` does it.
+    def copies(self, policies: Policies) -> list[Copies]:
+        """Copies to host memory and back, one entry for each region that offloads, as `fastac.engine.offload` does it.
 
         A region that begins sends what the earlier ones keep, but for the last `keep`; it has left when the next one
         begins, or the forward ends. It returns with the recompute of the region after it. A storage leaves with the
-        last region that keeps it, and stays where one keeps it on the device.
+        last region that keeps it, and stays if one keeps it on the device.
         """
-        policies, saved = policies or {}, set(saved)
-        order = [name for name, begins in self._begins.items() if len(begins) > 1 and name in policies]
-        order = [name for name in order if policies[name].offload]
-        numbers = {name: number for number, name in enumerate(order)}
-        sizes = Counter[int]()
-        for one in self._kept if order else ():
-            goes = {numbers.get(name, -1): policies[name].offloads_inputs for name in one.inputs_of}
-            if one.candidate is not None and one.candidate in saved:
-                name, _ = one.candidate
-                goes[numbers.get(name, -1)] = policies[name].offloads_outputs
+        policy = {region: policies[block_of(region)] for region in self.begins}
+        order = [region for region, begins in self.begins.items() if len(begins) > 1 and policy[region].offload]
+        numbers = {region: number for number, region in enumerate(order)}
+        saved, sizes = self.saved(policies), Counter[int]()
+        for one in self.kept:
+            goes = {numbers.get(region, -1): policy[region].offloads_inputs for region in one.inputs_of}
+            if one.candidate in saved:
+                region, _ = one.candidate
+                goes[numbers.get(region, -1)] = policy[region].offloads_outputs
             if goes and all(goes.values()) and len(one.inputs_of) < 2 and one.bytes >= offload.SMALLEST:
                 sizes[max(goes)] += one.bytes
         found, first = [], 0
-        moments = [self._begins[name] for name in order]
-        ends = [*(forward for forward, _ in moments[1:]), Moment(self._forward_ends - 1, self.flops.get("forward", 0))]
-        for number, name in enumerate(order):
-            for gone in range(first, number - policies[name].keep + 1):
+        moments = [self.begins[region] for region in order]
+        ends = [*(forward for forward, _ in moments[1:]), Moment(self.forward_ends - 1, self.flops["forward"])]
+        for number, region in enumerate(order):
+            for gone in range(first, number - policy[region].keep + 1):
                 (leaves, _), (_, returned) = moments[number], moments[gone]
                 returns = min(moments[gone + 1][1], returned, key=lambda moment: moment.event)
                 found.append(Copies(sizes[gone], leaves, ends[number], returns, returned))
                 first = gone + 1
         return [copies for copies in found if copies.bytes]
 
-    def bytes_per_flop(self, saved: Collection[Place], policies: Policies | None) -> float:
+    def bytes_per_flop(self, policies: Policies) -> float:
         """The most bytes that are copied in one direction per FLOP that runs meanwhile."""
+        saved = self.saved(policies)
 
         def between(first: Moment, last: Moment) -> int:
-            again = {name for name, begins in self._begins.items() if first.event <= begins[-1].event < last.event}
-            avoided = sum(self.candidates[name][place].flops for name, place in saved if name in again)
-            return max(1, last.flops - first.flops - avoided)
+            again = {region for region, begins in self.begins.items() if first.event <= begins[-1].event < last.event}
+            return max(1, last.flops - first.flops - sum(saved[place].flops for place in saved if place[0] in again))
 
         rates = [
             copies.bytes / min(between(copies.leaves, copies.left), between(copies.returns, copies.returned))
-            for copies in self.copies(saved, policies)
+            for copies in self.copies(policies)
         ]
         return max(rates, default=0.0)
 
     def on_line(self, other: Timeline, part: Fraction) -> Timeline | None:
-        """The step whose bytes and keys lie so far on the lines from this one's to another's; it has no FLOPs.
+        """The step whose bytes and keys lie `part` of the way from this one's to another's. Its FLOPs mean nothing.
 
-        All that a step allocates grows linearly with the tokens of a video. None where the two do not do the same.
+        All that a step allocates grows linearly with the tokens of a video. None if the two steps do not do the same.
         """
-        if [(e.candidate, e.gradient) for e in self.events] != [(e.candidate, e.gradient) for e in other.events]:
-            return None
-        if [(one.inputs_of, one.candidate) for one in self._kept] != [
-            (one.inputs_of, one.candidate) for one in other._kept
-        ]:
-            return None
 
-        def at(mine: int, theirs: int) -> int:
-            return mine + (theirs - mine) * part.numerator // part.denominator
+        def outline(step: Timeline) -> Any:
+            names = {region: [one.name for one in found] for region, found in step.candidates.items()}
+            events = [(event.candidate, event.gradient) for event in step.events]
+            return names, events, [(one.inputs_of, one.candidate) for one in step.kept]
 
-        events = [
-            dataclasses.replace(mine, bytes=at(mine.bytes, theirs.bytes), change=at(mine.change, theirs.change))
-            for mine, theirs in zip(self.events, other.events, strict=True)
-        ]
+        def between(mine: Any, theirs: Any) -> Any:
+            pairs = {name: (size, vars(theirs)[name]) for name, size in vars(mine).items() if type(size) is int}
+            sizes = {name: a + (b - a) * part.numerator // part.denominator for name, (a, b) in pairs.items()}
+            return dataclasses.replace(mine, **sizes)
+
+        if outline(self) != outline(other):
+            return None
         candidates = {
-            region: [
-                dataclasses.replace(mine, bytes=at(mine.bytes, theirs.bytes), keys=at(mine.keys, theirs.keys))
-                for mine, theirs in zip(found, other.candidates[region], strict=True)
-            ]
-            for region, found in self.candidates.items()
+            region: list(map(between, found, other.candidates[region])) for region, found in self.candidates.items()
         }
-        kept = [
-            dataclasses.replace(mine, bytes=at(mine.bytes, theirs.bytes))
-            for mine, theirs in zip(self._kept, other._kept, strict=True)
-        ]
-        return Timeline(events, self._forward_ends, {}, candidates, self._begins, kept)
+        events, kept = map(between, self.events, other.events), map(between, self.kept, other.kept)
+        return dataclasses.replace(self, events=list(events), candidates=candidates, kept=list(kept))
 
-    def _deltas(self, saved: Collection[Place], policies: Policies | None, gradient_shards: int) -> np.ndarray:
+    def _deltas(self, policies: Policies, gradient_shards: int) -> np.ndarray:
         is_saved = np.zeros(len(self._numbers) + 1, np.int64)
-        for place in saved:
-            is_saved[self._numbers[place]] = 1
+        is_saved[[self._numbers[place] for place in self.saved(policies)]] = 1
         deltas: np.ndarray = self._bytes + self._change * is_saved[self._owner]
         if gradient_shards > 1:
-            deltas = deltas - self._gradients + self._gradients // gradient_shards
-        for copies in self.copies(saved, policies):
+            deltas += self._gradients // gradient_shards - self._gradients
+        for copies in self.copies(policies):
             deltas[copies.left.event] -= copies.bytes
             deltas[copies.returns.event] += copies.bytes
         return deltas

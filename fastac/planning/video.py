@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import copy
+import bisect
+import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 
 import torch
 
+from fastac.engine import torch_private
 from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
@@ -17,30 +20,25 @@ from fastac.planning.forecast import Forecast
 from fastac.planning.plans import ROWS, WITHIN, Plan, make_plan
 from fastac.planning.simulation import Split
 from fastac.planning.subject import Subject, subject
-from fastac.planning.timeline import Timeline
 from fastac.planning.weights import BREAKS
 
 logger = logging.getLogger("fastac")
 
 Tell = Callable[[str], object]
 
+
 FARTHEST = 8
-"""How many times the steps of the longest video known so far a guess may be: a line may be flat."""
+"""How many times as long as the longest simulated video others on the line may be: models refuse some lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How a model is trained. lora: the rank of LoRA weights on attention, which are trained alone; 0 for all weights.
+    """How a model is trained. Raises FastacError for a context parallel degree that does not divide the GPUs."""
 
-    optimizer: a name in forecast.OPTIMIZERS. gpus: among how many FSDP2 shards weights, gradients and the optimizer's.
-    context_parallel: among how many of them the tokens of a video are split, by Ulysses.
-    Raises FastacError for a number of GPUs that the context parallel degree does not divide.
-    """
-
-    lora: int = 0
-    optimizer: str = "adamw"
-    gpus: int = 1
-    context_parallel: int = 1
+    lora: int = 0  # rank of LoRA weights on attention, which are trained alone; 0 for all weights
+    optimizer: str = "adamw"  # a name in forecast.OPTIMIZERS
+    gpus: int = 1  # over which FSDP2 shards weights, gradients and the optimizer's states
+    context_parallel: int = 1  # GPUs over which Ulysses splits the tokens of a video
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.context_parallel < 1 or self.gpus % self.context_parallel:
@@ -63,10 +61,16 @@ def plan_video(
 ) -> Plan:
     """Plan a step of a published model on a video.
 
-    budget: bytes of saved outputs. memory: bytes of the device, for the longest video with which a step fits, and
-    without a budget for the largest that fits. checkpointed: as in `plan`. offload: whether what blocks
-    keep within the budget waits in host memory. tell: is given what is being done.
-    Raises FastacError for a video that does not fit the model.
+    Args:
+        budget: bytes of saved outputs, for one more row.
+        memory: bytes of the device: adds the longest video with which a step fits, and, without a budget, the row of
+            the largest budget with which it does.
+        checkpointed: as in `plan`.
+        offload: whether the row of the budget offloads.
+        tell: called with the progress, in words.
+
+    Raises:
+        FastacError: the video does not fit the model, or this does not run.
     """
     sizes = (
         f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
@@ -76,13 +80,12 @@ def plan_video(
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
     described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
     try:
-        search = _Search(configuration, video, training, offload, tell)
+        search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
         found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload)
     except FastacError:
         raise
     except BREAKS as error:
-        # whatever a class of diffusers makes of figures that do not go together
         first = (str(error).splitlines() or [""])[0]
         raise FastacError(
             f"plan: {configuration.name} cannot be built as it is configured, or does not run on {described}: "
@@ -91,7 +94,7 @@ def plan_video(
     if memory is None:
         return found
     largest = {
-        one.policy: search.longest(one.policy, memory, budget)
+        one.policy: search.longest(one.policy, memory)
         for one in found.policies
         if one.policy in ROWS or (one.policy.startswith(WITHIN) and budget is not None)
     }
@@ -99,9 +102,9 @@ def plan_video(
 
 
 def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:
-    """The model of a configuration, on the meta device, in a dtype but for what its class keeps in float32.
+    """The model of a configuration, on the meta device, in a dtype except for parameters its class keeps in float32.
 
-    lora: the rank of LoRA weights, which are trained alone. Raises FastacError where peft is not installed.
+    lora: the rank of LoRA weights, which are trained alone. Raises FastacError if peft is not installed.
     """
     with torch.device("meta"):
         model = build(configuration, dtype)
@@ -110,135 +113,118 @@ def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int 
     return model
 
 
+@dataclasses.dataclass(eq=False)
 class _Search:
     """Plans of one model for videos of several lengths."""
 
-    def __init__(
-        self, configuration: Configuration, video: Video, training: Training, offload: bool, tell: Tell
-    ) -> None:
-        self.configuration, self.video, self.training, self.tell = configuration, video, training, tell
-        self.offload = offload
-        tell(f"building {configuration.name} without weights")
-        self.model = without_weights(configuration, video.dtype, training.lora)
-        self.forecasts: dict[int, Forecast] = {}
-        self._subject: Subject | None = None
+    configuration: Configuration
+    video: Video
+    training: Training
+    budget: int | None
+    offload: bool
+    tell: Tell
+    forecasts: dict[int, Forecast] = dataclasses.field(default_factory=dict)  # by frames
+    taken: int = 0  # frames of the longest video that was simulated
+
+    @functools.cached_property
+    def subject(self) -> Subject:
+        """The model, without inputs."""
+        self.tell(f"building {self.configuration.name} without weights")
+        return subject(without_weights(self.configuration, self.video.dtype, self.training.lora), ())
 
     def forecast(self, frames: int) -> Forecast:
         """For a video of so many frames. Raises FastacError where the model takes no such video."""
         if frames not in self.forecasts:
             part, split = self._part(frames)
-            inputs = self.configuration.inputs(part)
             self.tell(f"simulating {self.configuration.name} on {frames} frames")
-            self._subject = self._subject.given(inputs) if self._subject else subject(self.model, inputs)
-            self.forecasts[frames] = Forecast(self._subject, self.training.optimizer, self.training.gpus, split)
+            given = self.subject.given(self.configuration.inputs(part))
+            self.forecasts[frames] = Forecast(given, self.training.optimizer, self.training.gpus, split)
         return self.forecasts[frames]
 
     def _part(self, frames: int) -> tuple[Video, Split]:
-        """What one rank has of a video of so many frames."""
+        """The part of a video of so many frames that one rank has. Raises FastacError."""
         video = dataclasses.replace(self.video, frames=frames)
-        self.configuration.inputs(video)  # which says what does not fit
         ranks = self.training.context_parallel
-        part = self.configuration.part(video, ranks) if ranks > 1 else video
+        with torch_private.fake_mode():
+            self.configuration.inputs(video)  # raises where it does not fit
+            part = self.configuration.part(video, ranks) if ranks > 1 else video
         split = Split(ranks, part.tokens(self.configuration.patch))
         if ranks > 1 and split.tokens <= part.text_tokens:
             raise FastacError(
                 f"plan: each of {ranks} context parallel ranks would have {split.tokens} tokens of {frames} frames, no "
-                f"more than the {part.text_tokens} of the text, from which the plan tells them by their number. Plan "
-                f"a larger video, or fewer ranks."
+                f"more than the {part.text_tokens} of the text, from which the plan distinguishes them by their "
+                f"number. Plan a larger video, or fewer ranks."
             )
         return part, split
 
-    def _peak(self, frames: int, policy: str, limit: int | None) -> int | None:
-        """The peak of a policy on so many frames; None where the model refuses them."""
+    @functools.cached_property
+    def step(self) -> int:
+        """By how many frames a video that the model takes may be longer. Raises FastacError."""
+        compression = self.configuration.compression.frames
+        for step in range(compression, 8 * compression + 1, compression):
+            with contextlib.suppress(FastacError):
+                self._part(self.video.frames + step)
+                return step
+        raise FastacError(f"plan: found no video longer than {self.video.frames} frames for {self.configuration.name}")
+
+    @functools.cached_property
+    def far(self) -> int | None:
+        """The frames of a video about twice as long; None if the model refuses it."""
+        frames = self.video.frames + ((self.video.frames - 1) // self.step + 1) * self.step
+        return None if self._peak(frames, "full") is None else frames
+
+    def _peak(self, frames: int, policy: str) -> int | None:
+        """The peak of a policy on so many frames; None if the model refuses them."""
         try:
             forecast = self.forecast(frames)
-            return forecast.peak(ROWS[policy] if policy in ROWS else forecast.within(limit or 0, offload=self.offload))
+            within = policy not in ROWS
+            peak = forecast.peak(forecast.within(self.budget or 0, offload=self.offload) if within else ROWS[policy])
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
             return None
+        self.taken = max(self.taken, frames)
+        return peak
 
-    def _simulated(self, policy: str) -> dict[int, Timeline]:
-        """The steps that were simulated, which a policy's peak is read from, by the frames."""
-        which = "plain" if policy == "none" else "full"
-        return {frames: vars(found)[which] for frames, found in self.forecasts.items() if which in vars(found)}
-
-    def _peak_on_line(self, frames: int, policy: str, limit: int | None) -> int | None:
-        """The peak without another simulation, from two that did the same; simulated where there are none."""
-        steps = self._simulated(policy)
-        if len(steps) < 2 or frames > FARTHEST * max(steps) or policy.startswith(WITHIN):  # which FLOPs choose
-            return self._peak(frames, policy, limit)
-        near, far = sorted(steps, key=lambda at: abs(at - frames))[:2]
-        step = steps[near].on_line(steps[far], Fraction(frames - near, far - near))
-        if step is None:
-            return self._peak(frames, policy, limit)
-        try:
+    def _peak_on_line(self, frames: int, policy: str) -> int | None:
+        """The same from the line through two simulations, if they do the same; else from one of its own."""
+        # FLOPs, by which outputs are chosen within a budget, are on no line.
+        if policy not in ROWS or self.far is None or frames > FARTHEST * self.taken:
+            return self._peak(frames, policy)
+        with contextlib.suppress(FastacError):
             self._part(frames)
-        except FastacError:
-            return None
-        forecast = copy.copy(self.forecasts[near])
-        vars(forecast)["plain" if policy == "none" else "full"] = step
-        return forecast.peak(ROWS[policy])
+            part = Fraction(frames - self.video.frames, self.far - self.video.frames)
+            peak = self.forecasts[self.video.frames].peak_on_line(ROWS[policy], self.forecasts[self.far], part)
+            return self._peak(frames, policy) if peak is None else peak
+        return None
 
-    def _step(self) -> int:
-        """By how many frames a video that the model takes may be longer."""
-        compression = self.configuration.compression.frames
-        for step in range(compression, 8 * compression + 1, compression):
-            try:
-                self._part(self.video.frames + step)
-            except FastacError:
-                continue
-            return step
-        raise FastacError(f"plan: found no video longer than {self.video.frames} frames for {self.configuration.name}")
-
-    def longest(self, policy: str, memory: int, limit: int | None) -> int:
+    def longest(self, policy: str, memory: int) -> int:
         """The most frames with which a step fits a memory, and which the model takes; 0 for none."""
         self.tell(f"longest video under {policy}")
-        step = self._step()
-        first = self.video.frames % step or step
+        start = (self.video.frames - 1) // self.step
+        first = self.video.frames - start * self.step
 
-        def longest_by(peak: Callable[[int, str, int | None], int | None]) -> int:
-            start = (self.video.frames - first) // step
-            steps = most_steps(lambda steps: peak(first + steps * step, policy, limit), memory, start)
-            return 0 if steps < 0 else first + steps * step
+        def longest_by(peak: Callable[[int, str], int | None]) -> int:
+            steps = most_steps(lambda steps: peak(first + steps * self.step, policy), memory, start)
+            return 0 if steps < 0 else first + steps * self.step
 
-        guess = longest_by(self._peak_on_line)
-        if guess > max(self._simulated(policy)) and self._peak(guess, policy, limit) is None:
-            return longest_by(self._peak)  # the model itself refuses it, which only a simulation tells
-        return guess
+        found = longest_by(self._peak_on_line)
+        if found <= self.taken or self._peak(found, policy) is not None:
+            return found
+        return longest_by(self._peak)  # the model itself refuses it, which only a simulation shows
 
 
 def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> int:
     """The most steps whose peak fits a memory; -1 for none.
 
-    Bytes are nearly proportional to steps: most guesses are on the line through two known peaks. peak: of so many
-    steps, None where they are refused, few of them or many. start: steps that are not refused.
+    peak: bytes of so many steps, None where they are refused, few of them or many. start: steps that are not refused.
     """
-    peaks: dict[int, int] = {}
-    refused: set[int] = set()
-    guess = start
-    while True:
-        size = peak(guess)
-        if size is None:
-            refused.add(guess)
-        else:
-            peaks[guess] = size
-        fitting = [steps for steps, size in peaks.items() if size <= memory]
-        low = max([-1, *fitting, *(steps for steps in refused if steps < start)])
-        too_many = peaks.keys() - set(fitting) | {steps for steps in refused if steps > start}
-        high = min(too_many, default=FARTHEST * (max(peaks) + 1) + 1)
-        if high - low <= 1:
-            return max(fitting, default=-1)
-        # Where the peak moves to another moment, or steps are refused, there is no line.
-        on_line = (len(peaks) + len(refused)) % 3 and not (too_many and refused)
-        guess = _on_line(peaks, memory) if on_line else (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
 
+    def fits(steps: int) -> bool:
+        size = peak(steps)
+        return steps < start if size is None else size <= memory
 
-def _on_line(peaks: Mapping[int, int], memory: int) -> int:
-    """Where the line through the two known peaks that are nearest to the memory meets it."""
-    if len(peaks) == 1:
-        ((at, peak),) = peaks.items()
-        return 2 * at + 1 if peak <= memory else at // 2
-    (a, at_a), (b, at_b) = sorted(peaks.items(), key=lambda one: abs(one[1] - memory))[:2]
-    slope = max(1, (at_b - at_a) / (b - a))
-    return int(a + (memory - at_a) / slope)
+    low, high = 0, start
+    while fits(high):
+        low, high = high + 1, 2 * high + 1
+    most = bisect.bisect_left(range(high), True, low, key=lambda steps: not fits(steps)) - 1
+    return most if most >= 0 and peak(most) is not None else -1

@@ -1,6 +1,6 @@
-"""A copy of a model without its data, however its weights are stored: offloaded, cast for each layer, quantized.
+"""A copy of a model without its data, whose weights may be offloaded, cast for each layer or quantized.
 
-What a step allocates does not depend on that: hooks that bring or cast weights are not copied, and a Linear module
+The allocations of a step do not depend on that: hooks that load or cast weights are not copied, and a Linear module
 whose weight is packed becomes one of plain numbers. Bytes of weights are those that are stored.
 """
 
@@ -19,7 +19,7 @@ from fastac.engine.torch_private import tree_leaves
 from fastac.planning.known_values import KnownValues
 
 BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, copy.Error)
-"""What a model raises that cannot be copied, or does not run on some inputs, or without values."""
+"""Errors of a model that cannot be copied, or does not run on some inputs, or without values."""
 
 _DIFFUSERS, _ACCELERATE = "_diffusers_hook", "_hf_hook"  # attributes of a module with hooks
 _OF_WEIGHTS = ("diffusers.hooks.group_offloading", "diffusers.hooks.layerwise_casting")
@@ -27,29 +27,29 @@ _STORED = "_fastac_stored"
 
 
 class Unpacked(torch.nn.Linear):
-    """A Linear module in the place of one whose weight is packed. Neither's output can be saved: `linear.attach`."""
+    """A Linear module that replaces one whose weight is packed. Neither's output can be saved: `linear.attach`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in the dtype that the other computes in, as a tensor of the input's."""
+        """The product in the dtype of the weight, cast to that of the input."""
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a parameter or buffer of a copy as the model stores it; of any other its own."""
+    """Bytes of a parameter or buffer as the model stores it; for a tensor that is not of a copy, its own."""
     return int(getattr(tensor, _STORED, tensor.nbytes))
 
 
 def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> torch.nn.Module:
-    """A deep copy of a model with fake tensors in the place of its own.
+    """A deep copy of a model with fake tensors.
 
-    like: an input, on whose device all weights are then, and of the dtype of packed ones that do not say theirs.
+    like: an input. All weights are on its device, and packed ones without a dtype of their own have its dtype.
     """
     memo: dict[int, Any] = {}
     casts: dict[int, torch.dtype] = {}
     copied: torch.nn.Module
     hooks = {module: found for module in model.modules() if (found := _hooks(module))}
     for module, found in hooks.items():
-        memo.update((id(hook), hook) for hook in found)  # which hold weights
+        memo.update((id(hook), hook) for hook in found)  # they hold weights
         for dtype in [hook.compute_dtype for hook in found if hasattr(hook, "compute_dtype")]:
             casts.update((id(one), dtype) for one in module.parameters())
     for module in model.modules():
@@ -68,9 +68,9 @@ def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> tor
 
 
 def fake(one: torch.Tensor, known: KnownValues, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor without data, of another dtype where one is given.
+    """A tensor without data.
 
-    device: where it is; the CPU, where all operations are known, in the place of "meta".
+    device: of the result; "meta" becomes the CPU, which has a kernel for every operation. dtype: by default the same.
     """
     if _is_of_torch(one) and one.device == device and dtype is None and not torch_private.has_no_data(one):
         found: torch.Tensor = known.mode.from_tensor(one.detach())
@@ -85,7 +85,7 @@ def fake(one: torch.Tensor, known: KnownValues, device: torch.device, dtype: tor
 
 
 def _hooks(module: torch.nn.Module) -> list[Any]:
-    """The hooks of diffusers and accelerate on a module, unless one changes what is computed, and their registry."""
+    """The hooks of diffusers and accelerate on a module, and their registry; none if one changes the computation."""
     registry, hook = (vars(module).get(name) for name in (_DIFFUSERS, _ACCELERATE))
     found = [registry, *registry.hooks.values()] if registry is not None else []
     if not all(type(one).__module__ in _OF_WEIGHTS for one in found[1:]):
@@ -103,7 +103,7 @@ def _before_hooks(module: torch.nn.Module) -> Any:
 
 
 def _is_packed(module: torch.nn.Module, own: list[torch.Tensor]) -> bool:
-    """Whether a module is a Linear whose weight is in fewer bits, or in a library's own form. own: its tensors."""
+    """Whether a module is a Linear whose weight has fewer than 16 bits, or a library's own form. own: its tensors."""
     is_linear = hasattr(module, "in_features") and hasattr(module, "out_features") and not module._modules
     weight = getattr(module, "weight", None)
     return is_linear and not any(one is weight and _is_plain(one) for one in own) and not all(map(_is_plain, own))
@@ -130,19 +130,19 @@ def _unpacked(module: Any, known: KnownValues, like: torch.Tensor) -> torch.nn.M
     found: Any = faked(plain.requires_grad_(weight.requires_grad), known, like)
     setattr(found.weight, _STORED, _stored(vars(module), type(module), set()))
     if bias is not None:
-        setattr(found.bias.requires_grad_(bias.requires_grad), _STORED, 0)  # it is among those
+        setattr(found.bias.requires_grad_(bias.requires_grad), _STORED, 0)  # the bytes are counted in the weight's
     return found  # type: ignore[no-any-return]
 
 
 def _stored(value: Any, owner: type, seen: set[int]) -> int:
-    """Bytes of all tensors in a value, and in attributes of what is of its owner's library: scales, too."""
+    """Bytes of all tensors in a value, and in attributes of objects of its owner's library, such as scales."""
     size = 0
     for one in tree_leaves(value):
         ours = type(one).__module__.partition(".")[0] == owner.__module__.partition(".")[0]
         if id(one) in seen or isinstance(one, torch.nn.Module) or not (isinstance(one, torch.Tensor) or ours):
             continue
         seen.add(id(one))
-        if isinstance(one, torch.Tensor) and not hasattr(one, "__tensor_flatten__"):  # which is made of others
+        if isinstance(one, torch.Tensor) and not hasattr(one, "__tensor_flatten__"):  # those are made of others
             memory = one.untyped_storage()._cdata
             size += 0 if memory in seen else one.nbytes
             seen.add(memory)
@@ -151,7 +151,7 @@ def _stored(value: Any, owner: type, seen: set[int]) -> int:
 
 
 def _copy(value: Any, memo: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:
-    """A deep copy, and its memo. What cannot be copied stays itself: a lock, a Python module, a generator."""
+    """A deep copy, and its memo. Objects that cannot be copied are shared: a lock, a Python module, a generator."""
     mine = dict(memo)
     try:
         return copy.deepcopy(value, mine), mine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -52,7 +53,13 @@ def measured() -> Measurements:
             to(switch, name)
 
         patch.setattr(Switch, "to", noted)
-        return bench(workload, "tiny Wan", rounds=3, clock=lambda: workload.now)
+        clocked(patch, lambda: workload.now)
+        return bench(workload, "tiny Wan", rounds=3)
+
+
+def clocked(patch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    """Steps are timed by this clock."""
+    patch.setattr(measuring, "take_turns", functools.partial(measuring.take_turns, clock=clock))
 
 
 def rows_of(found: Measurements) -> dict[str, Any]:
@@ -118,7 +125,8 @@ Way = Callable[[Switch], object]
 
 def of_ways(monkeypatch: pytest.MonkeyPatch, **ways: Way) -> Measurements:
     monkeypatch.setattr(measuring, "VARIANTS", ways)
-    return bench(tiny_wan(), "tiny Wan", rounds=1, clock=itertools.count().__next__)
+    clocked(monkeypatch, itertools.count().__next__)
+    return bench(tiny_wan(), "tiny Wan", rounds=1)
 
 
 def raising(error: Exception) -> Way:
@@ -203,7 +211,8 @@ def test_what_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU that is held as well: no more and no less is than without offload."""
     monkeypatch.setattr(offload, "SMALLEST", 0)
     workload = Workload(*support.build("WanTransformer3DModel", num_layers=4))
-    found = bench(workload, "tiny Wan", rounds=1, offload=True, clock=itertools.count().__next__)
+    clocked(monkeypatch, itertools.count().__next__)
+    found = bench(workload, "tiny Wan", rounds=1, offload=True)
     rows = rows_of(found)
     assert list(rows) == [*NAMES, "full, offload", "attn_only, offload"]
     saved, offloaded = rows["attn_only"], rows["attn_only, offload"]
@@ -211,7 +220,7 @@ def test_what_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert offloaded.held_bytes > offloaded.host_bytes > rows["full, offload"].host_bytes > 0 == saved.host_bytes
     assert (offloaded.copies, offloaded.waited_bytes, offloaded.different) == (4, (), 0), "two blocks, out and back"
     table = str(found)
-    assert "one memory: what is on the host is held as well" in table
+    assert "one memory: bytes on the host are held as well" in table
     assert cells_of(table)["attn_only, offload"][6] == readable_bytes(offloaded.host_bytes)
     assert "copies waited for" not in table
     gpu = dataclasses.replace(found, device="cuda", rows=(dataclasses.replace(offloaded, waited_bytes=(1024,)),))

@@ -126,7 +126,7 @@ def test_what_cannot_be_planned_is_one_message(
     small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is simulated, which may take minutes."""
-    monkeypatch.setattr("fastac.planning.subject.simulate", None)
+    monkeypatch.setattr("fastac.planning.forecast.simulate", None)
     for arguments, message in (
         (["wan-of-tomorrow"], "'wan-of-tomorrow'"),
         (["AllegroTransformer3DModel", "--lora", "4"], "LoRA of AllegroTransformer3DModel"),

@@ -12,8 +12,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.common import hidden_seconds, is_copy
 from fastac import Policy
-from fastac.cli.measuring import hidden_seconds, is_copy
 from tests import support
 from tests.support import AttentionBlock, Tensors, assert_same
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fastac.engine.releases import WHOLE_PRODUCT
-from fastac.planning.forecast import Forecast, block_of
-from fastac.planning.knapsack import Choice
+from fastac.planning.forecast import Forecast
 from fastac.planning.simulation import GENERATOR_STATE
 from fastac.planning.subject import subject
+from fastac.planning.timeline import block_of
 from fastac.policy import Policy, of_first
 from tests.marks import quick
 from tests.planning import planned
@@ -71,7 +71,9 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
     for policy in (*POLICIES, half):
         plan, mine = found.plan(policy), planned.under(model, policy)
         (held, _), (held_seen, peak_seen) = planned.allocated(mine, inputs), planned.live(mine, inputs)
-        states = GENERATOR_STATE * sum(found.policies(policy)[block_of(one)].checkpoints for one in found.candidates)
+        states = GENERATOR_STATE * sum(
+            found.policies(policy)[block_of(one)].checkpoints for one in found.full.candidates
+        )
         unseen = held - held_seen if policy == "none" else unseen
         peak = plan.peak_bytes - found.states.total
         is_peak = peak >= peak_seen if policy is ALL_LINEAR else peak == peak_seen
@@ -107,7 +109,7 @@ def test_a_block_that_is_called_twice() -> None:
 
     model, inputs = Twice(layers=3), stack_inputs()
     found = Forecast(subject(model, inputs, "blocks"))
-    assert list(found.candidates)[-1] == "blocks.1#2"
+    assert list(found.full.candidates)[-1] == "blocks.1#2"
     assert len(found.outputs()["blocks.1"]) == 2 * len(found.outputs()["blocks.0"])
     full, _ = planned.allocated(planned.under(model, "full", blocks="blocks"), inputs)
     for policy in ("full", "attn_only", ALL_LINEAR):
@@ -152,8 +154,7 @@ def test_a_budget_is_never_worse_than_a_policy(name: str) -> None:
 
 
 def test_a_policy_by_name_is_chosen_where_a_thinned_knapsack_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = Choice(None, (), 0, 0)
-    monkeypatch.setattr("fastac.planning.knapsack.choose", lambda outputs, limit: dict.fromkeys(outputs, nothing))
+    monkeypatch.setattr("fastac.planning.knapsack.choose", lambda outputs, limit: {name: set() for name in outputs})
     found = forecast_of(WAN)
     fixed = found.plan("attn_only")
     assert found.plan(found.within(fixed.saved_bytes), "attn_only") == fixed

@@ -12,20 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastac.planning import knapsack
-from fastac.planning.knapsack import Choice, Output, choose, frontier
+from fastac.planning.knapsack import Marks, choose, frontier
+from fastac.planning.timeline import Candidate
 
 GIB = 2**30
-Blocks = dict[str, list[Output]]
+Blocks = dict[str, list[Candidate]]
 
 
-def linear(name: str, tokens: int, inner: int, outer: int) -> Output:
+def linear(name: str, tokens: int, inner: int, outer: int) -> Candidate:
     """The output of a Linear module in bf16."""
-    return Output(name, tokens * outer * 2, 2 * tokens * inner * outer)
+    return Candidate(name, tokens * outer * 2, 2 * tokens * inner * outer)
 
 
-def attention(tokens: int, keys: int, width: int, heads: int) -> Output:
+def attention(tokens: int, keys: int, width: int, heads: int) -> Candidate:
     """The output of an attention call in bf16, with its logsumexp in fp32."""
-    return Output("sdpa", tokens * width * 2 + heads * tokens * 4, 4 * tokens * keys * width, keys)
+    return Candidate("sdpa", tokens * width * 2 + heads * tokens * 4, 4 * tokens * keys * width, keys)
 
 
 def hunyuan_video() -> Blocks:
@@ -44,12 +45,19 @@ def hunyuan_video() -> Blocks:
     return {f"double.{n}": double for n in range(20)} | {f"single.{n}": single for n in range(40)}
 
 
-def total(choices: dict[str, Choice]) -> tuple[int, int]:
+def saved_of(outputs: Sequence[Candidate], marks: Marks) -> list[Candidate]:
+    """The outputs of a block that are saved."""
+    bound = min((mark for mark in marks if isinstance(mark, int)), default=float("inf"))
+    return [out for out in outputs if (out.keys >= bound if out.keys else out.name in marks)]
+
+
+def total(blocks: Blocks, chosen: dict[str, Marks]) -> tuple[int, int]:
     """Bytes and flops of what all blocks save."""
-    return sum(choice.bytes for choice in choices.values()), sum(choice.flops for choice in choices.values())
+    saved = [out for name, marks in chosen.items() for out in saved_of(blocks[name], marks)]
+    return sum(out.bytes for out in saved), sum(out.flops for out in saved)
 
 
-def possible(outputs: Sequence[Output]) -> set[tuple[int, int]]:
+def possible(outputs: Sequence[Candidate]) -> set[tuple[int, int]]:
     """Bytes and flops of everything that one block may save."""
     names = sorted({out.name for out in outputs if not out.keys})
     subsets = [set(taken) for count in range(len(names) + 1) for taken in itertools.combinations(names, count)]
@@ -78,8 +86,8 @@ def outputs_of_blocks() -> Any:
     """Up to three Linear modules, some called twice, and up to three attention calls. Many sizes are equal, some 0."""
     size = st.integers(0, 6)
     return st.lists(
-        st.builds(Output, st.sampled_from("abc"), size, size)
-        | st.builds(Output, st.just("sdpa"), size, size, st.sampled_from([7, 512, 1024])),
+        st.builds(Candidate, st.sampled_from("abc"), size, size)
+        | st.builds(Candidate, st.just("sdpa"), size, size, st.sampled_from([7, 512, 1024])),
         max_size=5,
     )
 
@@ -103,33 +111,27 @@ LIMITS = st.integers(0, 60)
 @given(random_blocks(), LIMITS)
 def test_no_other_choice_saves_more(blocks: Blocks, limit: int) -> None:
     """Also for sizes of gigabytes, to the byte."""
-    assert total(choose(blocks, limit)) == best(all_sums(blocks), limit)
+    assert total(blocks, choose(blocks, limit)) == best(all_sums(blocks), limit)
     large = {
         name: [dataclasses.replace(out, bytes=out.bytes * 10**9 + out.flops) for out in outputs]
         for name, outputs in blocks.items()
     }
     limit = limit * 10**9 + limit // 2
-    assert total(choose(large, limit)) == best(all_sums(large), limit)
+    assert total(large, choose(large, limit)) == best(all_sums(large), limit)
 
 
 @examples(150)
 @given(random_blocks(), LIMITS)
-def test_choices_are_what_they_say(blocks: Blocks, limit: int) -> None:
-    """And of two equal blocks the earlier saves a subset of what the later does."""
+def test_of_two_equal_blocks_the_earlier_saves_a_subset(blocks: Blocks, limit: int) -> None:
     chosen = choose(blocks, limit)
     assert list(chosen) == list(blocks)
-    for name, choice in chosen.items():
-        outputs = blocks[name]
-        keys = [out.keys for out in outputs if out.keys]
-        assert choice.min_kv is None or choice.min_kv in keys
-        bound = choice.min_kv or max(keys, default=0) + 1
-        saved = [out for out in outputs if (out.keys >= bound if out.keys else out.name in choice.linear)]
-        assert (choice.bytes, choice.flops) == (sum(out.bytes for out in saved), sum(out.flops for out in saved))
+    for name, marks in chosen.items():
+        assert marks <= {out.keys or out.name for out in blocks[name]}
+        assert sum(isinstance(mark, int) for mark in marks) <= 1
     for earlier, later in itertools.combinations(blocks, 2):
-        if blocks[earlier] == blocks[later]:
-            first, last = chosen[earlier], chosen[later]
-            assert set(first.linear) <= set(last.linear)
-            assert first.min_kv is None or (last.min_kv is not None and last.min_kv <= first.min_kv)
+        if (outputs := blocks[earlier]) == blocks[later]:
+            first, last = (saved_of(outputs, chosen[name]) for name in (earlier, later))
+            assert all(out in last for out in first)
 
 
 @examples(50)
@@ -138,20 +140,20 @@ def test_the_frontier_is_what_choose_finds_for_its_limits(blocks: Blocks, points
     found = frontier(blocks, points)
     everything = best(all_sums(blocks), 1000)[0]
     limits = [everything * number // (points - 1) for number in range(points)]
-    assert found == list(dict.fromkeys(total(choose(blocks, limit)) for limit in limits))
+    assert found == list(dict.fromkeys(total(blocks, choose(blocks, limit)) for limit in limits))
 
 
 def test_no_blocks_and_no_outputs() -> None:
     assert choose({}, 9) == {}
-    assert choose({"block": []}, 9) == {"block": Choice(None, (), 0, 0)}
+    assert choose({"block": []}, 9) == {"block": set()}
     assert frontier({}) == frontier({"block": []}) == [(0, 0)]
 
 
 def test_a_thinned_list_stays_within_the_limit_and_near_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modulation: all Linears of one width save as much per byte, so nearly every sum of sizes is undominated."""
     blocks, limit = hunyuan_video(), 20 * GIB
-    _, exact = total(choose(blocks, limit))
+    _, exact = total(blocks, choose(blocks, limit))
     monkeypatch.setattr(knapsack, "POINTS", 2000)
-    size, flops = total(choose(blocks, limit))
+    size, flops = total(blocks, choose(blocks, limit))
     assert limit - GIB < size <= limit
     assert 0.99 * exact < flops <= exact

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -70,7 +71,7 @@ def test_bytes_leave_the_device_between_two_moments(case: str, monkeypatch: pyte
     found = forecast()
     offloading = {f"blocks.{number}": policy for number, policy in enumerate(policies)}
     staying = {name: dataclasses.replace(policy, offload=False) for name, policy in offloading.items()}
-    saved, plan, without = set(found.saved(staying)), found.plan(offloading), found.plan(staying)
+    saved, plan, without = found.full.saved(staying), found.plan(offloading), found.plan(staying)
     alive = np.cumsum([one.bytes + one.change * (one.candidate in saved) for one in found.full.events])
     assert found.states.total + alive.max() == without.peak_bytes
 
@@ -130,20 +131,20 @@ def test_what_stays_and_what_copies_have_time_for(monkeypatch: pytest.MonkeyPatc
         Kept(300, [], ("b", 0)),
         Kept(4000, [], ("b", 1)),  # not saved
     ]
-    candidates = {name: [Candidate("attention", 1, 0, 90), Candidate("attention", 1, 0, 0)] for name in names}
+    candidates = {name: [Candidate("attention", flops=90, keys=2), Candidate("attention", keys=1)] for name in names}
     events = [Event(0) for _ in range(9)]
     events[0].bytes = 10_000
-    step = Timeline(events, 5, {"forward": 400}, candidates, begins, kept)
-    saved = [(name, 0) for name in names]
-    assert (step.held(saved), step.peak(saved)) == (10_000, 10_000)
-    policies = dict.fromkeys(names, OFFLOAD)
-    first, second = step.copies(saved, policies)
+    step = Timeline(events, 5, Counter(forward=400), candidates, begins, kept)
+    stay = dict.fromkeys(names, Policy(min_kv=2))
+    assert (step.held(stay), step.peak(stay)) == (10_000, 10_000)
+    policies = dict.fromkeys(names, Policy(min_kv=2, offload=True))
+    first, second = step.copies(policies)
     assert (first.bytes, first.left.event, first.returns.event) == (10, 3, 7)
     assert (second.bytes, second.left.event, second.returns.event) == (320, 4, 6)
-    assert step.held(saved, policies) == 10_000 - 330
-    assert step.bytes_per_flop(saved, policies) == 320 / (150 - 90), "while it comes back, beside a replayed attention"
-    policies["b"] = Policy(offload="attention")
-    assert [one.bytes for one in step.copies(saved, policies)] == [10, 300], "what is on the device anyway"
+    assert step.held(policies) == 10_000 - 330
+    assert step.bytes_per_flop(policies) == 320 / (150 - 90), "while it comes back, beside a replayed attention"
+    policies["b"] = Policy(min_kv=2, offload="attention")
+    assert [one.bytes for one in step.copies(policies)] == [10, 300], "what is on the device anyway"
 
 
 def test_wan_14b_holds_less_than_full_checkpointing_and_runs_less_again() -> None:

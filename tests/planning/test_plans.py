@@ -128,7 +128,7 @@ def test_the_largest_budget_fits(offload: bool, monkeypatch: pytest.MonkeyPatch)
     def peak(limit: int) -> int:
         return found.plan(found.within(limit, offload=offload)).peak_bytes
 
-    everything = sum(one.bytes for candidates in found.candidates.values() for one in candidates)
+    everything = sum(one.bytes for candidates in found.full.candidates.values() for one in candidates)
     full, most = peak(0), peak(everything)
     assert full < most
     for share in (1, 5, 9):
