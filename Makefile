@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := fastac tests examples benchmarks
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test test-slow test-versions soak check format benchmark clean
+.PHONY: train test test-slow test-versions soak check format benchmark peers clean
 .DELETE_ON_ERROR:
 
 # Threads that wait must not spin: on a busy machine every step would wait for them.
@@ -42,6 +42,10 @@ benchmark: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/held_bytes.py --check
 	$(BIN)/python benchmarks/host_time.py --check
 
+# Beside other ways to checkpoint, one of which is a package of its own.
+peers: $(VENV)/installed-peers
+	$(BIN)/python benchmarks/peers.py $(ARGS)
+
 # What was trained or measured stays: only what make itself can make again goes.
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -58,6 +62,10 @@ $(VENV)/installed-train: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(VENV)/installed-train $@
+
+$(VENV)/installed-peers: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	touch $(VENV)/installed-train $@
 
 # Real attention packages, for the tests alone. The stamp comes when none is missing: what could not be had is tried again.

@@ -1,4 +1,4 @@
-"""Writes docs/backends.md, docs/models.md, and the tables of docs/compile.md and docs/distributed.md.
+"""Writes docs/backends.md, docs/models.md, and tables of docs/compile.md, docs/distributed.md and docs/measurements.md.
 
 `tests/docs` and `tests/models/test_parity.py` fail when one is stale. The tiny models of the tests are trained for it;
 what was measured comes from benchmarks/results.
@@ -28,13 +28,15 @@ from fastac.backends.verdicts import Verdict
 from fastac.registry import AttentionOp
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
+sys.path += [str(ROOT), str(ROOT / "benchmarks")]
 
+import peers  # noqa: E402
 from tests.models import figures  # noqa: E402
 from tests.models.tiny import TINY  # noqa: E402
 
 HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"
 COMPOSITIONS = ROOT / "benchmarks" / "results" / "compositions_cpu.json"
+PEERS = ROOT / "benchmarks" / "results" / "peers_cpu.json"
 DISTRIBUTED = ROOT / "benchmarks" / "results" / "distributed_cpu.json"
 
 TESTS = {
@@ -224,6 +226,19 @@ def distributed() -> str:
     return _with_tables("docs/distributed.md", tables)
 
 
+def measurements() -> str:
+    """docs/measurements.md with what benchmarks/peers.py measured."""
+    measured = json.loads(PEERS.read_text(encoding="utf-8"))
+    machine, versions = measured["machine"], measured["versions"]
+    parts = [
+        f"{machine['processor']}, {machine['cores']} cores; torch {machine['torch']}, diffusers "
+        f"{machine['diffusers']}, torch_remat {versions['torch_remat']}; {measured['rounds']} rounds."
+    ]
+    for title, (headings, rows) in peers.tables(measured).items():
+        parts += [f"{title}:", _table(tuple(headings), map(tuple, rows))]
+    return _with_tables("docs/measurements.md", {"peers": "\n\n".join(parts)})
+
+
 def _with_tables(path: str, tables: Mapping[str, str]) -> str:
     """A document with the tables between their marks made anew, by name."""
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -245,6 +260,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "docs/backends.md": backends,
     "docs/compile.md": compositions,
     "docs/distributed.md": distributed,
+    "docs/measurements.md": measurements,
 }
 """Documents for which nothing is run."""
 
