@@ -21,6 +21,7 @@ from torch.utils.checkpoint import noop_context_fn
 from fastac import diagnosis
 from fastac.backends.plugins import prepare
 from fastac.compile import graphs, tracing
+from fastac.compile.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
 from fastac.engine import comparison, interception, kinds, linear, torch_private
@@ -150,15 +151,16 @@ class _Call:
         if engine.pending and not is_nested:
             comparison.check_pending()
         is_sampled = not is_nested and record.begin_region()
-        known, tape, observer, stash = None, None, None, None
+        known, tape, observer, stash, compiled = None, None, None, None, False
         if policy.offload and not is_nested:  # which is wanted at once
             stash = Stash(policy, function, record, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
             known = self._known()
             is_sampled = is_sampled or (known is None and not is_nested)
             tape = Tape(policy, preserve_rng_state, [] if known is None else None, hooks)
-            if known is None and not is_compiled(function):
-                observer = Observer(module_of(function), (self.args, self.kwargs), policy, tape)
+            if known is None:
+                compiled = is_compiled(function)
+                observer = None if compiled else Observer(module_of(function), (self.args, self.kwargs), tape)
         compares = determinism_check == "default"
         region = Region(
             function,
@@ -172,9 +174,15 @@ class _Call:
             has_fingerprints=is_sampled and compares and preserve_rng_state,
             stash=stash,
         )
-        outputs = region.forward(self.args, observer)
+        if observer is None or tape is None:
+            outputs = region.forward(self.args)
+        else:
+            with CompiledCalls() as calls:
+                outputs = region.forward(self.args, observer)
+            own = sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in tape.made)
+            compiled = calls.count > own  # eager flex_attention compiles itself
         if tape is not None:
-            self._end(outputs, tape, known, observer)
+            self._end(outputs, tape, known, observer, compiled)
         if stash is not None:
             region.offload(self.args, stash)
         return outputs
@@ -210,10 +218,14 @@ class _Call:
             linear.check_names({block: self.policy})
         linear.attach(block, self.policy)
 
-    def _end(self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None) -> None:
+    def _end(
+        self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None, compiled: bool
+    ) -> None:
         """Compare what the forward did with the first region of its kind. Raises PolicyNotAppliedError."""
         if known is None:
-            known = diagnosis.judge(self.function, self.args, self.kwargs, outputs, tape, observer)
+            nodes = nodes_between(outputs, (self.args, self.kwargs))
+            graphs.watch(nodes, self.policy)
+            known = diagnosis.judge(self.function, self.args, self.kwargs, nodes, tape, observer, compiled)
             if observer is not None and observer.late:  # loaded by this very region, which could not keep it
                 prepare()
                 where, op = describe(self.function), observer.late[0]

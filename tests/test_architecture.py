@@ -16,9 +16,9 @@ FLOORS = (
     "registry",
     "engine",
     "backends",
+    "diagnosis",
     "compile.torch_private",
     "compile.graphs",
-    "diagnosis",
     "compile.tracing",
     "checkpoint",
     "models",
@@ -32,7 +32,7 @@ FLOORS = (
 """Modules and folders, from below: what stands here imports from its own floor and from those before it.
 
 A folder stands for what is not named by itself. Rows come before the engine that reads them, the three modules of
-compile that the diagnosis and a region need before what compiles blocks.
+compile that a region needs before what compiles blocks.
 """
 
 CATALOGUES = ("backends", "models")

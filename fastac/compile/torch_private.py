@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import CompileContext, TracingContext
 from torch.fx import traceback
 
-from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require, tree_map
+from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require
 
 DYNAMO = (
     "_dynamo.callback.callback_handler.start_callbacks",
@@ -195,19 +195,3 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callab
     with config.patch(post_grad_custom_pre_pass=None), TracingContext.patch(output_strides=None):
         compiled: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False))
     return compiled  # type: ignore[no-any-return]
-
-
-def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Zeros in the shapes that an op would return, without running it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = tree_map(lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v, args)
-        outputs = op(*fakes, **kwargs)
-
-    def zeros(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
-
-    return tree_map(zeros, outputs)

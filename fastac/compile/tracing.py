@@ -233,7 +233,7 @@ def _contexts_in_graph(policy: Policy) -> Contexts:
         return traced_contexts(policy)
     refuse_eager_only(policy)
     tape = Tape(policy, owners=[])
-    return _InGraph(tape, Observer(None, (), policy, tape)), _ReplayInGraph(tape)
+    return _InGraph(tape, Observer(None, (), tape)), _ReplayInGraph(tape)
 
 
 class _InGraph:
