@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 import fastac
 from common import allocated_bytes, finish, parser
 from fastac.engine.torch_private import profiled_events
-from fastac.verify import readable_bytes
+from fastac.errors import readable_bytes
 from held_bytes import BATCH, HEAD_DIM, TEXT_TOKENS, TOKENS, WIDTH, build_wan, wan_inputs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

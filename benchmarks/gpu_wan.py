@@ -44,12 +44,13 @@ from fastac.cli.measuring import (
     offload_columns,
     table_of,
 )
+from fastac.errors import readable_bytes
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning.plans import parse_bytes
 from fastac.planning.video import without_weights
-from fastac.verify import executed_attention, readable_bytes
+from fastac.verify import executed_attention
 
 MODEL = "wan2.1-t2v-1.3b"
 SHARE = (

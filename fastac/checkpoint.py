@@ -158,9 +158,8 @@ class _Call:
             known = self._known()
             is_sampled = is_sampled or (known is None and not is_nested)
             tape = Tape(policy, preserve_rng_state, [] if known is None else None, hooks)
-            if known is None:
-                compiled = is_compiled(function)
-                observer = None if compiled else Observer(module_of(function), (self.args, self.kwargs), tape)
+            if known is None and not is_compiled(function):
+                observer = Observer(module_of(function), (self.args, self.kwargs), tape)
         compares = determinism_check == "default"
         region = Region(
             function,

@@ -1,4 +1,4 @@
-"""What fastac raises, and the two names that its messages use: of a rank and of a module's class."""
+"""The errors that fastac raises, and words that messages use: of a rank, a module's class, a number of bytes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ def class_name(module: object) -> str:
     while len(kind.__bases__) == 2 and kind.__name__.removesuffix(kind.__bases__[1].__name__) in _ENGINES:
         kind = kind.__bases__[1]
     return kind.__name__
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes for people, in powers of 1024."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be allocated, on an accelerator or on the CPU."""
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
 
 
 class FastacError(RuntimeError):

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from fastac.backends.availability import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
 from fastac.checkpoint import check_determinism, checkpoint
 from fastac.compile import graphs
+from fastac.diagnosis import out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear, wrappers
 from fastac.engine.blocks import describe, record_of
@@ -156,7 +158,8 @@ class Enabled:
         for wrapper in [one for one in self.model.modules() if is_wrapper(one) and inside(one) in blocks]:
             self.take_over(wrapper)
         self.model.register_forward_pre_hook(self.before_forward)
-        self.model.register_forward_hook(self.after_forward, with_kwargs=True)
+        self.model.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True)
+        out_of_memory.watch_backward()
 
     def _switch_on_transformers(self) -> None:
         """Let transformers and peft know that blocks are checkpointed, as transformers' own switch does."""
@@ -229,6 +232,9 @@ class Enabled:
 
     def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError when the model ran, with gradients on, and opened no region or saved nothing."""
+        if outputs is None and not torch.compiler.is_compiling() and (error := sys.exc_info()[1]) is not None:
+            out_of_memory.explain(error)
+            return
         if not torch.is_grad_enabled() or saves_nothing(self.policy):
             return
         replaced = self.was_replaced()

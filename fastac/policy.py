@@ -108,6 +108,15 @@ class Policy:
         """Whether the output of a Linear module is saved, by its name in the block."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.linear)
 
+    def as_code(self) -> str:
+        """The policy as it is written in a call of `fastac.enable`."""
+        if (name := str(self)) in NAMED:
+            return f'"{name}"'
+        options = [f"{one.name}={getattr(self, one.name)!r}" for one in dataclasses.fields(self)[1:]]
+        defaults = [f"{one.name}={one.default!r}" for one in dataclasses.fields(self)[1:]]
+        chosen = [option for option, default in zip(options, defaults, strict=True) if option != default]
+        return f"fastac.Policy({', '.join([repr(self.name), *chosen])})"
+
     def __str__(self) -> str:
         for name, policy in NAMED.items():
             if policy == self:

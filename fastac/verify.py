@@ -35,21 +35,11 @@ from fastac.engine.kinds import state as kinds
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, tree_leaves, tree_map
-from fastac.errors import FastacError, PolicyNotAppliedError, class_name
+from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, Policy, resolve, saves_nothing
 
 REFERENCES = ("none", "full")
-
-
-def readable_bytes(count: int) -> str:
-    """A number of bytes for people, in powers of 1024."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def render(table: Table) -> str:
@@ -131,6 +121,10 @@ class ContainerReport:
     linear_saved: int = 0
     linear_bytes: int = 0
     offloaded: Offloaded | None = None
+    flops: int = 0
+    """Of the forwards of blocks that save something; 0 where they were not seen."""
+    saved_flops: int = 0
+    """Of these, of the attention that is saved."""
 
     @property
     def held_bytes(self) -> int:
@@ -188,7 +182,18 @@ class Report:
                 *[f"{row.linear_saved} ({readable_bytes(row.linear_bytes)})"] * multiplies,
                 *[str(row.offloaded or "")] * offloads,
             )
-        return render(table)
+        return "\n".join(filter(None, (render(table), self.summary)))
+
+    @property
+    def summary(self) -> str:
+        """One line to paste where others read it; "" where no attention is saved."""
+        calls, saved, held = (
+            sum(getattr(row, name) for row in self.rows) for name in ("attention_calls", "saved", "saved_bytes")
+        )
+        flops, avoided = (sum(getattr(row, name) for row in self.rows) for name in ("flops", "saved_flops"))
+        share = f", {avoided / flops:.0%} of the FLOPs that full recomputes in these blocks" if flops else ""
+        line = f"fastac {self.policy}: {saved} of {calls} attention forwards are not run again{share}"
+        return f"{line}; {readable_bytes(held)} held for them" if saved else ""
 
 
 def _bytes_of(row: ContainerReport) -> str:
@@ -276,6 +281,8 @@ def _container_report(
         linear_saved=len(products),
         linear_bytes=sum(product.saved_bytes for product in products),
         offloaded=offloaded_by(container.blocks.values()),
+        flops=sum(one.flops for one in latest),
+        saved_flops=sum(one.saved_flops for one in latest),
     )
 
 

@@ -27,14 +27,14 @@ from fastac import hook
 from fastac.engine.blocks import record_of
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, tree_map
-from fastac.errors import FastacError
+from fastac.errors import FastacError, readable_bytes
 from fastac.models import published
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import Plan, plan
 from fastac.planning.plans import ROWS
 from fastac.registry import classify
-from fastac.verify import Step, differences, floating, offloaded_by, readable_bytes, render, run_step
+from fastac.verify import Step, differences, floating, offloaded_by, render, run_step
 
 Tell = Callable[[str], object]
 

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fastac.errors import FastacError
+from fastac.errors import FastacError, readable_bytes
 from fastac.models import published as configurations
 from fastac.models.videos import Video
 from fastac.planning import Plan
 from fastac.planning.forecast import OPTIMIZERS
 from fastac.planning.plans import FIXED, WITHIN, parse_bytes
 from fastac.planning.video import Training, plan_video
-from fastac.verify import readable_bytes
 
 GIB = 2**30
 

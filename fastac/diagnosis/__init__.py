@@ -7,6 +7,7 @@ region leaves, `eager_look` runs compiled code once without its compiler.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ def judge(
     nodes: Sequence[Any],
     tape: Tape,
     observer: Observer | None,
-    compiled: bool,
+    ran_compiled: bool,
 ) -> RegionResult:
     """Return the result of the first region of a kind.
 
@@ -45,7 +46,8 @@ def judge(
         nodes: autograd nodes between its inputs and its outputs.
         tape: of its forward.
         observer: of its forward; None for a compiled function, which cannot be observed.
-        compiled: whether compiled code is known to have run. Then the function is run once more, eagerly.
+        ran_compiled: compiled code is known to have run. Then, and without an observer, the function is run once more,
+            eagerly.
 
     Raises:
         PolicyNotAppliedError: an attention that the policy saves was not saved. It names module, op and cause.
@@ -56,8 +58,9 @@ def judge(
     hidden = hidden_functions(nodes, tape.owners or (), policy)
     where = describe(function)
     problems = [] if observer is None else _problems_seen(observer, where)
-    compiled = compiled or any(node.name() == torch_private.COMPILED_NODE for node in nodes)
-    if compiled:
+    compiled = ran_compiled or any(node.name() == torch_private.COMPILED_NODE for node in nodes)
+    if observer is None or compiled:
+        compiled = True
         observer, more = look(function, args, kwargs, policy)
         hidden += more
         problems += _problems_seen(observer, where) + _missing(observer.tape, tape, where)
@@ -77,7 +80,8 @@ def judge(
             where,
             ", ".join(cut_off[:6]) + (f" and {len(cut_off) - 6} more" if len(cut_off) > 6 else ""),
         )
-    return tape.result(compiled, observer.writing if observer is not None else 0)
+    result = tape.result(compiled, observer.writing)
+    return dataclasses.replace(result, flops=observer.flops, saved_flops=observer.saved_flops)
 
 
 def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:

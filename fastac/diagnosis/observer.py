@@ -23,7 +23,7 @@ from fastac.diagnosis.recognition import (
     coarse_numbers,
     looks_like_attention_forward,
 )
-from fastac.engine import torch_private
+from fastac.engine import flops, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.tape import Tape, engine
 from fastac.engine.torch_private import is_of_torch, qualified_name
@@ -59,6 +59,7 @@ class Observer(TorchDispatchMode):
         self.silent: list[str] = []  # attention modules that ran, and in which no attention was seen
         self.late: list[str] = []  # ops with a row whose library was loaded during this forward
         self.writing = 0  # collectives that wrote a buffer, except FSDP's own
+        self.flops = self.saved_flops = 0  # of all ops, and of the attention that the policy saves
         self._called: list[BoundOp] = []
         self._coarse: list[int] = []
         self._module = module
@@ -125,9 +126,14 @@ class Observer(TorchDispatchMode):
     def _observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
         """Take note of one op that has just run."""
         bound = registry.classify(op)
+        count = 0
+        with contextlib.suppress(Exception):  # a formula that fails costs a figure of the report, not the step
+            count = flops.of_call(op, args, kwargs, outputs)
+        self.flops += count
         if bound is not None and not bound.number:
             self.late.append(bound.name)
         elif bound is not None and bound.is_attention:
+            self.saved_flops += count if self.tape.policy.saves(bound.keys(args, kwargs)) else 0
             self._coarse.append(bound.coarse_keys(args, kwargs))
             self._called += [] if torch_private.is_abstract(args) else [bound]
         elif bound is not None and bound.kind == "decomposition":

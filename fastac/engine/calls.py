@@ -48,6 +48,10 @@ class RegionResult:
     choice_bytes: int = 0
     compiled: bool = False
     writing: int = 0
+    flops: int = 0
+    """Of the forward; 0 where it was not watched."""
+    saved_flops: int = 0
+    """Of these, of the attention that is saved."""
 
 
 @dataclasses.dataclass

@@ -26,6 +26,7 @@ from fastac.engine.comparison import Comparison, Fingerprint, Metadata, Writes, 
 from fastac.engine.generators import current_states, generator_state, set_states
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
 from fastac.engine.tape import RecomputeError, Replay, Tape
+from fastac.errors import is_out_of_memory
 
 _NOTHING = contextlib.nullcontext()
 _MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -179,7 +180,7 @@ class Region:
 
 def _name_cause(function: Any, error: Exception) -> None:
     """Raise RecomputeError for what a recompute raised; not for lack of memory, which a trainer may catch."""
-    if type(error) in _MISTAKES and not any(word in str(error).lower() for word in ("alloc", "out of memory")):
+    if type(error) in _MISTAKES and not is_out_of_memory(error):
         # of its type, too: torch's checkpoint raises the error itself
         raise type("RecomputeError", (RecomputeError, type(error)), {})(
             f"{describe(function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"

@@ -98,6 +98,7 @@ _REQUIRED = (
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
     "_ops._compute_keyset",
+    "autograd._engine_run_backward",
     "autograd.forward_ad._current_level",
     "autograd.Variable._execution_engine.queue_callback",
     "compiler._is_exporting_flag",
@@ -534,6 +535,25 @@ def backward_key() -> Any:
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward that is running in this thread has ended, unless it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def on_backward_error(function: Callable[[BaseException], None]) -> None:
+    """Call a function with every error that a backward of this process raises. It stays: call this once.
+
+    Kernels of a backward run below Python, where no hook of autograd's sees them fail.
+    """
+    run = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:
+            function(error)
+            raise
+
+    for module in (torch.autograd, torch.autograd.graph):
+        module._engine_run_backward = watched  # type: ignore[attr-defined]
 
 
 def early_stop(given: bool) -> bool:

@@ -14,12 +14,12 @@ import torch
 from rich.table import Table
 
 from fastac import hook
-from fastac.errors import FastacError, class_name
+from fastac.errors import FastacError, class_name, readable_bytes
 from fastac.planning.forecast import Forecast, PolicyPlan, States
 from fastac.planning.subject import Inputs, subject
 from fastac.planning.weights import BREAKS
 from fastac.policy import NAMED, Policy, of_first
-from fastac.verify import readable_bytes, render
+from fastac.verify import render
 
 logger = logging.getLogger("fastac")
 

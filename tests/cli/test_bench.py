@@ -18,9 +18,8 @@ from fastac import cli
 from fastac.cli import measuring
 from fastac.cli.measuring import VARIANTS, Measurements, Switch, Workload, bench
 from fastac.engine import offload, region
-from fastac.errors import FastacError
+from fastac.errors import FastacError, readable_bytes
 from fastac.models import published as configurations
-from fastac.verify import readable_bytes
 from tests import support
 from tests.support import cells_of
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
 from fastac.engine.releases import WHOLE_PRODUCT
-from fastac.verify import readable_bytes
+from fastac.errors import readable_bytes
 from tests import support
 from tests.engine.cases import twice
 from tests.live_bytes import allocated

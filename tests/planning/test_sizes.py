@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from fastac.errors import FastacError
+from fastac.errors import FastacError, readable_bytes
 from fastac.planning.plans import parse_bytes
-from fastac.verify import readable_bytes
 
 
 @pytest.mark.parametrize(

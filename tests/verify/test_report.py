@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import fastac
 from fastac import Policy
@@ -45,6 +46,29 @@ def test_what_attn_only_saved(wan: Any) -> None:
         assert part in text
     assert max(map(len, text.splitlines())) <= 140
     assert "\x1b" not in text
+
+
+def test_the_line_to_paste(wan: Any) -> None:
+    model, inputs = wan
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    counts = counter.get_flop_counts()
+    blocks = [counts[f"{WAN}.blocks.{number}"] for number in range(2)]
+    total = sum(sum(one.values()) for one in blocks)
+    attention = sum(one[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu] for one in blocks)
+    for policy, bound in (("attn_only", 4), (Policy(min_kv=100), 2)):
+        fastac.enable(model, policy)
+        assert fastac.report(model).summary == ""
+        train_step(model, inputs)
+        report = fastac.report(model)
+        (row,) = report.rows
+        assert row.flops == total
+        assert (row.saved_flops == attention) == (bound == 4)
+        assert str(report).splitlines()[-1] == (
+            f"fastac {report.policy}: {bound} of 4 attention forwards are not run again, "
+            f"{row.saved_flops / total:.0%} of the FLOPs that full recomputes in these blocks; "
+            f"{13 * bound}.0 KiB held for them"
+        )
 
 
 def test_what_a_bound_on_the_keys_left_to_recomputation(wan: Any) -> None:

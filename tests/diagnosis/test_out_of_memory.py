@@ -1,0 +1,93 @@
+"""An out-of-memory error of an enabled model says what fastac holds, and which policy would hold less."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+import fastac
+from fastac.diagnosis import out_of_memory
+from fastac.errors import readable_bytes
+from fastac.policy import Policy
+from tests import support
+
+CHILD = """
+    import resource, sys, traceback
+    import torch, fastac
+    from tests import support
+
+    def limit(free):  # address space; blocks of 32 MiB and more always come from the kernel
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + free, resource.RLIM_INFINITY))
+
+    class Failing(support.AttentionStack):
+        def forward(self, video, text, expand):
+            video = super().forward(video, text)
+            return video.expand(expand, *video.shape) * 2
+
+    model, inputs = Failing(), support.stack_inputs()
+    fastac.enable(model, blocks="blocks")
+    support.loss_of(model(**inputs, expand=1)).backward()  # compiled caches and threads are there
+    rows = inputs["video"].nelement()
+    many = 2**28 // (4 * rows)  # 256 MiB
+    try:
+        if sys.argv[1] == "forward":
+            limit(2**26)
+            model(**inputs, expand=many)
+        else:
+            outputs = model(**inputs, expand=many).sum()
+            limit(2**26)
+            outputs.backward()
+    except RuntimeError:
+        traceback.print_exc()
+"""
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_allocation_that_fails(phase: str) -> None:
+    """Really, under a limit of the address space: in the model's own forward, and in a kernel of autograd's."""
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), phase]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    message, _, note = child.stderr.partition("fastac holds now:")
+    assert "can't allocate memory" in message, child.stderr
+    lines = note.splitlines()
+    assert lines[1].startswith("- Failing.blocks, 2 regions: attention on cpu ")
+    assert "inputs on cpu " in lines[1]
+    assert lines[2] == 'full would hold 3.4 KiB of it: fastac.enable(model, policy="full")'
+
+
+def notes_of(error: BaseException) -> str:
+    out_of_memory.explain(error)
+    out_of_memory.explain(error)  # as it passes through several models
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="below Python 3.11 an error has no notes")
+@pytest.mark.parametrize(
+    ("policy", "way_out"),
+    [
+        (Policy(linear=("ffn.2",)), 'attn_only would hold {attention}: fastac.enable(model, policy="attn_only")'),
+        (Policy(min_kv=7), 'full would hold {inputs}: fastac.enable(model, policy="full")'),
+        ({"blocks.0": "full", "*": "attn_only"}, 'full would hold {inputs}: fastac.enable(model, policy="full")'),
+        ("full", "No policy of fastac's holds less: take fewer frames, a smaller batch, or shard the model."),
+    ],
+)
+def test_the_next_policy_that_holds_less(policy: Any, way_out: str) -> None:
+    model, inputs = support.stack(), support.stack_inputs()
+    fastac.enable(model, policy, blocks="blocks")
+    graph = model(**inputs)
+    (_, held, line) = notes_of(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")).splitlines()
+    (row,) = fastac.report(model).rows
+    of_inputs = 2 * inputs["video"].nbytes + inputs["text"].nbytes
+    sizes = {"inputs on cpu": of_inputs, "attention on cpu": row.saved_bytes, "Linear on cpu": row.linear_bytes}
+    for kind, size in sizes.items():
+        assert (f"{kind} {readable_bytes(size)}" in held) == bool(size)
+    total = {"inputs": of_inputs, "attention": of_inputs + row.saved_bytes}
+    assert line == way_out.format(**{kind: f"{readable_bytes(size)} of it" for kind, size in total.items()})
+    del graph
+    assert "fastac holds nothing now" in notes_of(MemoryError())
+    assert not notes_of(RuntimeError("another"))
