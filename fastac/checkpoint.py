@@ -1,13 +1,14 @@
-"""checkpoint(function, *args, policy=...): what a call of a block means.
+"""checkpoint(function, *args, policy=...): one call of a block under checkpointing.
 
 Life of one call: `checkpoint` opens a `Region` (engine/region.py) with a `Tape` of what the policy saves
 (engine/tape.py); the forward runs in both. Then its calls are compared with those of the first region of its kind,
-which is watched, and judged by `fastac.diagnosis`. Backward recomputes in the region and needs nothing of this module.
-`patch_checkpoint` lets code that calls torch's function by its name come here.
+which is observed, and judged by `fastac.diagnosis`. Backward recomputes in the region and needs nothing of this module.
+`patch_checkpoint` replaces torch's function where code calls it by name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -35,6 +36,8 @@ from fastac.policy import DISABLED, Policy, resolve
 
 logger = logging.getLogger("fastac")
 
+_NOTHING = contextlib.nullcontext()
+
 
 def checkpoint(
     function: Callable[..., Any] | None = None,
@@ -49,7 +52,7 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Checkpoint a function, except for what the policy saves; in the place of torch.utils.checkpoint.checkpoint.
+    """Checkpoint a function, except for what the policy saves. Replaces torch.utils.checkpoint.checkpoint.
 
     Args:
         function: a block or any callable; called as function(*args, **kwargs), and again in backward. Without it, a
@@ -57,20 +60,21 @@ def checkpoint(
         policy: "attn_only", "long_attn_only", "full", "none" or a fastac.Policy.
         preserve_rng_state, early_stop: as in torch's function.
         determinism_check: "default" compares recompute with the forward: shapes, dtypes and versions of weights in
-            every step, values in the steps 0, 1, 2, 4, 8, ... of a block and, where the policy saves something, in
-            the first region of a kind, unless preserve_rng_state=False. "none" counts the tensors that are saved,
-            and compares nothing else.
-        respect_saved_tensors_hooks: True hands what is saved to the saved_tensors_hooks around the call, such as
+            every step; values in the steps 0, 1, 2, 4, 8, ... of a block and, where the policy saves something, in
+            the first region of a kind, unless preserve_rng_state=False. "none" compares only the number of tensors
+            that are saved.
+        respect_saved_tensors_hooks: True passes what is saved to the saved_tensors_hooks around the call, such as
             torch.autograd.graph.save_on_cpu, as torch 2.14 does under selective checkpointing.
-        use_reentrant, context_fn: refused, unless as by default. debug: torch's debug mode, for policy "full" alone.
+        use_reentrant, context_fn: any value but the default is refused.
+        debug: torch's debug mode, for policy "full" alone.
 
     Returns:
-        What the function returns.
+        The outputs of the function.
 
     Raises:
         PolicyNotAppliedError: an attention call that the policy saves could not be saved.
-        FastacError: what cannot be honoured: reentrant checkpointing, a context_fn of the caller. In backward, where
-            recompute is not what the forward was; it is a torch.utils.checkpoint.CheckpointError as well.
+        FastacError: reentrant checkpointing or a context_fn was asked for. In backward: recompute differs from the
+            forward; that error is a torch.utils.checkpoint.CheckpointError as well.
 
     Example:
         >>> hidden = fastac.checkpoint(block, hidden, text, policy="attn_only")
@@ -84,15 +88,24 @@ def checkpoint(
         options |= {"policy": policy, "use_reentrant": use_reentrant, "context_fn": context_fn, "debug": debug}
         return functools.partial(_decorated, respect_saved_tensors_hooks=respect_saved_tensors_hooks, **options)
     if function is None:
-        raise FastacError("checkpoint: inputs, or keywords that it does not know, were given without a function")
+        raise FastacError("checkpoint: got inputs or unknown keywords, and no function")
     if use_reentrant or context_fn is not noop_context_fn:
         raise FastacError(
             f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): a reentrant checkpoint has no "
             f"gradients in its forward and can save nothing, and a context_fn would save in the place of fastac. Pass "
-            f"use_reentrant=False and no context_fn; what is saved is said by policy=..."
+            f"use_reentrant=False and no context_fn, and say by policy=... what is saved."
         )
     check_determinism("checkpoint", determinism_check)
-    policy = resolve(policy)
+    return run(function, args, kwargs, resolve(policy), options, debug, respect_saved_tensors_hooks)
+
+
+def run(
+    function: Any, args: Any, kwargs: Any, policy: Policy, options: Any, debug: bool = False, hooks: bool | None = None
+) -> Any:
+    """Call a function under checkpointing.
+
+    options: preserve_rng_state, determinism_check and early_stop; these, debug and hooks are as in `checkpoint`.
+    """
     if not policy.checkpoints:
         if not torch.compiler.is_compiling() and engine.thread.scope is None and torch_private.innermost_checkpoint():
             raise PolicyNotAppliedError(
@@ -101,7 +114,7 @@ def checkpoint(
             )
         return function(*args, **kwargs)
     if torch_private.in_export():
-        return function(*args, **kwargs)  # what is exported recomputes nothing
+        return function(*args, **kwargs)  # exported programs recompute nothing
     if torch.compiler.is_dynamo_compiling():
         return tracing.run_in_dynamo(function, args, kwargs, policy, options)
     if torch_private.in_other_trace():
@@ -112,12 +125,11 @@ def checkpoint(
         return tracing.run_under_torch(function, args, kwargs, policy, {**options, "debug": debug})
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    hooks = torch_private.saved_tensors_hooks() if respect_saved_tensors_hooks else None
-    return _Call(function, args, kwargs, policy).run(hooks, **options)
+    return _Call(function, args, kwargs, policy).run(torch_private.saved_tensors_hooks() if hooks else None, **options)
 
 
 def check_determinism(call: str, given: str) -> None:
-    """Raise FastacError for a `determinism_check` that there is not. call: the public function that was given it."""
+    """Raise FastacError for an unknown `determinism_check`. call: the public function that was given it."""
     if given not in ("default", "none"):
         raise FastacError(f'{call}(determinism_check={given!r}): there are "default" and "none".')
 
@@ -151,8 +163,8 @@ class _Call:
         if engine.pending and not is_nested:
             comparison.check_pending()
         is_sampled = not is_nested and record.begin_region()
-        known, tape, observer, stash, compiled = None, None, None, None, False
-        if policy.offload and not is_nested:  # which is wanted at once
+        known, tape, observer, stash = None, None, None, None
+        if policy.offload and not is_nested:  # whose backward comes at once
             stash = Stash(policy, function, record, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
             known = self._known()
@@ -173,15 +185,10 @@ class _Call:
             has_fingerprints=is_sampled and compares and preserve_rng_state,
             stash=stash,
         )
-        if observer is None or tape is None:
-            outputs = region.forward(self.args)
-        else:
-            with CompiledCalls() as calls:
-                outputs = region.forward(self.args, observer)
-            own = sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in tape.made)
-            compiled = calls.count > own  # eager flex_attention compiles itself
+        with _NOTHING if observer is None else CompiledCalls() as calls:
+            outputs = region.forward(self.args, observer)
         if tape is not None:
-            self._end(outputs, tape, known, observer, compiled)
+            self._end(outputs, tape, known, observer, calls)
         if stash is not None:
             region.offload(self.args, stash)
         return outputs
@@ -217,41 +224,45 @@ class _Call:
             linear.check_names({block: self.policy})
         linear.attach(block, self.policy)
 
-    def _end(
-        self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None, compiled: bool
-    ) -> None:
+    def _end(self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None, calls: Any) -> None:
         """Compare what the forward did with the first region of its kind. Raises PolicyNotAppliedError."""
-        if known is None:
+        function, policy, record, now, nodes = self.function, self.policy, self.record, graphs.time(), []
+        # A function that is no block may call another graph each time, for another layer.
+        if known is None or (now > 0 if self.block is None else now != record.looked):
             nodes = nodes_between(outputs, (self.args, self.kwargs))
-            graphs.watch(nodes, self.policy)
-            known = diagnosis.judge(self.function, self.args, self.kwargs, nodes, tape, observer, compiled)
-            if observer is not None and observer.late:  # loaded by this very region, which could not keep it
+            graphs.watch(nodes, policy)
+        if known is None:
+            own = sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in tape.made)
+            compiled = calls is not None and calls.count > own  # eager flex_attention compiles itself
+            known = diagnosis.judge(function, self.args, self.kwargs, nodes, tape, observer, compiled)
+            if observer is not None and observer.late:  # its library was loaded by this region, which could not keep it
                 prepare()
-                where, op = describe(self.function), observer.late[0]
+                where, op = describe(function), observer.late[0]
                 logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
                 return
-            first = kinds.first_result(self.function, self.key)
+            first = kinds.first_result(function, self.key)
             if first is None:
-                if self.policy.linear:
-                    linear.check_called(self.policy, tape.products, describe(self.function))
+                if policy.linear:
+                    linear.check_called(policy, tape.products, describe(function))
                 self._remember(known)
-            elif _is_fewer(tape, first):  # it attends less, and that is all
+            elif _is_fewer(tape, first):  # it hides nothing
                 self.owner.doubts[self.key] = True
         elif tape.decomposed:
-            problems = [diagnosis.small_ops(describe(self.function), keys) for keys in tape.decomposed]
-            raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.made))
+            problems = [diagnosis.small_ops(describe(function), keys) for keys in tape.decomposed]
+            raise diagnosis.not_applied(function, policy, problems, len(tape.made))
         elif tape.made != list(known.made) or tape.products != [one.name for one in known.products]:
-            if _is_fewer(tape, known):
-                if known.compiled:  # nobody can watch it, and a second run of it may communicate
-                    where, why = describe(self.function), "layer drop, a branch, or attention that fastac cannot see"
-                    said = f"{where}: compiled, and fewer attention calls than before: {why} (fastac.verify tells)"
-                    kinds.warn_once(self.function, "fewer", said)
-                else:
-                    self.owner.doubt(self.key)
+            if _is_fewer(tape, known) and known.compiled:  # it cannot be observed, and a second run may communicate
+                where, why = describe(function), "layer drop, a branch, or attention that fastac cannot see"
+                said = f"{where}: compiled, and fewer attention calls than before: {why} (fastac.verify tells)"
+                kinds.warn_once(function, "fewer", said)
+            elif _is_fewer(tape, known):
+                self.owner.doubt(self.key)
             known = tape.result(known.compiled, known.writing)
         for collector in engine.collectors:
             collector.append(known)
-        self._note(known, outputs, tape)
+        if self.block is not None:
+            record.looked, record.communication, record.latest = now, tape.communication, known
+            record.key = None if record.is_doubted(self.key) else self.key  # None: the next region asks again
 
     def _remember(self, result: RegionResult) -> None:
         kinds.remember(self.function, self.key, result)
@@ -263,21 +274,6 @@ class _Call:
         if not enabled and result.calls and not (saved or result.products):
             kinds.warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
 
-    def _note(self, result: RegionResult, outputs: Any, tape: Tape) -> None:
-        """Note on the block what its region did, and watch compiled code that is new in it."""
-        block, record, now = self.block, self.record, graphs.time()
-        # A function that is no block may call another graph each time, for another layer.
-        is_new = now > 0 if block is None else now != record.looked
-        if is_new:
-            graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
-        if block is not None:
-            record.looked = now
-            record.communication = tape.communication
-            if record.latest is not result or record.key is not self.key:
-                record.latest, record.key = result, self.key
-            if record.is_doubted(self.key):
-                record.key = None  # for the next region to ask
-
 
 def _is_fewer(tape: Tape, known: RegionResult) -> bool:
     return len(tape.made) + len(tape.products) < len(known.made) + len(known.products)
@@ -287,11 +283,12 @@ def _is_fewer(tape: Tape, known: RegionResult) -> bool:
 
 
 class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_enabled
-    """Let code that calls torch.utils.checkpoint.checkpoint by its name get fastac.checkpoint.
+    """Replace torch.utils.checkpoint.checkpoint by fastac.checkpoint, for code that calls it by name.
 
-    For trainers whose models checkpoint in their own forward. At once and for good; as a context, until its end. The
-    name is replaced in every module that is loaded, so call it after the trainer's imports. What took torch's function
-    before in another way (functools.partial, a default argument) keeps it: attention under it is an error.
+    For trainers whose models checkpoint in their own forward. It applies at once and stays; as a context, until the
+    context ends. The name is replaced in every loaded module, so call it after the trainer's imports. Code that took
+    torch's function earlier in another way (functools.partial, a default argument) keeps it: attention under it is an
+    error.
 
     Args:
         policy: "attn_only", "long_attn_only" or a fastac.Policy.
@@ -310,8 +307,8 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
     def __init__(self, policy: str | Policy = "attn_only") -> None:
         if torch.utils.checkpoint.checkpoint is not torch_checkpoint:
             raise FastacError(
-                "patch_checkpoint: torch.utils.checkpoint.checkpoint is not torch's own any more: another package took "
-                "its place, or patch_checkpoint was called before (`with fastac.patch_checkpoint():` ends)."
+                "patch_checkpoint: torch.utils.checkpoint.checkpoint is no longer torch's own: another package "
+                "replaced it, or patch_checkpoint was called before (`with fastac.patch_checkpoint():` ends)."
             )
         self.policy = resolve(policy)
         self._is_on = True
@@ -319,7 +316,7 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
 
         @functools.wraps(torch_checkpoint)
         def patched(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_on:  # taken while it was
+            if not self._is_on:  # the name was copied while it was on
                 return torch_checkpoint(function, *args, **kwargs)
             if "context_fn" in kwargs and torch_private.is_abstract(args):
                 raise FastacError(

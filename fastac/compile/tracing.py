@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fastac.backends.plugins import prepare
 from fastac.compile import graphs
 from fastac.diagnosis.observer import Observer
-from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
+from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward
 from fastac.engine import releases, torch_private
 from fastac.engine.blocks import block_of as block_of_function
 from fastac.engine.blocks import describe
@@ -49,7 +49,7 @@ class Decisions:
         self._small = 0
         self._written_out: list[int] = []  # numbers of keys
         self._coarse: list[int] = []
-        self._unknown: list[UnknownOp] = []
+        self._unknown: list[torch_private.Op] = []
         self._exchanged: list[Any] = []  # what saved collectives return, before it is waited for
 
     def of(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> bool | None:
@@ -91,8 +91,8 @@ class Decisions:
         keys = self._softmax_attention.follow(op, args, outputs) if isinstance(op, torch._ops.OpOverload) else None
         if keys is not None and self.policy.saves(keys):
             self._written_out.append(keys)
-        elif looks_like_attention_forward(name := qualified_name(op), args):
-            self._unknown.append(UnknownOp(*name.split("::")))
+        elif looks_like_attention_forward(qualified_name(op), args):
+            self._unknown.append(op)
 
     def check(self, where: str = "") -> None:
         """Raise CompiledPolicyNotAppliedError when some of the operators so far cannot be saved. where: they are."""
@@ -105,7 +105,7 @@ def _number(keys: Any) -> int:
     return keys if isinstance(keys, int) else sys.maxsize  # a symbolic number counts as many
 
 
-def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp], where: str = "") -> None:
+def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[torch_private.Op], where: str = "") -> None:
     """Raise CompiledPolicyNotAppliedError for attention of a region in a graph that cannot be saved.
 
     small: how many calls ran as small ops. unknown: ops without a row.
@@ -116,7 +116,7 @@ def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp], whe
             f"a query that is not 4-D, the math kernel forced, or attention written out)"
         )
     elif unknown:
-        what = f"{'::'.join(unknown[0])} looks like an attention forward and has no row (fastac.register)"
+        what = f"{qualified_name(unknown[0])} looks like an attention forward and has no row (fastac.register)"
     else:
         return
     raise CompiledPolicyNotAppliedError(

@@ -16,6 +16,7 @@ from typing import Any
 from fastac.diagnosis.autograd_graph import hidden_functions, may_run_again, parameters_cut_off
 from fastac.diagnosis.eager_look import look
 from fastac.diagnosis.observer import Observer
+from fastac.diagnosis.recognition import suggested_row
 from fastac.engine import opaque, releases, torch_private
 from fastac.engine.blocks import block_of, describe, known_record
 from fastac.engine.calls import RegionResult
@@ -170,14 +171,11 @@ def small_ops(where: str, keys: int, cause: str = "") -> str:
 
 
 def _problems_seen(observer: Observer, where: str) -> list[str]:
-    def place(module: str) -> str:
-        return f"{where}.{module}" if module else where
-
-    problems = [small_ops(place(one.module), one.keys, one.cause) for one in observer.small]
+    problems = [small_ops(f"{where}.{one.module}".rstrip("."), one.keys, one.cause) for one in observer.small]
     problems += [
-        f"{unknown.namespace}::{unknown.name} looks like an attention forward and has no row. If it is one "
-        f"(layout: where its keys are, bshd, bhsd or thd): {unknown.suggested_row()}"
-        for unknown in observer.unknown
+        f"{torch_private.qualified_name(op)} looks like an attention forward and has no row. If it is one "
+        f"(layout: where its keys are, bshd, bhsd or thd): {suggested_row(op)}"
+        for op in observer.unknown
     ]
     problems += observer.elsewhere
     problems += [
@@ -185,7 +183,7 @@ def _problems_seen(observer: Observer, where: str) -> list[str]:
         for name in observer.passed_by()
     ]
     return problems or [
-        f"{place(name)}: ran, and no attention call was seen: its kernel is called past the dispatcher. If it is an "
+        f"{where}.{name}: ran, and no attention call was seen: its kernel is called past the dispatcher. If it is an "
         f'autograd.Function: fastac.make_visible(TheFunction, layout="bshd"). Else: docs/adding_a_backend.md'
         for name in observer.silent
     ]
@@ -203,11 +201,10 @@ def _missing(eager: Tape, tape: Tape, where: str) -> list[str]:
         if op.is_opaque:
             logger.warning("%s: %s is made visible in eager code only: compiled, it is recomputed", where, op.name)
         elif isinstance(op.op, torch_private.HigherOrderOperator):
-            way_out = "use fastac.compile_attention in the place of torch.compile, or fastac.compile(model)"
-            if not releases.has(releases.FLEX):
-                way_out = f"saving it there needs torch {releases.FIRST_TORCH[releases.FLEX]}; leave it uncompiled"
             problems.append(
-                f"{op.name} is compiled into code of its own, which calls no op that can be saved: {way_out}"
+                f"{op.name} is compiled into code of its own, which calls no op that can be saved: use "
+                f"fastac.compile_attention in the place of torch.compile, or fastac.compile(model); before torch "
+                f"{releases.FIRST_TORCH[releases.FLEX]} leave it uncompiled"
             )
         else:
             problems.append(

@@ -19,7 +19,6 @@ from fastac.diagnosis.autograd_graph import leads_to, tensors_of
 from fastac.diagnosis.recognition import (
     MATRIX_PRODUCTS,
     SoftmaxAttention,
-    UnknownOp,
     coarse_numbers,
     looks_like_attention_forward,
 )
@@ -54,7 +53,7 @@ class Observer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self.small: list[SmallOps] = []
-        self.unknown: list[UnknownOp] = []  # ops that look like attention and have no row
+        self.unknown: list[torch_private.Op] = []  # ops that look like attention and have no row
         self.elsewhere: list[str] = []  # sentences on attention that was called where no region is open
         self.silent: list[str] = []  # attention modules that ran, and in which no attention was seen
         self.late: list[str] = []  # ops with a row whose library was loaded during this forward
@@ -142,7 +141,7 @@ class Observer(TorchDispatchMode):
             return
         elif not isinstance(op, torch._ops.OpOverload):
             if looks_like_attention_forward(op.name(), args):
-                self.unknown.append(UnknownOp("higher_order", op.name()))
+                self.unknown.append(op)
         elif writes_its_buffer(op):
             self.writing += not is_called_by_fsdp()
         else:
@@ -159,7 +158,7 @@ class Observer(TorchDispatchMode):
         if keys is not None:
             self._note_small(keys, "it is written out as matrix products and a softmax")
         elif looks_like_attention_forward(name, args) and not torch_private.is_composite(name):
-            self.unknown.append(UnknownOp(*name.split("::")))
+            self.unknown.append(op)
         elif name in ("aten::add", "aten::add_"):
             self._added = args[1]
         elif name in MATRIX_PRODUCTS:
