@@ -232,9 +232,9 @@ class _Call:
             nodes = nodes_between(outputs, (self.args, self.kwargs))
             graphs.watch(nodes, policy)
         if known is None:
-            own = sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in tape.made)
-            compiled = calls is not None and calls.count > own  # eager flex_attention compiles itself
-            known = diagnosis.judge(function, self.args, self.kwargs, nodes, tape, observer, compiled)
+            known = diagnosis.judge(
+                function, self.args, self.kwargs, nodes, tape, observer, calls.count if calls else 0
+            )
             if observer is not None and observer.late:  # its library was loaded by this region, which could not keep it
                 prepare()
                 where, op = describe(function), observer.late[0]

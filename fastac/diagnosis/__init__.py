@@ -32,13 +32,7 @@ MOST_PROBLEMS = 3
 
 
 def judge(
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: Any,
-    nodes: Sequence[Any],
-    tape: Tape,
-    observer: Observer | None,
-    ran_compiled: bool,
+    function: Any, args: Any, kwargs: Any, nodes: Sequence[Any], tape: Tape, observer: Observer | None, calls: int
 ) -> RegionResult:
     """Return the result of the first region of a kind.
 
@@ -47,8 +41,7 @@ def judge(
         nodes: autograd nodes between its inputs and its outputs.
         tape: of its forward.
         observer: of its forward; None for a compiled function, which cannot be observed.
-        ran_compiled: compiled code is known to have run. Then, and without an observer, the function is run once more,
-            eagerly.
+        calls: how often compiled code ran or was compiled. If it did, the function is run once more, eagerly.
 
     Raises:
         PolicyNotAppliedError: an attention that the policy saves was not saved. It names module, op and cause.
@@ -59,9 +52,10 @@ def judge(
     hidden = hidden_functions(nodes, tape.owners or (), policy)
     where = describe(function)
     problems = [] if observer is None else _problems_seen(observer, where)
-    compiled = ran_compiled or any(node.name() == torch_private.COMPILED_NODE for node in nodes)
+    # Eager flex_attention compiles itself.
+    compiled = calls > sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in tape.made)
+    compiled = compiled or observer is None or any(node.name() == torch_private.COMPILED_NODE for node in nodes)
     if observer is None or compiled:
-        compiled = True
         observer, more = look(function, args, kwargs, policy)
         hidden += more
         problems += _problems_seen(observer, where) + _missing(observer.tape, tape, where)
@@ -76,10 +70,11 @@ def judge(
         raise not_applied(function, policy, problems, len(tape.made))
     if cut_off := parameters_cut_off(block_of(function), nodes):
         logger.warning(
-            "%s: %s require grad and have no part in its output, so they get no gradient. An attention kernel without "
-            "a backward does that (SageAttention). If it is intended, call requires_grad_(False) on them.",
+            "%s: %d parameters of attention require grad and get no gradient (%s, ...): its output does not depend on "
+            "them. A kernel without a backward does that (SageAttention). If it is intended: requires_grad_(False).",
             where,
-            ", ".join(cut_off[:6]) + (f" and {len(cut_off) - 6} more" if len(cut_off) > 6 else ""),
+            len(cut_off),
+            ", ".join(cut_off[:6]),
         )
     result = tape.result(compiled, observer.writing)
     return dataclasses.replace(result, flops=observer.flops, saved_flops=observer.saved_flops)

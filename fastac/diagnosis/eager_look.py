@@ -41,7 +41,6 @@ def look(
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unchanged),
             tape,
             observer,
-            _compiled_parts_eager(module),
         ):
             plain = getattr(function, "_torchdynamo_orig_callable", function)
             plain = getattr(plain, "_orig_mod", plain)
@@ -72,25 +71,6 @@ class _Unkept(Tape):
 def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     with torch.compiler.set_stance("force_eager"):  # for compiled functions that are called inside
         return function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _compiled_parts_eager(module: torch.nn.Module | None) -> Iterator[None]:
-    """Call compiled modules inside a block as they were before: a mode that dynamo heeds would spoil its cache."""
-    modules = list(module.modules()) if module is not None else []
-    compiled = [(inner, inner._compiled_call_impl) for inner in modules if inner._compiled_call_impl is not None]
-    wrappers: list[tuple[Any, Any]] = [(inner, inner.forward) for inner in modules if "_orig_mod" in inner._modules]
-    for inner, _ in compiled:
-        inner._compiled_call_impl = None
-    for wrapper, _ in wrappers:
-        wrapper.forward = wrapper._orig_mod.forward
-    try:
-        yield
-    finally:
-        for inner, call in compiled:
-            inner._compiled_call_impl = call
-        for wrapper, forward in wrappers:
-            wrapper.forward = forward
 
 
 @contextlib.contextmanager
