@@ -91,9 +91,8 @@ def checkpoint(
         raise FastacError("checkpoint: got inputs or unknown keywords, and no function")
     if use_reentrant or context_fn is not noop_context_fn:
         raise FastacError(
-            f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): a reentrant checkpoint has no "
-            f"gradients in its forward and can save nothing, and a context_fn would save in the place of fastac. Pass "
-            f"use_reentrant=False and no context_fn, and say by policy=... what is saved."
+            f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): nothing can be saved in a "
+            f"reentrant checkpoint, and a context_fn would replace the policy. Pass neither, but policy=..."
         )
     check_determinism("checkpoint", determinism_check)
     return run(function, args, kwargs, resolve(policy), options, debug, respect_saved_tensors_hooks)
@@ -109,8 +108,8 @@ def run(
     if not policy.checkpoints:
         if not torch.compiler.is_compiling() and engine.thread.scope is None and torch_private.innermost_checkpoint():
             raise PolicyNotAppliedError(
-                f"none: {describe(function)} is not to be checkpointed, and runs in a checkpoint that saves nothing, "
-                f"torch's or one of policy 'full'. Switch the model's own checkpointing off."
+                f"none: {describe(function)} is not to be checkpointed, and runs in a checkpoint, torch's or one of "
+                f"policy 'full'. Switch the model's own checkpointing off."
             )
         return function(*args, **kwargs)
     if torch_private.in_export():
@@ -147,14 +146,14 @@ class _Call:
 
     __slots__ = ("args", "block", "function", "key", "kwargs", "owner", "policy", "record")
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, policy: Policy) -> None:
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.policy = policy
         self.block = block_of(function)
         self.record = kinds.record_of_function(function) if self.block is None else record_of(self.block)
-        self.owner = self.record  # of the block that a function holds, where it is none itself
+        self.owner = self.record  # for a function that is no block: the record of the block that it holds
 
     def run(self, hooks: Hooks | None, preserve_rng_state: bool, determinism_check: str, early_stop: bool) -> Any:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
@@ -194,7 +193,7 @@ class _Call:
         return outputs
 
     def _known(self) -> RegionResult | None:
-        """What the first region of this kind did; None where this is the first."""
+        """The result of the first region of this kind; None if this is the first."""
         if interception.loaded_modules() != engine.modules:
             prepare()
         function, policy, record = self.function, self.policy, self.record
@@ -220,21 +219,20 @@ class _Call:
             )
         if is_compiled(self.function):
             tracing.refuse_eager_only(self.policy, describe(self.function))
-        if not record_of(block).name:  # else `enable` has looked at the names in all blocks
+        if not self.record.name:  # else `enable` has checked the names in all blocks
             linear.check_names({block: self.policy})
         linear.attach(block, self.policy)
 
     def _end(self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None, calls: Any) -> None:
-        """Compare what the forward did with the first region of its kind. Raises PolicyNotAppliedError."""
+        """Compare the forward with the first region of its kind. Raises PolicyNotAppliedError."""
         function, policy, record, now, nodes = self.function, self.policy, self.record, graphs.time(), []
         # A function that is no block may call another graph each time, for another layer.
         if known is None or (now > 0 if self.block is None else now != record.looked):
             nodes = nodes_between(outputs, (self.args, self.kwargs))
             graphs.watch(nodes, policy)
         if known is None:
-            known = diagnosis.judge(
-                function, self.args, self.kwargs, nodes, tape, observer, calls.count if calls else 0
-            )
+            calls = 0 if calls is None else calls.count
+            known = diagnosis.judge(function, self.args, self.kwargs, nodes, tape, observer, calls)
             if observer is not None and observer.late:  # its library was loaded by this region, which could not keep it
                 prepare()
                 where, op = describe(function), observer.late[0]
@@ -270,16 +268,13 @@ class _Call:
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
-        enabled = self.block is not None and self.record.name  # by its model, which looks at all of its blocks
+        enabled = self.block is not None and self.record.name  # then its model checks all of its blocks
         if not enabled and result.calls and not (saved or result.products):
             kinds.warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
 
 
 def _is_fewer(tape: Tape, known: RegionResult) -> bool:
     return len(tape.made) + len(tape.products) < len(known.made) + len(known.products)
-
-
-# By the name of torch's function
 
 
 class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_enabled
@@ -341,10 +336,10 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
 
 
 def _replace(old: object, new: object) -> list[str]:
-    """Give every module that holds one function another one under the same name. Returns the names."""
+    """Replace a function in every module that has it. Returns its names."""
     replaced = []
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "fastac":  # which calls torch's own
+        if name.partition(".")[0] == "fastac":  # it calls torch's own
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if value is old:

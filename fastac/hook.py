@@ -190,17 +190,13 @@ class Enabled:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
         for name, own in self.forwards.items():
             if own.is_wrapped:
-                raise FastacError(
-                    f"disable: the forward of {class_name(self.model)}.{name} was wrapped since fastac.enable. Remove "
-                    f"that hook first, then disable."
-                )
+                where = f"{class_name(self.model)}.{name}"
+                raise FastacError(f"disable: the forward of {where} was wrapped since enable. Remove that hook first.")
         for own in self.forwards.values():
-            if not own.is_attached:
-                continue  # a hook from before `enable` was removed, and restored the forward that it had found
-            if own.before is None:
+            if own.is_attached:  # else a hook from before `enable` was removed, and restored the forward of that time
                 del vars(own.block)["forward"]
-            else:
-                vars(own.block)["forward"] = own.before
+                if own.before is not None:
+                    vars(own.block)["forward"] = own.before
         for module, flag, function in self.switches:
             if is_ours(models.switch_function(module)):  # another function stays
                 models.set_switch(module, flag, function)
@@ -364,9 +360,8 @@ def enable(
     Example:
         >>> fastac.enable(transformer, policy="long_attn_only")
     """
-    check_module(model, "enable")
+    outer, model = model, check_module(model, "enable")
     check_determinism("enable", determinism_check)
-    outer, model = model, models.unwrapped(model)
     if models.is_by_forward(model, None):  # else the model may be its own host
         blocks = blocks_given(model, blocks)
     if isinstance(blocks, Iterable) and not isinstance(blocks, (str, torch.nn.Module)):
@@ -421,8 +416,7 @@ def first_blocks(
     Example:
         >>> fastac.enable(transformer, fastac.first_blocks(transformer, 20))
     """
-    check_module(model, "first_blocks")
-    outer, model = model, models.unwrapped(model)
+    outer, model = model, check_module(model, "first_blocks")
     enabled = enabled_on(model)
     containers = grouped(enabled.blocks) if enabled and blocks is None else choose(model, blocks, outer)
     return of_first([name for container in containers for name in container.blocks], count, policy)
@@ -434,17 +428,14 @@ def disable(model: torch.nn.Module) -> None:
     Raises:
         FastacError: the argument is no module, or a block's forward was wrapped since.
     """
-    check_module(model, "disable")
-    for module in models.unwrapped(model).modules():
-        enabled = vars(module).get(_ENABLED)
-        if enabled is not None:
+    for module in check_module(model, "disable").modules():
+        if (enabled := enabled_on(module)) is not None:
             enabled.detach()
 
 
 def enabled_on(model: torch.nn.Module) -> Enabled | None:
     """The state of an enabled model, None without `enable`."""
-    found: Enabled | None = vars(model).get(_ENABLED)
-    return found
+    return vars(model).get(_ENABLED)
 
 
 def check_no_part(model: torch.nn.Module, call: str) -> None:
@@ -470,13 +461,14 @@ def is_ours(function: object) -> bool:
     return function is wrappers.call_plainly or (isinstance(function, functools.partial) and function.func is _run)
 
 
-def check_module(model: object, call: str) -> None:
-    """Raise FastacError for an argument of a public function, `call`, that is no module."""
+def check_module(model: object, call: str) -> torch.nn.Module:
+    """The model inside its wrappers. Raises FastacError for an argument of a public function, `call`, that is none."""
     if not isinstance(model, torch.nn.Module):
         raise FastacError(
             f"{call}: expected a model, got {type(model).__name__}. With a pipeline, pass its transformer: "
             f"{call}(pipe.transformer)."
         )
+    return models.unwrapped(model)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""report and verify: what happened in a model's blocks, and proof of it on the user's own model."""
+"""report and verify: figures of a model's blocks, and a proof that they are exact on the user's own model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import errors, hook, models, registry
+from fastac import errors, hook, registry
 from fastac.backends.availability import ignored_backends
 from fastac.backends.plugins import prepare
 from fastac.checkpoint import checkpoint
@@ -226,9 +226,8 @@ def report(model: torch.nn.Module) -> Report:
     Example:
         >>> print(fastac.report(transformer))
     """
-    hook.check_module(model, "report")
+    model = hook.check_module(model, "report")
     comparison.check_pending()
-    model = models.unwrapped(model)
     hook.check_no_part(model, "report")
     enabled = hook.enabled_on(model)
     containers = hook.containers_of(model)
@@ -304,9 +303,7 @@ def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -
     if enabled is None:
         if seen and not hasattr(model, "enable_gradient_checkpointing"):
             return ""  # it checkpoints itself
-        return (
-            "fastac.enable(model) was not called, or was undone. With patch_checkpoint only calls of modules are shown."
-        )
+        return "fastac.enable(model) was not called, or was undone; of patch_checkpoint, only modules are shown"
     if enabled.was_replaced():
         return "gradient checkpointing was enabled again without fastac: nothing is saved"
     if enabled.was_switched_off():
@@ -337,10 +334,10 @@ def executed_attention(*activities: ProfilerActivity) -> Iterator[tuple[Counter[
     finally:
         engine.answered[:] = [one for one in engine.answered if one is not answered]
     names = {op.qualified_name.partition(".")[0] for op in registry.present_ops() if op.is_attention}
-    ends: Counter[tuple[int, str]] = Counter()  # of the last call that was counted, by its thread and op
+    ends: Counter[tuple[int, str]] = Counter()  # time at which the last counted call ended, by its thread and op
     for event in profiled_events(profiled):
         thread, name = event.start_thread_id(), event.name()
-        # One inside its like was made by a dispatch mode, or a tensor subclass, in the place of that.
+        # A call inside one of the same op was made by a dispatch mode or a tensor subclass: count the outer one.
         if name in names and event.start_ns() >= ends[thread, name]:
             ran[name] += 1
             ends[thread, name] = event.end_ns()
@@ -364,7 +361,7 @@ class Step:
     offloaded: Offloaded | None = None
 
     def rounding(self, name: str) -> float:
-        """What two orders of adding up may make of a tensor: a few units in the last place of its largest number."""
+        """The difference that another order of sums may make: a few units in the last place of the largest number."""
         tensor = self.tensors[name]
         return 0.0 if tensor is None else 16 * torch.finfo(tensor.dtype).eps * tensor.abs().max().item()
 
@@ -420,7 +417,7 @@ def _local(tensor: Any) -> Any:
 
 
 def floating(outputs: Any) -> list[torch.Tensor]:
-    """All floating-point tensors among what a model returns, in order."""
+    """All floating-point tensors among a model's outputs, in order."""
     leaves = tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
@@ -576,8 +573,7 @@ class _Subject:
         """Take the steps and compare them. Raises as the function of that name."""
         if self.reference not in ("none", "full"):
             raise FastacError(f'verify(reference={self.reference!r}): there are "none" and "full"')
-        hook.check_module(self.model, "verify")
-        self.inner: Any = models.unwrapped(self.model)
+        self.inner: Any = hook.check_module(self.model, "verify")
         hook.check_no_part(self.inner, "verify")
         prepare()
         enabled = hook.enabled_on(self.inner)
@@ -663,7 +659,7 @@ class _Subject:
     def _compare(
         self, reference_step: Callable[[], Step], policy_step: Callable[[], Step], policy: Policy | BlockPolicies
     ) -> Verification:
-        """The policy runs twice: the first step, which may compile and is watched, must be as exact as any other."""
+        """Compare steps. The policy runs twice: its first step, compiled and observed, must be exact as well."""
         expected = reference_step()
         if self.group.any(bool(expected.graphs)):
             expected = reference_step()  # the first compiled, and what dynamo traced was counted
@@ -752,12 +748,12 @@ def _raise_if_broken(result: Verification) -> None:
 
 
 def _run_forward(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """One forward with gradients on, on fresh inputs, that is followed by no backward of the whole model."""
+    """One forward with gradients on, on fresh inputs, without a backward of the whole model."""
     args, kwargs = _fresh((args, kwargs))
     with contextlib.ExitStack() as stack, torch.enable_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-                stack.enter_context(module.no_sync())  # else it waits for the gradients of one backward
+                stack.enter_context(module.no_sync())  # else it waits for a backward
         return model(*args, **kwargs)
 
 

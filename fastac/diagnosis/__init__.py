@@ -70,11 +70,11 @@ def judge(
         raise not_applied(function, policy, problems, len(tape.made))
     if cut_off := parameters_cut_off(block_of(function), nodes):
         logger.warning(
-            "%s: %d parameters of attention require grad and get no gradient (%s, ...): its output does not depend on "
+            "%s: %d attention parameters require grad and get no gradient, such as %s: its output does not depend on "
             "them. A kernel without a backward does that (SageAttention). If it is intended: requires_grad_(False).",
             where,
             len(cut_off),
-            ", ".join(cut_off[:6]),
+            cut_off[0],
         )
     result = tape.result(compiled, observer.writing)
     return dataclasses.replace(result, flops=observer.flops, saved_flops=observer.saved_flops)
@@ -110,8 +110,7 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
 
 
 def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise PolicyNotAppliedError for attention, outside any region, that runs in the backward of a node whose region
-    was to save it."""
+    """Raise PolicyNotAppliedError for attention that the backward of a region runs again, outside a recompute."""
     if not op.is_attention or thread.backward != torch_private.running_backward() or torch_private.is_abstract(args):
         return
     node = torch_private.running_node()
@@ -128,8 +127,7 @@ def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
 
 def ran_past_patch(policy: Policy, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise PolicyNotAppliedError for attention that runs under a checkpoint that `patch_checkpoint` did not replace,
-    in forward or backward."""
+    """Raise PolicyNotAppliedError for attention under a checkpoint that `patch_checkpoint` did not replace."""
     node = torch_private.running_node()
     in_graph = node is not None and node.name() == torch_private.COMPILED_NODE
     again = in_graph or (node is not None and not may_run_again(node))
@@ -140,8 +138,8 @@ def ran_past_patch(policy: Policy, op: BoundOp, args: Sequence[Any], kwargs: Map
             f"patch_checkpoint({str(policy)!r}): {op.name} over {keys} keys ran {seen}.\n"
             f"That checkpoint {graph}was taken before the name was patched (a functools.partial, a model that was "
             f"switched on or compiled), or is reentrant, a library's own, or fastac's of policy \"full\".\n"
-            f"Call patch_checkpoint before it is taken and switch to use_reentrant=False, or switch that "
-            f"checkpointing off and use fastac.enable(model, blocks=...), or fastac.compile(model, blocks=...).\n"
+            f"Call patch_checkpoint before that and set use_reentrant=False, or switch that checkpointing off and use "
+            f"fastac.enable or fastac.compile(model, blocks=...).\n"
             f"If it is no checkpoint: fastac.make_visible(TheFunction, layout=...)."
         )
 
