@@ -101,15 +101,8 @@ def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> 
     A kernel without a backward (SageAttention) does that: gradients before it are None, without an error.
     """
     reached = {id(getattr(node, "variable", None)) for node in nodes}
-    parameters = {
-        name: parameter
-        for name, parameter in (module.named_parameters() if module is not None else ())
-        if parameter.requires_grad and says_attention(name.rpartition(".")[0])
-    }
-    cut_off = [
-        name
-        for name, parameter in parameters.items()
-        # A DTensor is FSDP's shard, put in the place of the parameter that was used.
-        if id(parameter) not in reached and not hasattr(parameter, "to_local")
-    ]
+    named = module.named_parameters() if module is not None else ()
+    parameters = [(name, one) for name, one in named if one.requires_grad and says_attention(name.rpartition(".")[0])]
+    # A DTensor is FSDP's shard, which replaced the parameter that was used.
+    cut_off = [name for name, one in parameters if id(one) not in reached and not hasattr(one, "to_local")]
     return cut_off if len(cut_off) < len(parameters) else []  # all of them: frozen inputs, or another path was taken

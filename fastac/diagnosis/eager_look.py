@@ -19,6 +19,7 @@ from fastac.policy import Policy
 from fastac.registry import BoundOp
 
 
+@torch_private.without_dynamo
 def look(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> tuple[Observer, Sequence[type]]:
@@ -41,10 +42,9 @@ def look(
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unchanged),
             tape,
             observer,
+            torch.compiler.set_stance("force_eager"),
         ):
-            plain = getattr(function, "_torchdynamo_orig_callable", function)
-            plain = getattr(plain, "_orig_mod", plain)
-            outputs = torch.compiler.disable(_call)(plain, args, kwargs)
+            outputs = function(*args, **kwargs)
     finally:
         thread.scope = outer
     return observer, hidden_functions(nodes_between(outputs, (args, kwargs)), tape.owners or (), policy)
@@ -66,11 +66,6 @@ class _Unkept(Tape):
             outputs = self.run(op, keyset, args, kwargs)
         self.made.append((op, op.keys(args, kwargs)))
         return outputs
-
-
-def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    with torch.compiler.set_stance("force_eager"):  # for compiled functions that are called inside
-        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
