@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import runpy
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -57,10 +58,10 @@ TESTS = {
 
 VERDICTS = {
     Verdict.SAVABLE: "its attention forward is an op, whose output fastac saves",
-    Verdict.OPAQUE: "no op shows its forward: savable once `fastac.make_visible` gave it one",
+    Verdict.OPAQUE: "its attention forward is no op: savable once `fastac.make_visible` made it one",
     Verdict.DECOMPOSED: "it runs as many small ops: there is no attention output to save",
     Verdict.NOT_TRAINABLE: "it has no backward",
-    Verdict.UNKNOWN: "nobody looked",
+    Verdict.UNKNOWN: "nobody checked",
 }
 
 
@@ -74,12 +75,12 @@ def backends() -> str:
     listed = sorted(BACKENDS.items(), key=lambda item: (order.index(item[1].verdict), item[0]))
     return _document(
         "# Attention backends",
-        f"fastac {fastac.__version__}. What one machine really has: `fastac backends`. One that is missing here can be "
-        "[added](adding_a_backend.md), in a package of its own, too.",
+        f"fastac {fastac.__version__}. `fastac backends` shows what your machine has. You can "
+        "[add a backend](adding_a_backend.md) that is missing here, also in a package of its own.",
         _table(("verdict", "meaning"), ((_words(verdict), meaning) for verdict, meaning in VERDICTS.items())),
-        "## Libraries",
-        "*Tested with* names the releases whose real Python code goes through the parity tests, over kernels for the "
-        "CPU: under `attn_only` gradients are bitwise equal to no checkpointing, and the attention kernel runs once.",
+        "## Which libraries?",
+        "*Tested with* names the releases whose real Python code passes the parity tests, over kernels for the CPU: "
+        "under `attn_only`, gradients are bitwise equal to no checkpointing, and the attention kernel runs once.",
         _table(
             ("library", "verdict", "how its output is saved, what to do", "tested with"),
             (
@@ -92,9 +93,9 @@ def backends() -> str:
                 for library in LIBRARIES
             ),
         ),
-        "## Attention ops",
-        "The rows. A namespace is a regular expression. A row that is not run by a case of its library's test file is "
-        "named there with the reason (`not_run`).",
+        "## Which ops?",
+        "These are the rows. A namespace is a regular expression. If no case of a library's test file runs a row, that "
+        "file names the row with the reason (`not_run`).",
         _table(
             ("op", "rows of", "layout of keys", "draws random numbers", "note"),
             (
@@ -109,8 +110,8 @@ def backends() -> str:
                 if isinstance(row, AttentionOp)
             ),
         ),
-        "## Kernels that no op shows",
-        "Their `autograd.Function`s are [made visible](adding_a_backend.md#an-autogradfunction-made-visible) when "
+        "## Which kernels are no ops?",
+        "fastac [makes](adding_a_backend.md#an-autogradfunction-made-visible) their `autograd.Function`s visible when "
         "their module is loaded and fastac is enabled.",
         _table(
             ("module", "Function", "backend", "layout of keys", "draws random numbers"),
@@ -125,28 +126,28 @@ def backends() -> str:
                 for function in functions
             ),
         ),
-        "## Ops that are saved beside attention, and ops that give a decomposition away",
+        "## Which other ops are intercepted for attention?",
         _table(
             ("op", "what it is for"),
             (
                 *(
-                    (f"`{row.namespace}::{row.name}`", "sparse attention chooses its blocks with it: saved")
+                    (f"`{row.namespace}::{row.name}`", "saved: sparse attention chooses its blocks with it")
                     for row in rows
                     if row.kind == "choice"
                 ),
                 *(
                     (
                         f"`{row.namespace}::{row.name}`",
-                        "runs only where scaled_dot_product_attention is decomposed: refused",
+                        "refused: it runs only if scaled_dot_product_attention is decomposed",
                     )
                     for row in rows
                     if row.kind == "decomposition"
                 ),
             ),
         ),
-        "## Attention backends of diffusers",
-        "What `transformer.set_attention_backend(...)` takes in diffusers 0.42. Those that run on a CPU are tried on "
-        f"Wan, with {_tested_with('diffusers')}.",
+        "## Which backends of diffusers?",
+        "These are the names that `transformer.set_attention_backend(...)` takes in diffusers 0.42. Those that run on "
+        f"a CPU are tested on Wan, with {_tested_with('diffusers')}.",
         _table(
             ("backend", "verdict", "rows of", "what it is, or why not"),
             ((f"`{name}`", _words(found.verdict), found.family, found.reason) for name, found in listed),
@@ -158,14 +159,15 @@ def models() -> str:
     """The models with a catalogue row as Markdown."""
     return _document(
         "# Models",
-        f"fastac {fastac.__version__}, {_torch()}, diffusers {importlib.metadata.version('diffusers')}. These have a "
-        "catalogue row. Of every other diffusers model with gradient checkpointing, the outermost lists of modules "
-        "that hold attention are taken for its blocks, in policies by block name and in reports.",
-        "Below is what `tests/models/test_parity.py` finds on a CPU in fp32, with `attn_only`: attention kernels of "
-        "one step of a tiny model with random weights, bytes that its blocks held for them, and how many outputs and "
-        "gradients were compared with training without checkpointing (all equal, bit for bit). `flex_attention` has no "
-        "backward on a CPU in torch: the tests add one. Linear attention (Sana-Video, half of the blocks of Sana-WM) "
-        "has no kernel whose output could be saved, and is recomputed.",
+        f"fastac {fastac.__version__}, {_torch()}, diffusers {importlib.metadata.version('diffusers')}. The models "
+        "below have a row in the catalogue. Every other diffusers model with gradient checkpointing trains without "
+        "one: in policies by block name and in reports, its blocks are then the outermost lists of modules that hold "
+        "attention.",
+        "`tests/models/test_parity.py` measures the table on a CPU in fp32, with `attn_only` and a tiny model with "
+        "random weights. It counts the attention kernels of one step, the bytes that the blocks held for them, and the "
+        "outputs and gradients that were compared with training without checkpointing: all are equal, bit for bit.",
+        "torch has no backward of `flex_attention` on a CPU: the tests add one. Linear attention (Sana-Video, half of "
+        "the blocks of Sana-WM) has no kernel whose output could be saved: it is recomputed.",
         _table(figures.HEADINGS, (one.cells() for one in _figures())),
     )
 
@@ -193,7 +195,7 @@ def compositions() -> str:
         )
         for row in measured["results"]
     )
-    return _with_tables("docs/compile.md", {"compositions": f"{shapes}\n\n{_table(headings, rows)}"})
+    return _with_tables("docs/compile.md", {"compositions": f"{_wrapped(shapes)}\n\n{_table(headings, rows)}"})
 
 
 def distributed() -> str:
@@ -202,7 +204,7 @@ def distributed() -> str:
     shapes = (
         f"Wan, {measured['layers']} blocks of width {measured['width']}, {measured['tokens']} video tokens, "
         f"{measured['text_tokens']} of text, batch {measured['batch']}, {measured['dtype']}, torch "
-        f"{measured['machine']['torch']}, gloo on a CPU; one rank of those that are named."
+        f"{measured['machine']['torch']}, gloo on a CPU. Figures are those of one rank."
     )
     headings = ("engine", "ranks", "policy", "attention", "collectives", "held MiB", "sent MiB")
     rows = (
@@ -218,7 +220,7 @@ def distributed() -> str:
     )
     scaling = runpy.run_path(str(ROOT / "benchmarks" / "scaling.py"))
     computed = _table(scaling["HEADINGS"], map(scaling["cells"], scaling["rows"]()))
-    tables = {"engines": f"{shapes}\n\n{_table(headings, rows)}", "scaling": computed}
+    tables = {"engines": f"{_wrapped(shapes)}\n\n{_table(headings, rows)}", "scaling": computed}
     return _with_tables("docs/distributed.md", tables)
 
 
@@ -286,7 +288,12 @@ def _words(verdict: Verdict) -> str:
 
 
 def _document(*parts: str) -> str:
-    return "\n\n".join((HEAD, *parts)) + "\n"
+    return "\n\n".join((HEAD, *map(_wrapped, parts))) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    """Prose in lines that people read raw; a table as it is."""
+    return text if text.startswith("|") else textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

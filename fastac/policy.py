@@ -112,10 +112,9 @@ class Policy:
         """The policy as it is written in a call of `fastac.enable`."""
         if (name := str(self)) in NAMED:
             return f'"{name}"'
-        options = [f"{one.name}={getattr(self, one.name)!r}" for one in dataclasses.fields(self)[1:]]
-        defaults = [f"{one.name}={one.default!r}" for one in dataclasses.fields(self)[1:]]
-        chosen = [option for option, default in zip(options, defaults, strict=True) if option != default]
-        return f"fastac.Policy({', '.join([repr(self.name), *chosen])})"
+        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)[1:]}
+        chosen = [f"{name}={value!r}" for name, value in values.items() if value != getattr(Policy, name)]
+        return f"fastac.Policy({', '.join([repr(self.name), *chosen])})".replace("'", '"')
 
     def __str__(self) -> str:
         for name, policy in NAMED.items():

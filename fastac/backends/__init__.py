@@ -28,7 +28,7 @@ LIBRARIES = (
     *fastvideo.LIBRARIES,
     sage.LIBRARY,
 )
-"""What `fastac backends` and docs/backends.md tell about, in their order."""
+"""The libraries in `fastac backends` and docs/backends.md, in their order."""
 
 _attention = (sdpa, varlen, flex, flash_attn_2, flash_attn_3, xformers, fastvideo, sage, diffusers)
 registry.register(*(row for file in (*_attention, selection, collectives) for row in file.ROWS))

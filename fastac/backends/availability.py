@@ -1,4 +1,4 @@
-"""What of attention backends is known before anything runs: which cannot be honoured, and which are ignored."""
+"""Check attention backends before anything runs: which cannot be saved, and which settings have no effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastac.registry import AttentionOp
 def check_backends(
     model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], policy: Policy | BlockPolicies
 ) -> None:
-    """Raise UnsupportedBackendError when attention modules use a backend that the policy cannot be honoured on."""
+    """Raise UnsupportedBackendError if an attention module uses a backend that the policy cannot save."""
     saves = not saves_nothing(policy)
     for use in backend_uses(model):
         if isinstance(policy, BlockPolicies):
@@ -32,7 +32,7 @@ def check_backends(
 
 
 def unavailable(family: str, name: str = "") -> str | None:
-    """Why no attention op of a backend, or not the one of that name, can run on this machine; None when one can."""
+    """Why no attention op of a backend (or not the op of that name) can run on this machine; None if one can."""
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
     ops = [op for op in ops if op.row.name == name] or ops
     if not ops:
@@ -60,14 +60,14 @@ def _refusal(
 
 
 def ignored_backends(model: torch.nn.Module, blocks: Iterable[str]) -> list[str]:
-    """A sentence for each attention backend that is set, and that some attention of a model's blocks does not heed."""
+    """A sentence for each attention backend that is set but has no effect on some attention of the model's blocks."""
     counts: dict[tuple[str, str], int] = {}
     names = tuple(blocks)
     for use in backend_uses(model):
         if use.ignores not in ("", use.backend) and any(is_inside(use.module, name) for name in names):
             counts[use.ignores, use.processor] = counts.get((use.ignores, use.processor), 0) + 1
     return [
-        f"backend {backend!r} is set, and {count} of the attention modules do not heed it: {processor} calls "
+        f"backend {backend!r} has no effect on {count} attention modules: {processor} calls "
         f"scaled_dot_product_attention itself"
         for (backend, processor), count in counts.items()
     ]

@@ -1,8 +1,8 @@
-"""torch's functional collectives (torch 2.13): what saves communication in recompute, and what must not be saved.
+"""torch's functional collectives (torch 2.13): which are saved, so that recompute does not communicate again.
 
-By what an op does, not by its namespace. FSDP by parametrization (SimpleFSDP) gathers parameters with the same op that
-sequence parallelism gathers activations with: saving it pins the unsharded weights. The ops of `c10d::`, and those that
-end in `_` or `_out`, write a buffer of the caller's: replaying them would leave it unwritten.
+Ops are sorted by what they do, not by namespace. Gathers are not saved: SimpleFSDP gathers parameters with the same op
+that sequence parallelism uses for activations, and saving it would keep unsharded weights alive. Ops of `c10d::`, and
+those that end in `_` or `_out`, have no row: they write a buffer of the caller, which a replay would not write.
 """
 
 from fastac.registry import Row
@@ -20,11 +20,9 @@ ROWS = (
     *(Row(namespace="_c10d_functional", name=name, kind="exchange") for name in _EXCHANGES),
     *(Row(namespace="_c10d_functional", name=name, kind="gather") for name in _GATHERS),
     Row(namespace="_c10d_functional", name="wait_tensor", kind="wait"),
-    # With a derivative: their kernels call those above past the dispatcher.
+    # Differentiable variants. Their kernels call the ops above without the dispatcher.
     Row(namespace="_c10d_functional_autograd", name="all_to_all_single", kind="exchange"),
     Row(namespace="_c10d_functional_autograd", name="reduce_scatter_tensor", kind="exchange"),
     Row(namespace="_c10d_functional_autograd", name="all_gather_into_tensor", kind="gather"),
-    Row(
-        namespace="_dtensor", name="shard_dim_alltoall", kind="exchange"
-    ),  # DTensor's, of one sharded dimension to another
+    Row(namespace="_dtensor", name="shard_dim_alltoall", kind="exchange"),  # moves a shard to another dimension
 )

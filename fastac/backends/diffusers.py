@@ -1,8 +1,8 @@
-"""What fastac can do for each attention backend that diffusers can be set to (diffusers 0.42).
+"""The verdict on each attention backend of diffusers (0.42), and which backends a model's modules use.
 
-A table over diffusers' `AttentionBackendName`, and the reading of which of them a model's modules use. A module uses
-its processor's `_attention_backend`, else the process-wide default; a processor without that attribute (CogVideoX,
-Mochi, Latte, ...) ignores the setting and calls scaled_dot_product_attention.
+The table covers diffusers' `AttentionBackendName`. A module uses its processor's `_attention_backend`, else the
+process-wide default. A processor without that attribute (CogVideoX, Mochi, Latte, ...) ignores the setting and calls
+scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from fastac.registry import AttentionOp
 
 
 class DiffusersBackend(NamedTuple):
-    """family: the backend of the rows that serve it, "" where no row can; op: the one op of these that it ends in."""
+    """The verdict on one backend of diffusers."""
 
     verdict: Verdict
     family: str
+    """The `backend` of the rows that serve it; "" if no row can."""
     reason: str
     op: str = ""
+    """The single op of these rows that it ends in."""
 
 
 def _savable(family: str, reason: str, op: str = "") -> DiffusersBackend:
@@ -88,7 +90,7 @@ _UNLISTED = DiffusersBackend(Verdict.UNKNOWN, "", "not in fastac's table: diffus
 
 
 def default_backend() -> str:
-    """The backend of modules that name none: DIFFUSERS_ATTN_BACKEND, or the last `set_attention_backend`."""
+    """The backend of modules without their own: DIFFUSERS_ATTN_BACKEND, or the last `set_attention_backend`."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     if dispatch is None:
         return "native"  # not loaded, or before 0.35, where there is nothing to set
@@ -97,7 +99,7 @@ def default_backend() -> str:
 
 
 def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
-    """The backend of every diffusers attention module inside a module (every module that has a processor)."""
+    """The backend of each diffusers attention module inside a module: of each one that has a processor."""
     for name, inner in module.named_modules():
         processor = getattr(inner, "processor", None)
         if processor is None or not callable(processor):

@@ -1,8 +1,8 @@
-"""FastVideo (0.2.1) and its kernels (fastvideo-kernel 0.3.5, vsa 0.0.4), and attention that it took from others.
+"""FastVideo (0.2.1), its kernels (fastvideo-kernel 0.3.5, vsa 0.0.4), and attention that it took from others.
 
-Its wrappers of flash-attn are ops with a backward of their own, that call flash-attn's inside. Video sparse attention
-(VSA) is an op per kernel; its compressed branch, over one key per block, is small ops and recomputed. VMoBA calls
-flash-attn 2. Sliding tile attention and what is named inference have no backward.
+Its wrappers of flash-attn are ops with their own backward, and call flash-attn's ops inside. Video sparse attention
+(VSA) has one op per kernel; its compressed branch, over one key per block, runs as small ops and is recomputed. VMoBA
+calls flash-attn 2. Sliding tile attention, and ops named inference, have no backward.
 """
 
 from functools import partial
@@ -22,14 +22,14 @@ LIBRARIES = (
     _opaque(
         backend="attn_qat",
         name="attention with quantization-aware training",
-        how=f"{VISIBLE}, with what its backward needs besides",
+        how=f"{VISIBLE}, with all that its backward needs",
     ),
     _opaque(backend="bsa", name="block-sparse attention (LongCat)", distribution="fastvideo", how=VISIBLE),
 )
 
 _wrapper = partial(AttentionOp, backend="fastvideo", namespace="fastvideo", key="k", dropout=None)
 _sparse = partial(AttentionOp, backend="vsa", layout="bhsd", key="k", dropout=None)
-# Chosen in a kernel of its own, that no op shows. vsa chooses by aten::topk.
+# fastvideo_kernel chooses blocks in a kernel that no op shows; vsa chooses by aten::topk.
 _LISTS, _MAP = ("q2k_idx", "q2k_num"), ("block_map",)
 _SIZES = "variable_block_sizes"
 _chosen = partial(_sparse, namespace="fastvideo_kernel", selection=_LISTS, coarse=_SIZES)

@@ -1,6 +1,6 @@
-"""flash-attn 2 (2.8.3): two ops, under `flash_attn` or a hub build's own namespace. All entry points end in them.
+"""flash-attn 2 (2.8.3): two ops, under `flash_attn` or the namespace of a hub build. All entry points end in them.
 
-Older versions (before torch custom ops, 2.7) call their extension past the dispatcher.
+Versions before 2.7 have no ops: they call their extension without the dispatcher.
 """
 
 from functools import partial

@@ -1,8 +1,9 @@
-"""flash-attn 3, of flash-attn's `hopper` folder: both generations of its op. It has no dropout.
+"""flash-attn 3, from flash-attn's `hopper` folder: both generations of its op. It has no dropout.
 
-Until 2.7.4 a pybind extension, which nobody sees. Then `flash_attn_3::fwd`, which may write three of its arguments
-and is saved in calls without them; training never passes them. Since August 2025 `flash_attn_3::_flash_attn_forward`.
-The month between, July 2025, that op stood in flash-attn 2's namespace, where its arguments tell it.
+Up to 2.7.4 it was a pybind extension, which cannot be seen. Then came `flash_attn_3::fwd`, which may write three of its
+arguments and is saved in calls without them; training never passes them. Since August 2025 the op is
+`flash_attn_3::_flash_attn_forward`. In July 2025 that op was in flash-attn 2's namespace, where an argument tells them
+apart.
 """
 
 from functools import partial

@@ -7,7 +7,7 @@ from fastac.registry import Flops, OpaqueFunction
 
 VISIBLE = "made visible when it is loaded"
 LEAVE_UNCOMPILED = "leave blocks that use it uncompiled: in compiled code it is recomputed"
-"""How a library of autograd.Functions is saved, and what its users do."""
+"""How a library of autograd.Functions is saved, and what to do."""
 
 LIBRARY = Library(
     backend="fa4",
@@ -18,7 +18,7 @@ LIBRARY = Library(
     advice=LEAVE_UNCOMPILED,
 )
 
-# The package itself, and builds from the hub, which live in a module of their own.
+# The package itself, and hub builds, which have their own module.
 _function = partial(
     OpaqueFunction, backend="fa4", module=r"(flash_attn|_?flash_attn_?4\w*)(\.\w+)*\.interface", dropout=None
 )

@@ -1,12 +1,12 @@
-"""Rows that other packages bring: entry points of the group `fastac.backends`, in the package's pyproject.toml.
+"""Rows of other packages: entry points of the group `fastac.backends`, in the package's pyproject.toml.
 
     [project.entry-points."fastac.backends"]
     my_kernel = "my_kernel.fastac_rows"
 
-An entry point names a module, of which ROWS and FUNCTIONS are registered; or an object in a module, which is an
-iterable of rows and OpaqueFunctions, or a function that returns one. They are loaded when interception is first
-installed, never at `import fastac`, which they import themselves. A plugin that is broken is left out whole, and
-named; the others come in.
+An entry point names a module, whose ROWS and FUNCTIONS are registered; or an object in a module: an iterable of rows
+and OpaqueFunctions, or a function that returns one. Plugins are loaded when interception is first installed, not at
+`import fastac`, which they import themselves. A broken plugin is left out as a whole and named; the others are
+registered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUP = "fastac.backends"
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """One entry point and what it brought. problem: why nothing of it is registered, "" when all of it is."""
+    """One entry point, and the rows that it brought."""
 
     name: str
     value: str
@@ -40,6 +40,7 @@ class Plugin:
     rows: tuple[Row, ...] = ()
     functions: tuple[OpaqueFunction, ...] = ()
     problem: str = ""
+    """Why nothing of it is registered; "" if all of it is."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version})"
@@ -51,12 +52,12 @@ _begun = _done = False
 
 
 def load() -> None:
-    """Register what the installed plugins bring, once. Other threads wait until it is done."""
+    """Register the rows of the installed plugins, once. Other threads wait for it."""
     global _begun, _done
     if _done:
         return
     with _loading:
-        if _begun:  # done meanwhile, or a plugin that is being imported uses fastac itself
+        if _begun:  # done by now, or a plugin that is being imported uses fastac itself
             return
         _begun = True
         for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda found: found.name):
@@ -65,13 +66,13 @@ def load() -> None:
 
 
 def installed() -> tuple[Plugin, ...]:
-    """Every plugin of this environment, broken ones too. Loads them when that was not done yet."""
+    """Every plugin of this environment, including broken ones. Loads them if they are not loaded yet."""
     load()
     return tuple(_plugins)
 
 
 def broken() -> dict[str, str]:
-    """The plugins of which nothing is registered, as `name (distribution version)`, and why."""
+    """The plugins that were left out, as `name (distribution version)`, and why."""
     return {str(plugin): plugin.problem for plugin in installed() if plugin.problem}
 
 
@@ -99,7 +100,7 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
 
 
 def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
-    """What an entry point names. Raises FastacError, whatever it was that went wrong."""
+    """The rows and functions of an entry point. Raises FastacError, whatever goes wrong."""
     try:
         found = entry_point.load()
         if isinstance(found, types.ModuleType):
@@ -115,8 +116,8 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
     except FastacError:
         raise
     except (Exception, SystemExit) as error:
-        # Code of other people runs here: a library that was uninstalled, a missing driver, sys.exit for want of a GPU.
-        # No such thing may keep a user, who perhaps does not use that kernel at all, from training.
+        # Other people's code runs here: its library may be uninstalled, a driver missing, or it calls sys.exit without
+        # a GPU. None of that may keep a user from training who may not even use that kernel.
         raise FastacError(f"it cannot be loaded: {type(error).__name__}: {error}") from error
 
 

@@ -1,7 +1,7 @@
 """SageAttention (2.2) and sage_attn3: quantized kernels for inference. Gradients behind them would silently be None.
 
 Its ops write their output argument and have no autograd formula. SageAttention 1 and sage_attn3 have no ops at all.
-FLOPs are counted for (batch, heads, sequence, dim); its other layout, which only `tensor_layout` tells, counts wrong.
+FLOPs are counted for (batch, heads, sequence, dim). The other layout, chosen by `tensor_layout`, is counted wrong.
 """
 
 from fastac.backends.verdicts import Library, Verdict

@@ -1,9 +1,9 @@
 """torch.nn.functional.scaled_dot_product_attention: the aten ops it can end in (torch 2.13).
 
-`scaled_dot_product_attention` itself is composite and never reaches the dispatcher. The math fallback is composite
-too; `_safe_softmax` runs only in it, so a call of that op tells that an attention was decomposed. Kernels draw random
-numbers only with dropout_p > 0; the CPU kernel refuses dropout. `_flash_attention_forward_no_dropout_inplace` has no
-row: it writes its argument.
+`scaled_dot_product_attention` is composite and never reaches the dispatcher. The math fallback is composite too; only
+it calls `_safe_softmax`, so a call of that op means that an attention was decomposed. Kernels draw random numbers only
+if dropout_p > 0; the CPU kernel refuses dropout. `_flash_attention_forward_no_dropout_inplace` has no row, because it
+writes its argument.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ ROWS = (
     _with_backward("_scaled_dot_product_fused_attention_overrideable"),
     _with_backward("_scaled_dot_product_flash_attention_for_cpu"),
     _row(name="_scaled_dot_product_attention_math_for_mps", layout="bhsd"),
-    # What the three above end in, and what libraries such as xformers call directly.
+    # The first three ops call these; libraries such as xformers call them directly.
     _row(
         name="_flash_attention_forward",
         layout="bshd",

@@ -1,4 +1,4 @@
-"""What sparse attention chooses its blocks with: VSA, VMoBA, SLA, NABLA, LongCat, and routers of experts as well.
+"""Ops that choose blocks in sparse attention (VSA, VMoBA, SLA, NABLA, LongCat) and experts in routers.
 
 argsort ends in sort.
 """

@@ -1,4 +1,4 @@
-"""torch.nn.attention.varlen (torch 2.13). Its variant with an `out` argument writes it, and has no row."""
+"""torch.nn.attention.varlen (torch 2.13). Its variant with an `out` argument writes that argument and has no row."""
 
 from fastac.backends.verdicts import Library, Verdict
 from fastac.registry import AttentionOp, Flops

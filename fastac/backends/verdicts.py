@@ -1,4 +1,4 @@
-"""What is said of attention libraries, and of the backends that a model's modules are set to."""
+"""Verdicts on attention libraries, and on the backends that a model's modules use."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ class Verdict(str, Enum):
     """What fastac can do for an attention backend."""
 
     SAVABLE = "savable"
-    OPAQUE = "opaque"  # savable once make_visible gave its kernel a dispatcher op
-    DECOMPOSED = "decomposed"  # many small ops: there is no attention output to save
+    OPAQUE = "opaque"  # savable once make_visible has given its kernel a dispatcher op
+    DECOMPOSED = "decomposed"  # runs as many small ops: there is no attention output to save
     NOT_TRAINABLE = "not_trainable"
     UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Library:
-    """What a user must know about one attention library.
-
-    backend: of the rows that serve it. distribution: its name on the package index, "" for a part of torch.
-    how: in which way its outputs are saved, or why they cannot be. advice: what the user does, "" for nothing.
-    """
+    """What a user must know about one attention library."""
 
     backend: str
+    """The `backend` of the rows that serve it."""
     name: str
     verdict: Verdict
     how: str
+    """How its outputs are saved, or why they cannot be."""
     distribution: str = ""
+    """Its name on the package index; "" for a part of torch."""
     advice: str = ""
+    """What the user should do; "" for nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BackendUse:
-    """Which backend the attention of one module uses, and what fastac can do for it.
-
-    family: the `backend` of the rows that serve it, for savable ones; op: the one among their ops that it ends in.
-    processor: the class that runs it. ignores: the backend that is set and that it does not heed.
-    """
+    """The backend that one attention module uses, and the verdict on it."""
 
     module: str
     backend: str
     verdict: Verdict
     reason: str = ""
     family: str = ""
+    """The `backend` of the rows that serve it, if it is savable."""
     op: str = ""
+    """The single op of these rows that it ends in."""
     processor: str = ""
+    """The class that runs it."""
     ignores: str = ""
+    """The backend that is set and has no effect on it."""

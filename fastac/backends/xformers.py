@@ -1,7 +1,8 @@
 """xFormers (0.0.35): memory_efficient_attention and the ops it may end in.
 
-Its cutlass kernel is torch's own `aten::_efficient_attention_forward`, which has a row in `sdpa`; the one for Blackwell
-is an op of fbgemm-gpu-genai. Its split-KV kernel in Triton, for inference with few queries, is no op: nobody sees it.
+Its cutlass kernel is torch's own `aten::_efficient_attention_forward`, which has a row in `sdpa`; the kernel for
+Blackwell is an op of fbgemm-gpu-genai. Its split-KV kernel in Triton, for inference with few queries, is not an op and
+cannot be seen.
 """
 
 from functools import partial
@@ -24,7 +25,7 @@ _flash = partial(_row, name="flash_fwd", max_kv="max_seqlen_k", flops=Flops(back
 ROWS = (
     _flash(namespace="xformers_flash", dropout="p"),
     _flash(namespace="xformers_flash3", dropout=None),  # ignores its `p`
-    # Is not told the longest sequence of a packed batch: there the keys of all sequences count.
+    # It does not get the longest sequence of a packed batch: there the keys of all sequences count.
     _row(
         namespace="xformers",
         name="efficient_attention_forward_ck",

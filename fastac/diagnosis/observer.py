@@ -124,17 +124,17 @@ class Observer(TorchDispatchMode):
 
     def _observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
         """Take note of one op that has just run."""
-        bound = registry.classify(op)
-        count = 0
-        with contextlib.suppress(Exception):  # a formula that fails costs a figure of the report, not the step
-            count = flops.of_call(op, args, kwargs, outputs)
+        bound, abstract, count = registry.classify(op), torch_private.is_abstract(args), 0
+        if not abstract:  # in a trace a number would fix the sizes
+            with contextlib.suppress(Exception):  # a formula that fails costs a figure of the report, not the step
+                count = flops.of_call(op, args, kwargs, outputs)
         self.flops += count
         if bound is not None and not bound.number:
             self.late.append(bound.name)
         elif bound is not None and bound.is_attention:
             self.saved_flops += count if self.tape.policy.saves(bound.keys(args, kwargs)) else 0
             self._coarse.append(bound.coarse_keys(args, kwargs))
-            self._called += [] if torch_private.is_abstract(args) else [bound]
+            self._called += [] if abstract else [bound]
         elif bound is not None and bound.kind == "decomposition":
             self._note_small(bound.keys(args, kwargs), self._why_decomposed(args[0]))
         elif bound is not None:

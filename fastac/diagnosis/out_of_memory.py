@@ -94,7 +94,7 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
             tensor = storage.device if isinstance(storage, KeptStorage) else value
             if isinstance(value, Packed):  # the hooks decide where it is
                 found[id(value)] = _Held(container, kind, HOOKS, value.nbytes, keys)
-            elif tensor is None:
+            elif isinstance(storage, KeptStorage) and tensor is None:
                 found[id(storage)] = _Held(container, kind, HOST, storage.size, keys)
             elif isinstance(tensor, torch.Tensor) and torch_private.has_storage(tensor):
                 size = tensor.untyped_storage().nbytes()

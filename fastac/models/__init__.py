@@ -1,4 +1,4 @@
-"""One file per DiT family: which modules hold its checkpointed blocks, and how its inputs follow from a video."""
+"""One file per DiT family: which modules hold its checkpointed blocks, and how to make its inputs for a video."""
 
 from fastac.errors import class_name
 from fastac.models import (
@@ -55,13 +55,13 @@ _FAMILIES = (
 )
 
 MODELS: dict[str, ModelRow] = {row.class_name: row for family in _FAMILIES for row in family.ROWS}
-"""Class name -> row, of the models for video."""
+"""Class name -> row, for the video models."""
 
 _ROWS = MODELS | {row.class_name: row for row in images.ROWS}
 
 
 def row_of(model: object) -> ModelRow | None:
-    """The catalogue row of a model, by exact class name: WanVACETransformer3DModel is no WanTransformer3DModel."""
+    """The catalogue row of a model, by its exact class name: WanVACETransformer3DModel has a row of its own."""
     return _ROWS.get(class_name(model))
 
 

@@ -1,4 +1,4 @@
-"""Allegro: attention over the video, then over the text, by processors that ignore the backend."""
+"""Allegro: attention over the video, then over the text. Its processors ignore the backend."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,8 +32,8 @@ def _default_video(config: Mapping[str, Any]) -> Video:
 
 ROWS = (
     ModelRow(
-        class_name="AllegroTransformer3DModel",
-        containers=("transformer_blocks",),
+        "AllegroTransformer3DModel",
+        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=_default_video,
     ),

@@ -1,4 +1,4 @@
-"""Which modules of a model are its transformer blocks, and which model a training script has wrapped."""
+"""Find the transformer blocks of a model, and the model inside a training script's wrappers."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from fastac.errors import FastacError, class_name
 from fastac.models.row import ModelRow
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
-"""What blocks stand in."""
+"""Containers of blocks."""
 
 _FUNCTION = "_gradient_checkpointing_func"
-_ABSENT = "no function"  # a text: it is pickled with the model
+_ABSENT = "no function"  # a string, since it is pickled with the model
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockContainer:
-    """A list of blocks inside a model. blocks: qualified name -> module."""
+    """A list of blocks inside a model."""
 
     name: str
     blocks: dict[str, torch.nn.Module]
+    """By qualified name."""
 
     @property
     def block_class(self) -> str:
-        """Class name of the blocks; several are joined by "|"."""
+        """Class name of the blocks; several names are joined by "|"."""
         return "|".join(dict.fromkeys(class_name(block) for block in self.blocks.values()))
 
 
 def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[BlockContainer]:
-    """The block containers of a model: those of its row; without a row, the outermost lists that hold only attention.
+    """The block containers that the model's row names; without a row, the outermost lists that hold only attention.
 
-    Which blocks are checkpointed is the model's own choice: it calls the checkpointing function. The containers say
-    what these blocks are called, in policies for some of them, in reports and in plans.
+    They name blocks in policies, reports and plans. Which blocks are checkpointed is the model's own choice, since it
+    calls the checkpointing function.
     """
     lists = _lists(model)
     names = set(row.containers) if row is not None else _outermost(lists, _says_attention)
@@ -46,9 +47,9 @@ def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[Bloc
 
 
 def possible_containers(model: torch.nn.Module) -> list[BlockContainer]:
-    """The outermost lists that may hold blocks: those that say attention, or are several modules with parts.
+    """The outermost lists that may hold blocks: their members have attention in a name, or are several with parts.
 
-    A block that calls an attention function by itself, as the single blocks of Flux do, may not say it.
+    A block that calls an attention function itself, as Flux's single blocks do, may have no such name.
     """
 
     def is_possible(found: BlockContainer) -> bool:
@@ -92,7 +93,7 @@ def _has_parts(block: torch.nn.Module) -> bool:
 
 def has_switch(module: torch.nn.Module) -> bool:
     """Whether a module has the flag by which gradient checkpointing is switched on."""
-    name = "gradient_checkpointing"  # not hasattr(module, name): a PeftModel passes on what its inner model has
+    name = "gradient_checkpointing"  # not hasattr(module, name): a PeftModel forwards to its inner model
     return name in vars(module) or hasattr(type(module), name)
 
 
@@ -102,24 +103,24 @@ def switches(model: torch.nn.Module) -> list[Any]:
 
 
 def transformers_switches(model: torch.nn.Module, blocks: set[torch.nn.Module]) -> list[Any]:
-    """Blocks of transformers' models, and what they are in. By their flag these and peft use no cache and set hooks."""
+    """Blocks of transformers' models, and the modules around them, whose flag transformers and peft read."""
     owners = [one for one in model.modules() if getattr(type(one), "supports_gradient_checkpointing", False)]
     found = dict.fromkeys(module for one in owners for module in switches(one))
     return [module for module in found if not blocks.isdisjoint(module.modules())]
 
 
 def switch_function(module: torch.nn.Module) -> Any:
-    """The gradient checkpointing function that such a module calls."""
+    """The gradient checkpointing function that a module calls."""
     return vars(module).get(_FUNCTION, _ABSENT)
 
 
 def switch_of(module: torch.nn.Module) -> tuple[torch.nn.Module, Any, Any]:
-    """Such a module, with what `set_switch` takes to leave it as it is. The flag may be its class's: None."""
+    """A module, and the flag and function that `set_switch` restores. The flag is None if only the class has it."""
     return module, vars(module).get("gradient_checkpointing"), switch_function(module)
 
 
 def set_switch(module: torch.nn.Module, flag: Any, function: Any) -> None:
-    """Set the flag and the function of such a module."""
+    """Set the flag and the gradient checkpointing function of a module."""
     for name, value, absent in (("gradient_checkpointing", flag, None), (_FUNCTION, function, _ABSENT)):
         if value == absent:
             vars(module).pop(name, None)
@@ -128,7 +129,7 @@ def set_switch(module: torch.nn.Module, flag: Any, function: Any) -> None:
 
 
 def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:
-    """Whether the forward of blocks is the host: of named ones, or where no gradient checkpointing takes a function."""
+    """Whether the blocks' own forward is the host: they are named, or the model takes no checkpointing function."""
     supported = getattr(model, "_supports_gradient_checkpointing", False)
     return blocks is not None or not (supported and hasattr(model, "enable_gradient_checkpointing"))
 
@@ -136,8 +137,8 @@ def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside DistributedDataParallel, FullyShardedDataParallel, torch.compile's OptimizedModule, PeftModel.
 
-    In any order and number, and inside any other wrapper that holds a diffusers model as `module` (an engine of
-    DeepSpeed). A model that is not wrapped is returned itself.
+    These may be nested in any order, also inside another wrapper that holds a diffusers model as `module` (DeepSpeed's
+    engine). A model without a wrapper is returned unchanged.
     """
     while (inner := _inner(model)) is not None and inner is not model:
         model = inner
@@ -162,10 +163,13 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
 def select(
     model: torch.nn.Module, blocks: str | torch.nn.Module | Iterable[Any], outer: torch.nn.Module
 ) -> list[BlockContainer]:
-    """The blocks that `enable(model, blocks=...)` was given, by the containers they are in.
+    """The blocks that `enable(model, blocks=...)` names, grouped by container.
 
-    outer: what the model is wrapped in, whose names do as well. Raises FastacError for what is no part of the model,
-    for no blocks at all, for a block inside another, and for one whose forward cannot be replaced.
+    Args:
+        outer: the wrapper around the model; its names are accepted too.
+
+    Raises:
+        FastacError: no blocks, a module outside the model, nested blocks, or a forward that cannot be replaced.
     """
     several = [blocks] if isinstance(blocks, (str, torch.nn.Module)) or not isinstance(blocks, Iterable) else blocks
     names = {module: name for name, module in model.named_modules()}
@@ -191,14 +195,14 @@ def select(
 
 
 def _is_container(module: torch.nn.Module) -> bool:
-    """Whether a module does nothing but hold others; not one of a class with a forward of its own."""
+    """Whether a module only holds others and has no forward of its own."""
     plain = (torch.nn.Module.forward, torch.nn.Sequential.forward)
     return isinstance(module, LISTS) and type(module).forward in plain
 
 
 def _check_forward(name: str, block: torch.nn.Module) -> None:
     forward = inspect.getattr_static(type(block), "forward", None)
-    own = "forward" in vars(block)  # such as a compiled module's
+    own = "forward" in vars(block)  # a compiled module, for example
     if isinstance(block, torch.jit.ScriptModule) or (
         not own and isinstance(forward, (property, staticmethod, classmethod))
     ):
@@ -209,12 +213,12 @@ def _check_forward(name: str, block: torch.nn.Module) -> None:
 
 
 def without_wrappers(containers: Iterable[BlockContainer]) -> list[BlockContainer]:
-    """The same containers, with what is inside torch's activation wrappers in the place of these."""
+    """The same containers, without torch's activation wrappers around the blocks."""
     return [BlockContainer(one.name, {name: inside(block) for name, block in one.blocks.items()}) for one in containers]
 
 
 def grouped(blocks: Mapping[str, torch.nn.Module]) -> list[BlockContainer]:
-    """Blocks by qualified name, in one container for each module that holds some; one alone is its own."""
+    """Group blocks by the module that holds them; a block at the root is its own container."""
     containers: dict[str, BlockContainer] = {}
     for name, block in blocks.items():
         parent = name.rpartition(".")[0] or name
@@ -232,7 +236,7 @@ def _by_name(name: str, model: torch.nn.Module, outer: torch.nn.Module) -> torch
 
 
 def module_lists(model: torch.nn.Module) -> str:
-    """A sentence that names them."""
+    """A sentence that names the module lists of a model."""
     lists = [n for n, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     return (
         f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list: give modules."
@@ -240,7 +244,7 @@ def module_lists(model: torch.nn.Module) -> str:
 
 
 def name_blocks(model: torch.nn.Module, found: Iterable[BlockContainer]) -> str:
-    """The sentence that says how to name a model's blocks: those in what was found, else its module lists."""
+    """A sentence that says how to pass `blocks=`: the containers found, else the module lists."""
     names = [f'"{container.name}"' for container in found]
     written = (f"[{', '.join(names)}]" if len(names) > 1 else names[0]) if names else '"..."'
     return f"Name them, as in fastac.enable(model, blocks={written}).{'' if names else f' {module_lists(model)}'}"

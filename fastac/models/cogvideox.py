@@ -1,4 +1,4 @@
-"""CogVideoX, 1.5 and ConsisID: one attention over video and text together, by processors that ignore the backend."""
+"""CogVideoX, 1.5 and ConsisID: joint attention over video and text. Their processors ignore the backend."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from fastac.models.videos import Compression, Video
 def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     patch = config["patch_size"]
     frames, height, width = video.latents((1, patch, patch))
-    frames += -frames % (config["patch_size_t"] or 1)  # 1.5 pads the latents to whole patches, and drops these frames
+    frames += -frames % (config["patch_size_t"] or 1)  # 1.5 pads the latents to whole patches, and drops the padding
     inputs = {
         "hidden_states": video.features(frames, config["in_channels"], height, width),
         "encoder_hidden_states": video.features(video.text_tokens, config["text_embed_dim"]),
@@ -26,7 +26,7 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
         inputs["image_rotary_emb"] = (torch.ones(shape), torch.zeros(shape))
     if video.text_tokens != config["max_text_seq_length"] and not config["use_rotary_positional_embeddings"]:
         raise FastacError(
-            f"video: {video.text_tokens} tokens of text, but the positions of this model are those of "
+            f"video: {video.text_tokens} tokens of text, but this model has positions for "
             f"{config['max_text_seq_length']} tokens of text and the video. Use {config['max_text_seq_length']}."
         )
     if config["ofs_embed_dim"] is not None:
@@ -35,7 +35,7 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 
 
 def _default_video(config: Mapping[str, Any]) -> Video:
-    """What 1.0 was trained for, by its sample sizes; those of 1.5 are the largest it takes, 2400 x 2400 pixels."""
+    """The sample sizes of 1.0 are those of its training; those of 1.5 are its largest, 2400 x 2400 pixels."""
     compression = Compression(config["temporal_compression_ratio"], 8, 8)
     height, width = (config["sample_height"] * 8, config["sample_width"] * 8)
     if config["patch_size_t"] is not None:
@@ -51,10 +51,10 @@ def _default_video(config: Mapping[str, Any]) -> Video:
 
 ROWS = (
     ModelRow(
-        class_name="CogVideoXTransformer3DModel",
-        containers=("transformer_blocks",),
+        "CogVideoXTransformer3DModel",
+        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=_default_video,
     ),
-    ModelRow(class_name="ConsisIDTransformer3DModel", containers=("transformer_blocks",)),
+    ModelRow("ConsisIDTransformer3DModel", ("transformer_blocks",)),
 )

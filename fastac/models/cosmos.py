@@ -1,4 +1,4 @@
-"""Cosmos 1 to 2.5, and Cosmos 3, which hands the bound `__call__` of its layers to checkpointing."""
+"""Cosmos 1 to 2.5, and Cosmos 3, which checkpoints the bound `__call__` of its layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,9 @@ from fastac.models.videos import Compression, Video, inputs_of_text_to_video
 
 
 def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
-    """Of Cosmos 1: Cosmos 2 and 2.5 have another VAE, and other inputs."""
+    """Cosmos 1 only: Cosmos 2 and 2.5 have another VAE and other inputs."""
     if config["extra_pos_embed_type"] is None:
-        raise FastacError("video: of this class, Cosmos 1 alone is known here, which has an extra_pos_embed_type.")
+        raise FastacError("video: only Cosmos 1 of this class is known here; it has an extra_pos_embed_type.")
     inputs = inputs_of_text_to_video(config, video, text_width=config["text_embed_dim"], times=video.dtype)
     inputs["fps"] = 30
     if config["concat_padding_mask"]:
@@ -23,10 +23,10 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 
 ROWS = (
     ModelRow(
-        class_name="CosmosTransformer3DModel",
-        containers=("transformer_blocks",),
+        "CosmosTransformer3DModel",
+        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=Video(frames=121, height=704, width=1280, text_tokens=512, compression=Compression(8, 8, 8)),
     ),
-    ModelRow(class_name="Cosmos3OmniTransformer", containers=("layers",)),
+    ModelRow("Cosmos3OmniTransformer", ("layers",)),
 )

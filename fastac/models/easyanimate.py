@@ -1,4 +1,4 @@
-"""EasyAnimate: joint attention over video and text, with weights of its own for the text in the first blocks alone."""
+"""EasyAnimate: joint attention over video and text. Only the first blocks have separate weights for the text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,8 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 
 ROWS = (
     ModelRow(
-        class_name="EasyAnimateTransformer3DModel",
-        containers=("transformer_blocks",),
+        "EasyAnimateTransformer3DModel",
+        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=Video(frames=49, height=512, width=512, text_tokens=256, compression=Compression(4, 8, 8)),
     ),

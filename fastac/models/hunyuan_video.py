@@ -9,7 +9,7 @@ from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, inputs_of_text_to_video
 
 DUAL_AND_SINGLE = ("transformer_blocks", "single_transformer_blocks")
-VISION_TOKENS, GLYPH_TOKENS = 729, 256  # of SigLIP for the first frame, and of ByT5 for text within the picture
+VISION_TOKENS, GLYPH_TOKENS = 729, 256  # SigLIP for the first frame, ByT5 for text within the picture
 
 
 def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 
 
 def _inputs_of_text_to_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
-    """Of HunyuanVideo 1.5. Its image is zeros, by which the model knows that there is none."""
+    """HunyuanVideo 1.5. An image of zeros means that there is none."""
     width = config["text_embed_dim"]
     return inputs_of_text_to_video(config, video, text_width=width, times=video.dtype, mask=video.dtype) | {
         "encoder_hidden_states_2": video.features(GLYPH_TOKENS, config["text_embed_2_dim"]),
@@ -32,16 +32,16 @@ def _inputs_of_text_to_video(config: Mapping[str, Any], video: Video) -> dict[st
 
 ROWS = (
     ModelRow(
-        class_name="HunyuanVideoTransformer3DModel",
-        containers=DUAL_AND_SINGLE,
+        "HunyuanVideoTransformer3DModel",
+        DUAL_AND_SINGLE,
         video_inputs=_inputs_of_video,
         default_video=Video(frames=129, height=720, width=1280, text_tokens=256, compression=Compression(4, 8, 8)),
     ),
     ModelRow(
-        class_name="HunyuanVideo15Transformer3DModel",
-        containers=("transformer_blocks",),
+        "HunyuanVideo15Transformer3DModel",
+        ("transformer_blocks",),
         video_inputs=_inputs_of_text_to_video,
         default_video=Video(frames=121, height=480, width=848, text_tokens=1000, compression=Compression(4, 16, 16)),
     ),
-    ModelRow(class_name="HunyuanVideoFramepackTransformer3DModel", containers=DUAL_AND_SINGLE),
+    ModelRow("HunyuanVideoFramepackTransformer3DModel", DUAL_AND_SINGLE),
 )

@@ -1,11 +1,9 @@
-"""Image models whose refiners attend, too, and are not checkpointed; the blocks of others show in their structure."""
+"""Image models with refiners that attend but are not checkpointed. Other image models need no row."""
 
 from fastac.models.row import ModelRow
 
 ROWS = (
-    ModelRow(
-        class_name="HunyuanImageTransformer2DModel", containers=("transformer_blocks", "single_transformer_blocks")
-    ),
-    ModelRow(class_name="Krea2Transformer2DModel", containers=("transformer_blocks",)),
-    ModelRow(class_name="Lumina2Transformer2DModel", containers=("layers",)),
+    ModelRow("HunyuanImageTransformer2DModel", ("transformer_blocks", "single_transformer_blocks")),
+    ModelRow("Krea2Transformer2DModel", ("transformer_blocks",)),
+    ModelRow("Lumina2Transformer2DModel", ("layers",)),
 )

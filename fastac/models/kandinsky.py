@@ -1,4 +1,4 @@
-"""Kandinsky 5 and 6, whose text blocks are checkpointed as well, and the super-resolution of 6, which is flex alone."""
+"""Kandinsky 5 and 6, whose text blocks are checkpointed too, and the super-resolution of 6, which uses only flex."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ from fastac.models.videos import Compression, Video, patch_of
 
 
 def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
-    """Of Kandinsky 5 with dense attention, for one text or several of one length."""
+    """Kandinsky 5 with dense attention, for texts of one length."""
     if config["attention_type"] != "regular":
         raise FastacError(
-            f"video: Kandinsky 5 with attention_type {config['attention_type']!r}, which asks for a mask of blocks, is "
-            "not known here. The one that is known is 'regular'."
+            f"video: Kandinsky 5 with attention_type {config['attention_type']!r} needs a block mask and is not known "
+            "here. Use attention_type 'regular'."
         )
     patch = patch_of(config)
     latents = video.latents(patch)
@@ -35,14 +35,14 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 
 ROWS = (
     ModelRow(
-        class_name="Kandinsky5Transformer3DModel",
-        containers=("text_transformer_blocks", "visual_transformer_blocks"),
+        "Kandinsky5Transformer3DModel",
+        ("text_transformer_blocks", "visual_transformer_blocks"),
         video_inputs=_inputs_of_video,
         default_video=Video(frames=121, height=512, width=768, text_tokens=512, compression=Compression(4, 8, 8)),
     ),
     ModelRow(
-        class_name="Kandinsky6Transformer3DModel",
-        containers=("video_text_transformer_blocks", "audio_text_transformer_blocks", "visual_transformer_blocks"),
+        "Kandinsky6Transformer3DModel",
+        ("video_text_transformer_blocks", "audio_text_transformer_blocks", "visual_transformer_blocks"),
     ),
-    ModelRow(class_name="Kandinsky6SRTransformer3DModel", containers=("visual_transformer_blocks",)),
+    ModelRow("Kandinsky6SRTransformer3DModel", ("visual_transformer_blocks",)),
 )

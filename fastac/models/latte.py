@@ -1,4 +1,4 @@
-"""Latte: blocks that attend within a frame and to the text take turns with blocks that attend across frames."""
+"""Latte: blocks that attend within a frame and to the text alternate with blocks that attend across frames."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,21 +14,21 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     inputs = inputs_of_text_to_video(config, video, text_width=config["caption_channels"], times=torch.int64)
     if video.latents()[0] not in (1, config["video_length"]):
         raise FastacError(
-            f"video: frames {video.frames}, but this model has positions for {config['video_length']}. Use these, or 1."
+            f"video: frames {video.frames}, but this model has positions for {config['video_length']}. Use that, or 1."
         )
     return inputs | {"enable_temporal_attentions": True}
 
 
 def _default_video(config: Mapping[str, Any]) -> Video:
     size = config["sample_size"] * 8
-    compression = Compression(1, 8, 8)  # its VAE is one for images
+    compression = Compression(1, 8, 8)  # an image VAE
     return Video(frames=config["video_length"], height=size, width=size, text_tokens=120, compression=compression)
 
 
 ROWS = (
     ModelRow(
-        class_name="LatteTransformer3DModel",
-        containers=("transformer_blocks", "temporal_transformer_blocks"),
+        "LatteTransformer3DModel",
+        ("transformer_blocks", "temporal_transformer_blocks"),
         video_inputs=_inputs_of_video,
         default_video=_default_video,
     ),

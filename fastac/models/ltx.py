@@ -1,4 +1,4 @@
-"""LTX-Video, and LTX-2, whose blocks also attend from the video to the sound and back."""
+"""LTX-Video, and LTX-2, whose blocks also attend between video and sound."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video
 
-FRAMES_PER_SECOND, FRAMES_PER_SECOND_OF_2 = 25, 24.0  # what the pipelines of LTX-Video and LTX-2 begin with
+FRAMES_PER_SECOND, FRAMES_PER_SECOND_OF_2 = 25, 24.0  # defaults of the pipelines of LTX-Video and LTX-2
 
 
 def _inputs_of_latents(config: Mapping[str, Any], video: Video, text_width: int, mask: torch.dtype) -> dict[str, Any]:
-    """Latents come as tokens, with the grid that they are from."""
+    """Latents come as tokens, with the sizes of their grid."""
     frames, height, width = video.latents()
     return {
         "hidden_states": video.features(frames * height * width, config["in_channels"]),
@@ -51,14 +51,14 @@ def _inputs_of_audio_and_video(config: Mapping[str, Any], video: Video) -> dict[
 
 ROWS = (
     ModelRow(
-        class_name="LTXVideoTransformer3DModel",
-        containers=("transformer_blocks",),
+        "LTXVideoTransformer3DModel",
+        ("transformer_blocks",),
         video_inputs=_inputs_of_video,
         default_video=Video(frames=161, height=512, width=704, text_tokens=128, compression=Compression(8, 32, 32)),
     ),
     ModelRow(
-        class_name="LTX2VideoTransformer3DModel",
-        containers=("transformer_blocks",),
+        "LTX2VideoTransformer3DModel",
+        ("transformer_blocks",),
         video_inputs=_inputs_of_audio_and_video,
         default_video=Video(frames=121, height=512, width=768, text_tokens=1024, compression=Compression(8, 32, 32)),
     ),

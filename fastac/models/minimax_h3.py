@@ -1,10 +1,5 @@
-"""MiniMax-H3: one attention over text, sound and video, in one sequence; its text refiner is checkpointed, too."""
+"""MiniMax-H3: one attention over text, sound and video, in one sequence. Its text refiner is checkpointed too."""
 
 from fastac.models.row import ModelRow
 
-ROWS = (
-    ModelRow(
-        class_name="MiniMaxH3Transformer3DModel",
-        containers=("token_refiner.refiner_blocks", "transformer_blocks"),
-    ),
-)
+ROWS = (ModelRow("MiniMaxH3Transformer3DModel", ("token_refiner.refiner_blocks", "transformer_blocks")),)

@@ -1,4 +1,4 @@
-"""Mochi: one attention per sample, over its video and those of its text tokens that are valid."""
+"""Mochi: one attention per sample, over its video and its valid text tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +21,6 @@ def _default_video(config: Mapping[str, Any]) -> Video:
 
 ROWS = (
     ModelRow(
-        class_name="MochiTransformer3DModel",
-        containers=("transformer_blocks",),
-        video_inputs=_inputs_of_video,
-        default_video=_default_video,
+        "MochiTransformer3DModel", ("transformer_blocks",), video_inputs=_inputs_of_video, default_video=_default_video
     ),
 )

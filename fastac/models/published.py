@@ -1,4 +1,4 @@
-"""Published configurations of models, without weights: those that come with fastac, of a file, or of a class."""
+"""Published configurations of models, without weights: shipped with fastac, from a file, or a class's defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, patch_of
 
 LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
-"""The Linear modules that the training scripts of diffusers give LoRA weights."""
+"""The Linear modules to which diffusers' training scripts add LoRA weights."""
 
 BLOCK_COUNTS = (
     "num_layers",
@@ -29,31 +29,29 @@ BLOCK_COUNTS = (
     "num_visual_blocks",
     "num_hidden_layers",
 )
-"""Keyword arguments that say how many blocks a list of a model has."""
+"""Keyword arguments for the number of blocks in a list."""
 
 MOST_BLOCKS, LARGEST = 100, 100_000
-"""Of a configuration in a file: blocks of a list, and any other number."""
+"""Upper bounds for a configuration in a file: blocks of a list, and any other number."""
 
 _SHIPPED = importlib.resources.files("fastac.models") / "configurations"
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """A transformer as published, and the video it is asked for when nothing else is said.
-
-    config: every keyword argument of its class, with the class's defaults where the source has none. source: where the
-    figures come from.
-    """
+    """A transformer as published, and its default video."""
 
     name: str
     row: ModelRow
     config: Mapping[str, Any]
+    """Every keyword argument of its class; the class's default where the source has none."""
     source: str
+    """Where the figures come from."""
     default: Video
 
     @property
     def compression(self) -> Compression:
-        """What its VAE makes of a video."""
+        """How its VAE compresses a video."""
         return self.default.compression
 
     @property
@@ -62,9 +60,10 @@ class Configuration:
         return patch_of(self.config)
 
     def part(self, video: Video, ranks: int) -> Video:
-        """A video with the tokens that one of several ranks has when these split it.
+        """A video with as many tokens as one rank has when several ranks split this video.
 
-        Raises FastacError where there is no such video: the tokens of one do not divide by the number of ranks.
+        Raises:
+            FastacError: the tokens do not divide by the number of ranks.
         """
         tokens = video.tokens(self.patch)
         for frames, height in (
@@ -83,20 +82,21 @@ class Configuration:
         )
 
     def inputs(self, video: Video) -> dict[str, Any]:
-        """The keyword arguments of one call. Raises FastacError where the video does not fit the model."""
-        assert self.row.video_inputs is not None  # load() sees to it
+        """The keyword arguments of one call. Raises FastacError if the video does not fit the model."""
+        assert self.row.video_inputs is not None  # load() checks this
         return self.row.video_inputs(self.config, video)
 
 
 def shipped() -> list[str]:
-    """Names of the configurations that come with fastac."""
+    """Names of the configurations that fastac ships."""
     return sorted(entry.name.removesuffix(".json") for entry in _SHIPPED.iterdir() if entry.name.endswith(".json"))
 
 
 def load(name_or_path: str) -> Configuration:
-    """A configuration by the name it comes with fastac, by a class of diffusers, or of a config.json of diffusers.
+    """Load a configuration: a shipped name, a diffusers class, or the path of a diffusers config.json.
 
-    Raises FastacError for anything else, with what there is.
+    Raises:
+        FastacError: anything else; the message lists the names and classes.
     """
     known, name = _known(), name_or_path.lower()
     if name in shipped():
@@ -125,9 +125,9 @@ def load(name_or_path: str) -> Configuration:
 
 
 def build(configuration: Configuration, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The model, in training mode, with random weights: on whatever device and in what fake mode this is called.
+    """Build the model with random weights, in training mode, on the current device or in the current fake mode.
 
-    As with `from_pretrained(torch_dtype=dtype)`, what the class keeps in float32 stays so.
+    As with `from_pretrained(torch_dtype=dtype)`, modules that the class keeps in float32 stay in float32.
     """
     model: torch.nn.Module = _model_class(configuration.row).from_config(dict(configuration.config))
     cast(model, dtype)
@@ -135,7 +135,7 @@ def build(configuration: Configuration, dtype: torch.dtype = torch.float32) -> t
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """As `from_pretrained(torch_dtype=dtype)` does: what the class keeps in float32 stays so."""
+    """Cast as `from_pretrained(torch_dtype=dtype)` does: modules that the class keeps in float32 stay in float32."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
@@ -143,7 +143,7 @@ def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def fill_zeros(model: torch.nn.Module) -> None:
-    """Give parameters that begin as zeros a small value: behind them every gradient would be zero, and so equal."""
+    """Give zero parameters small values: every gradient behind them would be zero, so comparing would show nothing."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.numel() and not parameter.any():
@@ -151,7 +151,7 @@ def fill_zeros(model: torch.nn.Module) -> None:
 
 
 def _part(video: Video, frames: int, height: int, width: int) -> Video:
-    """So many times fewer latent frames, rows and columns, rounded down."""
+    """Divide latent frames, rows and columns, rounded down."""
     compression = video.compression
     first = int(compression.first_alone)
     latent = (video.frames - first) // compression.frames + first
@@ -164,20 +164,21 @@ def _part(video: Video, frames: int, height: int, width: int) -> Video:
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The configuration of a model that has the first so many blocks of each list, where a list has more."""
+    """Limit each list of blocks to its first `layers`."""
     found = dict(config)
     for name in BLOCK_COUNTS:
         if isinstance(found.get(name), int):
             found[name] = min(layers, found[name])
-    if found.get("vace_layers"):  # the blocks that have one beside them
+    if found.get("vace_layers"):  # the blocks with a VACE block beside them
         found["vace_layers"] = [index for index in found["vace_layers"] if index < layers]
     return found
 
 
 def add_lora(model: Any, rank: int) -> None:
-    """Give a model of diffusers LoRA weights, which are trained alone, where diffusers' training scripts have them.
+    """Add LoRA weights where diffusers' training scripts add them, and freeze all others.
 
-    Raises FastacError where peft is not installed, for a class that takes no adapters or has no such Linear modules.
+    Raises:
+        FastacError: peft is not installed, or the class takes no adapters or has no such Linear modules.
     """
     try:
         from peft import LoraConfig
@@ -211,7 +212,7 @@ def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str)
 
 
 def _check(name: str, row: ModelRow, content: Mapping[str, Any]) -> None:
-    """Raise FastacError for a value that is not of the kind that the class has it by default, or that no model has."""
+    """Raise FastacError if a value has another kind than the class's default, or is out of bounds."""
     for key, default in _defaults(row).items():
         value = content.get(key, default)
         if key in BLOCK_COUNTS and not (type(value) is int and 1 <= value <= MOST_BLOCKS):
@@ -240,7 +241,7 @@ def _is_flat(value: Any, depth: int = 0) -> bool:
 
 
 def _known() -> dict[str, ModelRow]:
-    has = functools.partial(hasattr, _diffusers())  # an older one lacks the newest classes
+    has = functools.partial(hasattr, _diffusers())  # older releases lack the newest classes
     return {name: row for name, row in MODELS.items() if row.video_inputs and has(row.class_name)}
 
 
@@ -267,7 +268,7 @@ def _row(name: str, class_name: object) -> ModelRow:
     known = _known()
     if not isinstance(class_name, str) or class_name not in known:
         raise FastacError(
-            f"configuration {name}: how the inputs of {class_name} follow from a video is not known. {_what_there_is()}"
+            f"configuration {name}: fastac cannot make the inputs of {class_name} for a video. {_what_there_is()}"
         )
     return known[class_name]
 

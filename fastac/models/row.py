@@ -9,21 +9,19 @@ from typing import Any
 from fastac.models.videos import Video
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ModelRow:
-    """What fastac knows about one model class of diffusers.
-
-    containers: dotted names of the module lists whose members the model checkpoints one by one.
-    video_inputs: makes the keyword arguments of one call from a whole configuration, such as `model.config`, and a
-    video, as the pipeline of diffusers calls the model. default_video: the video that this pipeline makes when asked
-    for nothing else, with the compression of its VAE, where it depends on the configuration a function of it. Both or
-    neither of them.
-    """
+    """What fastac knows about one model class of diffusers."""
 
     class_name: str
     containers: tuple[str, ...]
+    """Dotted names of the module lists whose members the model checkpoints one by one."""
     video_inputs: Callable[[Mapping[str, Any], Video], dict[str, Any]] | None = None
+    """Makes the keyword arguments of one call from a whole configuration, such as `model.config`, and a video, as the
+    pipeline of diffusers calls the model."""
     default_video: Video | Callable[[Mapping[str, Any]], Video] | None = None
+    """The video that this pipeline makes by default, with the compression of its VAE: a function of the configuration
+    where it depends on that. Both this and `video_inputs` are given, or neither."""
 
     def default_of(self, config: Mapping[str, Any]) -> Video:
         """The default video under a configuration."""

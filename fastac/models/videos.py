@@ -1,6 +1,6 @@
-"""Sizes of a video, and of the latents its VAE makes of it: what the inputs of a transformer follow from.
+"""Sizes of a video and of its VAE latents, from which the inputs of a transformer follow.
 
-Tensors are made plainly, on the CPU: under FakeTensorMode they cost nothing.
+Tensors are made on the CPU. Under FakeTensorMode they cost nothing.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ from fastac.errors import FastacError
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """How many frames, rows and columns of pixels one of the latents stands for.
-
-    first_alone: the first frame has a latent frame of its own, so that videos have k * frames + 1 frames.
-    """
+    """How many frames, rows and columns of pixels one latent stands for."""
 
     frames: int
     height: int
     width: int
     first_alone: bool = True
+    """The first frame has its own latent frame, so a video has k * frames + 1 frames."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Video:
-    """Videos for one call of a transformer. frames, height, width: of one of them, in pixels; dtype: of its features.
+    """A batch of videos for one call of a transformer.
 
-    Raises FastacError where a number is not positive or the dtype is no floating-point one. Whether the sizes fit
-    turns out in `latents`, for it depends on the patches of the transformer.
+    `latents` checks whether the sizes fit the transformer, since that depends on its patches.
+
+    Raises:
+        FastacError: a number is not positive, or the dtype is not floating-point.
     """
 
     frames: int
     height: int
+    """In pixels, as `width`."""
     width: int
     batch: int = 1
     text_tokens: int
     dtype: torch.dtype = torch.bfloat16
+    """Of the features."""
     compression: Compression
 
     def __post_init__(self) -> None:
@@ -52,9 +54,13 @@ class Video:
             raise FastacError(f"video: dtype {self.dtype} is no floating-point type. Use torch.bfloat16 or another.")
 
     def latents(self, patch: tuple[int, int, int] = (1, 1, 1)) -> tuple[int, int, int]:
-        """Frames, height and width of its latents, which a transformer reads in patches of so many of them.
+        """Frames, height and width of the latents of one video.
 
-        Raises FastacError where they do not come out even; diffusers would round most of them down and go on.
+        Args:
+            patch: how many latent frames, rows and columns the transformer reads as one token.
+
+        Raises:
+            FastacError: the sizes do not divide evenly. diffusers would round most of them down.
         """
         frames, height, width = self.compression.frames, self.compression.height, self.compression.width
         return (
@@ -64,20 +70,20 @@ class Video:
         )
 
     def tokens(self, patch: tuple[int, int, int]) -> int:
-        """How many patches its latents have: the tokens of one video."""
+        """The number of tokens of one video: patches of its latents."""
         latents = self.latents(patch)
         return (latents[0] // patch[0]) * (latents[1] // patch[1]) * (latents[2] // patch[2])
 
     def features(self, *shape: int) -> torch.Tensor:
-        """Features of a batch, from the standard normal distribution: batch x shape."""
+        """Features of shape (batch, *shape), from the standard normal distribution."""
         return torch.randn(self.batch, *shape, dtype=self.dtype)
 
     def times(self, dtype: torch.dtype) -> torch.Tensor:
-        """A timestep for each video, from 0 to 1000."""
+        """One timestep per video, between 0 and 1000: shape (batch,)."""
         return torch.full((self.batch,), 500, dtype=dtype)
 
     def text_mask(self, dtype: torch.dtype, tokens: int | None = None) -> torch.Tensor:
-        """Which tokens of the texts are valid: all. batch x tokens"""
+        """A mask of valid text tokens, all of them: shape (batch, tokens)."""
         return torch.ones(self.batch, tokens or self.text_tokens, dtype=dtype)
 
 
@@ -90,9 +96,13 @@ def patch_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
 def inputs_of_text_to_video(
     config: Mapping[str, Any], video: Video, *, text_width: int, times: torch.dtype, mask: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """What most transformers take: noisy latents, text, and a timestep for each video. mask: of which tokens of text.
+    """The inputs of most transformers: latents, text, one timestep per video.
 
     Shapes: (batch, channels, frames, height, width), (batch, tokens, text_width) and (batch,).
+
+    Args:
+        times: dtype of the timesteps.
+        mask: dtype of the mask of valid text tokens; None for no mask.
     """
     inputs = {
         "hidden_states": video.features(config["in_channels"], *video.latents(patch_of(config))),
@@ -106,15 +116,15 @@ def inputs_of_text_to_video(
 
 
 def _latents(name: str, asked: int, compression: int, patch: int, first: int = 0) -> int:
-    """Latents of so many frames, rows or columns. first: how many of the frames have a latent frame of their own."""
+    """The number of latents along one axis. first: how many frames have their own latent frame."""
     step = compression * patch
-    offset = 1 + step - compression if first else 0  # frames of the smallest video: patches count the first one, too
+    offset = 1 + step - compression if first else 0  # frames of the smallest video: patches include the first frame
     if (asked - offset) % step == 0:
         return (asked - first) // compression + first
     below = (asked - offset) // step * step + offset
     near = " or ".join(str(size) for size in (below, below + step) if size > 0)
     rule = f"a multiple of {step}" + (f", plus {offset}" if offset else "")
     raise FastacError(
-        f"video: {name} {asked} is not {rule}, which the compression of the VAE and the patches of the transformer "
-        f"ask for. Use {near}."
+        f"video: {name} {asked} is not {rule}, as the compression of the VAE and the patches of the transformer "
+        f"require. Use {near}."
     )

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2 and what is built like it: attention over the video, then over text and image, in every block."""
+"""Wan 2.1, 2.2 and their relatives: each block attends to the video, then to text and image."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,21 +9,21 @@ from fastac.errors import FastacError
 from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, inputs_of_text_to_video, patch_of
 
-TEXT_TOKENS = 512  # the attention takes what is before the last 512 tokens for the image
+TEXT_TOKENS = 512  # the attention takes all tokens before the last 512 for the image
 LATENTS_OF_5B = 48
-"""Channels of the VAE of Wan 2.2 TI2V 5B alone, which compresses more; its pipeline gives each token a timestep."""
-IMAGE_TOKENS = 257  # of CLIP ViT-H/14 at 224 x 224, and one for the class
+"""VAE channels of Wan 2.2 TI2V 5B only. Its VAE compresses more, and its pipeline gives each token a timestep."""
+IMAGE_TOKENS = 257  # CLIP ViT-H/14 at 224 x 224, and one for the class
 
 
 def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
-    """For text to video, and image to video where the configuration has an encoder of images."""
+    """Text to video; image to video if the configuration has an image encoder."""
     inputs = inputs_of_text_to_video(config, video, text_width=config["text_dim"], times=torch.int64)
     if config["in_channels"] == LATENTS_OF_5B:
         inputs["timestep"] = torch.full((video.batch, video.tokens(patch_of(config))), 500.0)
     if config["image_dim"] is not None:
         if video.text_tokens != TEXT_TOKENS:
             raise FastacError(
-                f"video: {video.text_tokens} tokens of text, but with images the attention takes what is before the "
+                f"video: {video.text_tokens} tokens of text, but with images the attention takes all tokens before the "
                 f"last {TEXT_TOKENS} for the image. Use {TEXT_TOKENS}."
             )
         images = 1 if config["pos_embed_seq_len"] is None else 2  # the first frame, or the first and the last
@@ -33,7 +33,7 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
 
 
 def _default_video(config: Mapping[str, Any]) -> Video:
-    """480p of Wan 2.1, or 720p where the VAE is that of the 5B model."""
+    """480p, or 720p with the VAE of the 5B model."""
     if config["in_channels"] == LATENTS_OF_5B:
         return Video(frames=121, height=704, width=1280, text_tokens=TEXT_TOKENS, compression=Compression(4, 16, 16))
     return Video(frames=81, height=480, width=832, text_tokens=TEXT_TOKENS, compression=Compression(4, 8, 8))
@@ -52,37 +52,27 @@ def _inputs_of_skyreels_video(config: Mapping[str, Any], video: Video) -> dict[s
 
 
 ROWS = (
+    ModelRow("WanTransformer3DModel", ("blocks",), video_inputs=_inputs_of_video, default_video=_default_video),
     ModelRow(
-        class_name="WanTransformer3DModel",
-        containers=("blocks",),
-        video_inputs=_inputs_of_video,
-        default_video=_default_video,
-    ),
-    ModelRow(
-        class_name="WanVACETransformer3DModel",
-        containers=("blocks", "vace_blocks"),
+        "WanVACETransformer3DModel",
+        ("blocks", "vace_blocks"),
         video_inputs=_inputs_of_controlled_video,
         default_video=_default_video,
     ),
+    ModelRow("ChronoEditTransformer3DModel", ("blocks",), video_inputs=_inputs_of_video, default_video=_default_video),
     ModelRow(
-        class_name="ChronoEditTransformer3DModel",
-        containers=("blocks",),
-        video_inputs=_inputs_of_video,
-        default_video=_default_video,
-    ),
-    ModelRow(
-        class_name="SkyReelsV2Transformer3DModel",
-        containers=("blocks",),
+        "SkyReelsV2Transformer3DModel",
+        ("blocks",),
         video_inputs=_inputs_of_skyreels_video,
         default_video=Video(
             frames=97, height=544, width=960, text_tokens=TEXT_TOKENS, compression=Compression(4, 8, 8)
         ),
     ),
-    # In turn: a face adapter attends outside the blocks; blocks take keyword arguments; a second timestep;
-    # flex_attention alone over the video; a compressed history.
-    ModelRow(class_name="WanAnimateTransformer3DModel", containers=("blocks",)),
-    ModelRow(class_name="WanAnimate2Transformer3DModel", containers=("blocks",)),
-    ModelRow(class_name="AnyFlowTransformer3DModel", containers=("blocks",)),
-    ModelRow(class_name="AnyFlowFARTransformer3DModel", containers=("blocks",)),
-    ModelRow(class_name="HeliosTransformer3DModel", containers=("blocks",)),
+    # Without video_inputs, in turn because: a face adapter attends outside the blocks; blocks take keyword arguments; a
+    # second timestep; only flex_attention over the video; a compressed history.
+    ModelRow("WanAnimateTransformer3DModel", ("blocks",)),
+    ModelRow("WanAnimate2Transformer3DModel", ("blocks",)),
+    ModelRow("AnyFlowTransformer3DModel", ("blocks",)),
+    ModelRow("AnyFlowFARTransformer3DModel", ("blocks",)),
+    ModelRow("HeliosTransformer3DModel", ("blocks",)),
 )

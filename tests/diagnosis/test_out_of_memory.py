@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
 from typing import Any
 
 import pytest
+import torch
 
 import fastac
 from fastac.diagnosis import out_of_memory
 from fastac.errors import readable_bytes
 from fastac.policy import Policy
 from tests import support
+from tests.engine.simulated import simulated
 
 CHILD = """
     import resource, sys, traceback
@@ -60,6 +63,22 @@ def test_an_allocation_that_fails(phase: str) -> None:
     assert lines[2] == 'full would hold 3.4 KiB of it: fastac.enable(model, policy="full")'
 
 
+class Masked(support.AttentionBlock):
+    """Is called with more than tensors."""
+
+    def __call__(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return super().__call__(video, text, None)
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor, mask: None) -> torch.Tensor:
+        return super().forward(video, text)
+
+
+@pytest.fixture(autouse=True)
+def no_other_regions() -> None:
+    """Free the regions that tests before this one left behind in cycles."""
+    gc.collect()
+
+
 def notes_of(error: BaseException) -> str:
     out_of_memory.explain(error)
     out_of_memory.explain(error)  # as it passes through several models
@@ -77,7 +96,7 @@ def notes_of(error: BaseException) -> str:
     ],
 )
 def test_the_next_policy_that_holds_less(policy: Any, way_out: str) -> None:
-    model, inputs = support.stack(), support.stack_inputs()
+    model, inputs = support.stack(block=Masked), support.stack_inputs()
     fastac.enable(model, policy, blocks="blocks")
     graph = model(**inputs)
     (_, held, line) = notes_of(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")).splitlines()
@@ -91,3 +110,20 @@ def test_the_next_policy_that_holds_less(policy: Any, way_out: str) -> None:
     del graph
     assert "fastac holds nothing now" in notes_of(MemoryError())
     assert not notes_of(RuntimeError("another"))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="below Python 3.11 an error has no notes")
+def test_what_is_on_the_host_stays_there() -> None:
+    model = support.stack(layers=5)
+    fastac.enable(model, Policy(offload=True), blocks="blocks")
+    with simulated() as device:
+        graph = model(**support.stack_inputs())
+        (_, held, line) = notes_of(MemoryError()).splitlines()
+        for kind in ("attention on the host", "attention on cpu", "inputs on the host", "inputs on cpu"):
+            assert kind in held
+        assert line.endswith('fastac.enable(model, policy=fastac.Policy("full", offload="inputs"))')
+        (row,) = fastac.report(model).rows
+        assert row.offloaded is not None
+        assert row.offloaded.copies == 3  # to the host, and none back
+        del graph
+    assert not device.faults

@@ -46,6 +46,7 @@ def test_every_library_with_a_parity_test_is_named() -> None:
 def test_the_releases_that_documents_name_are_those_of_the_table() -> None:
     """And every pair was exact, with half the kernels of plain checkpointing, when docs/versions.md was written."""
     readme, document = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/versions.md"))
+    readme = " ".join(readme.split())  # wherever a line ends
     later = set(releases.FIRST_TORCH.values()) - {releases.FIRST_TORCH[releases.ENGINE]}
     assert f"torch {releases.FIRST_TORCH[releases.ENGINE]} or newer" in readme
     assert [f"need torch {one}: [docs/versions.md]" in readme for one in later] == [True]
@@ -110,6 +111,14 @@ def anchors(document: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_lines_are_short(document: Path) -> None:
+    """For those who read them raw. Tables, code, and lines that are one link may be longer."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not re.match(r"\||!?\[[^]]*\]\(\S+\)$", line)]
+    assert not [line for line in lines if len(line) > 100]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -149,7 +149,7 @@ def test_a_configuration_of_the_5b_model_is_known_by_its_channels(tmp_path: Path
     [
         ("{", "not JSON"),
         ("{}", "no _class_name"),
-        ('{"_class_name": "HeliosTransformer3DModel"}', "inputs of HeliosTransformer3DModel .* not known"),
+        ('{"_class_name": "HeliosTransformer3DModel"}', "cannot make the inputs of HeliosTransformer3DModel"),
     ],
 )
 def test_files_that_are_none(content: str | bytes, message: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -111,28 +112,33 @@ def document(results: list[Result]) -> Iterator[str]:
         kept[result.release] = [row_of(result), rooms_of(result)]
     yield "<!-- Written by python -m tests.versions --all --write. Do not edit. -->\n"
     yield "# Releases\n"
-    yield f"fastac runs on torch {first} to {last}. What a release does not have is an error where it is used:\n"
+    yield f"fastac runs on torch {first} to {last}. A feature that a release lacks is an error where you use it:\n"
     yield "| feature | first torch |\n|---|---|"
     yield from features()
-    yield (
-        "\nBelow: a Wan transformer of two blocks, which has four attention calls, on each pair (Python "
-        f"{results[0].example['python']}, CPU). Kernels of a step that ran under plain "
-        "checkpointing and under `attn_only`; whether output and gradients are bitwise those without it; the "
-        "same model compiled as a whole; how many of the private names of torch that fastac has are there.\n"
+    yield _wrapped(
+        "\nEach pair below trained a Wan transformer of two blocks, which has four attention calls (Python "
+        f"{results[0].example['python']}, CPU). The columns: attention kernels of a step that ran under plain "
+        "checkpointing and under `attn_only`; whether output and gradients are bitwise those without checkpointing; "
+        "kernels of the same model compiled as a whole; how many of the private names of torch in fastac exist.\n"
     )
     yield "| torch | diffusers | full | attn_only | bitwise | compiled, full | compiled, attn_only | private names |"
     yield "|---|---|---|---|---|---|---|---|"
     yield from (lines[0] for lines in kept.values() if lines)
-    yield f"\nTests of each room. Models: {FAMILIES.replace(' or ', ', ')}.\n"
+    yield f"\nThe tests of each room ran as follows. Models: {FAMILIES.replace(' or ', ', ')}.\n"
     yield f"| torch | run on | {' | '.join(EAGER | MORE)} |\n|---|---|{'---|' * len(EAGER | MORE)}"
     yield from (lines[1] for lines in kept.values() if lines)
-    yield f"\nSkipped are tests of features that the release does not have, and of a GPU. {LEFT}"
+    yield _wrapped(f"\nTests of features that the release does not have, and tests of a GPU, are skipped. {LEFT}")
+
+
+def _wrapped(text: str) -> str:
+    """A paragraph in lines of 100, with the empty lines around it."""
+    return "\n".join(textwrap.fill(one, 100, break_on_hyphens=False) for one in text.split("\n"))
 
 
 LEFT = (
-    "Collectives are not counted below 2.12, where torch's profiler loses some of gloo's. FSDP2 in mixed precision "
-    "raises CheckpointError in torch 2.10 to 2.12, without fastac as well. Torch 2.8 cannot be used: `checkpoint("
-    "early_stop=...)` came with 2.9, and so did what the tests count kernels by (`torch.library.get_kernel`)."
+    "Collectives are not counted below 2.12, as torch's profiler loses some of gloo's. FSDP2 in mixed precision raises "
+    "CheckpointError in torch 2.10 to 2.12, without fastac as well. Torch 2.8 cannot be used: `checkpoint("
+    "early_stop=...)` came with 2.9, and so did `torch.library.get_kernel`, by which the tests count kernels."
 )
 
 
