@@ -91,8 +91,8 @@ def checkpoint(
         raise FastacError("checkpoint: got inputs or unknown keywords, and no function")
     if use_reentrant or context_fn is not noop_context_fn:
         raise FastacError(
-            f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): nothing can be saved in a "
-            f"reentrant checkpoint, and a context_fn would replace the policy. Pass neither, but policy=..."
+            f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): a reentrant checkpoint can "
+            f"save nothing, and a context_fn would replace the policy. Pass use_reentrant=False and no context_fn."
         )
     check_determinism("checkpoint", determinism_check)
     return run(function, args, kwargs, resolve(policy), options, debug, respect_saved_tensors_hooks)
