@@ -88,7 +88,7 @@ def checkpoint(
         options |= {"policy": policy, "use_reentrant": use_reentrant, "context_fn": context_fn, "debug": debug}
         return functools.partial(_decorated, respect_saved_tensors_hooks=respect_saved_tensors_hooks, **options)
     if function is None:
-        raise FastacError("checkpoint: got inputs or unknown keywords, and no function")
+        raise FastacError("checkpoint: inputs or unknown keywords were given without a function")
     if use_reentrant or context_fn is not noop_context_fn:
         raise FastacError(
             f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): a reentrant checkpoint can "
