@@ -2,7 +2,7 @@
 
 fastac.enable(transformer, policy="attn_only")
 
-Torch is imported when something of this is first asked for, not by `fastac --help`.
+Torch is imported with the first use of a public name, not by `fastac --help`.
 """
 
 from __future__ import annotations
@@ -50,17 +50,7 @@ __all__ = [
     "verify",
 ]
 
-_ROOMS = (
-    "checkpoint",
-    "compile.blocks",
-    "engine.opaque",
-    "errors",
-    "hook",
-    "planning",
-    "policy",
-    "registry",
-    "verify",
-)
+_ROOMS = ("checkpoint", "compile.blocks", "engine.opaque", "errors", "hook", "planning", "policy", "registry", "verify")
 """Modules that define the public names."""
 
 
@@ -80,7 +70,7 @@ def _load() -> None:
 
 
 class _Package(types.ModuleType):
-    """A package some of whose functions have the name of the module that they stand in: the function has it."""
+    """A package in which a function, not the module that defines it, has the name that both share."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:

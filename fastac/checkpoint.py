@@ -1,13 +1,14 @@
-"""checkpoint(function, *args, policy=...): what a call of a block means.
+"""checkpoint(function, *args, policy=...): one call of a block under checkpointing.
 
 Life of one call: `checkpoint` opens a `Region` (engine/region.py) with a `Tape` of what the policy saves
 (engine/tape.py); the forward runs in both. Then its calls are compared with those of the first region of its kind,
-which is watched, and judged by `fastac.diagnosis`. Backward recomputes in the region and needs nothing of this module.
-`patch_checkpoint` lets code that calls torch's function by its name come here.
+which is observed, and judged by `fastac.diagnosis`. Backward recomputes in the region and needs nothing of this module.
+`patch_checkpoint` replaces torch's function where code calls it by name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import noop_context_fn
 from fastac import diagnosis
 from fastac.backends.plugins import prepare
 from fastac.compile import graphs, tracing
+from fastac.compile.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
 from fastac.engine import comparison, interception, kinds, linear, torch_private
@@ -33,6 +35,8 @@ from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import DISABLED, Policy, resolve
 
 logger = logging.getLogger("fastac")
+
+_NOTHING = contextlib.nullcontext()
 
 
 def checkpoint(
@@ -48,7 +52,7 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Checkpoint a function, except for what the policy saves; in the place of torch.utils.checkpoint.checkpoint.
+    """Checkpoint a function, except for what the policy saves. Replaces torch.utils.checkpoint.checkpoint.
 
     Args:
         function: a block or any callable; called as function(*args, **kwargs), and again in backward. Without it, a
@@ -56,20 +60,21 @@ def checkpoint(
         policy: "attn_only", "long_attn_only", "full", "none" or a fastac.Policy.
         preserve_rng_state, early_stop: as in torch's function.
         determinism_check: "default" compares recompute with the forward: shapes, dtypes and versions of weights in
-            every step, values in the steps 0, 1, 2, 4, 8, ... of a block and, where the policy saves something, in
-            the first region of a kind, unless preserve_rng_state=False. "none" counts the tensors that are saved,
-            and compares nothing else.
-        respect_saved_tensors_hooks: True hands what is saved to the saved_tensors_hooks around the call, such as
+            every step; values in the steps 0, 1, 2, 4, 8, ... of a block and, where the policy saves something, in
+            the first region of a kind, unless preserve_rng_state=False. "none" compares only the number of tensors
+            that are saved.
+        respect_saved_tensors_hooks: True passes what is saved to the saved_tensors_hooks around the call, such as
             torch.autograd.graph.save_on_cpu, as torch 2.14 does under selective checkpointing.
-        use_reentrant, context_fn: refused, unless as by default. debug: torch's debug mode, for policy "full" alone.
+        use_reentrant, context_fn: any value but the default is refused.
+        debug: torch's debug mode, for policy "full" alone.
 
     Returns:
-        What the function returns.
+        The outputs of the function.
 
     Raises:
         PolicyNotAppliedError: an attention call that the policy saves could not be saved.
-        FastacError: what cannot be honoured: reentrant checkpointing, a context_fn of the caller. In backward, where
-            recompute is not what the forward was; it is a torch.utils.checkpoint.CheckpointError as well.
+        FastacError: reentrant checkpointing or a context_fn was asked for. In backward: recompute differs from the
+            forward; that error is a torch.utils.checkpoint.CheckpointError as well.
 
     Example:
         >>> hidden = fastac.checkpoint(block, hidden, text, policy="attn_only")
@@ -83,24 +88,32 @@ def checkpoint(
         options |= {"policy": policy, "use_reentrant": use_reentrant, "context_fn": context_fn, "debug": debug}
         return functools.partial(_decorated, respect_saved_tensors_hooks=respect_saved_tensors_hooks, **options)
     if function is None:
-        raise FastacError("checkpoint: inputs, or keywords that it does not know, were given without a function")
+        raise FastacError("checkpoint: inputs or unknown keywords were given without a function")
     if use_reentrant or context_fn is not noop_context_fn:
         raise FastacError(
-            f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): a reentrant checkpoint has no "
-            f"gradients in its forward and can save nothing, and a context_fn would save in the place of fastac. Pass "
-            f"use_reentrant=False and no context_fn; what is saved is said by policy=..."
+            f"checkpoint({'use_reentrant=True' if use_reentrant else 'context_fn=...'}): a reentrant checkpoint can "
+            f"save nothing, and a context_fn would replace the policy. Pass use_reentrant=False and no context_fn."
         )
     check_determinism("checkpoint", determinism_check)
-    policy = resolve(policy)
+    return run(function, args, kwargs, resolve(policy), options, debug, respect_saved_tensors_hooks)
+
+
+def run(
+    function: Any, args: Any, kwargs: Any, policy: Policy, options: Any, debug: bool = False, hooks: bool | None = None
+) -> Any:
+    """Call a function under checkpointing.
+
+    options: preserve_rng_state, determinism_check and early_stop; these, debug and hooks are as in `checkpoint`.
+    """
     if not policy.checkpoints:
         if not torch.compiler.is_compiling() and engine.thread.scope is None and torch_private.innermost_checkpoint():
             raise PolicyNotAppliedError(
-                f"none: {describe(function)} is not to be checkpointed, and runs in a checkpoint that saves nothing, "
-                f"torch's or one of policy 'full'. Switch the model's own checkpointing off."
+                f"none: {describe(function)} is not to be checkpointed, and runs in a checkpoint, torch's or one of "
+                f"policy 'full'. Switch the model's own checkpointing off."
             )
         return function(*args, **kwargs)
     if torch_private.in_export():
-        return function(*args, **kwargs)  # what is exported recomputes nothing
+        return function(*args, **kwargs)  # exported programs recompute nothing
     if torch.compiler.is_dynamo_compiling():
         return tracing.run_under_torch(function, args, kwargs, policy, options)
     if torch_private.in_other_trace():
@@ -111,12 +124,11 @@ def checkpoint(
         return tracing.run_under_torch(function, args, kwargs, policy, {**options, "debug": debug})
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    hooks = torch_private.saved_tensors_hooks() if respect_saved_tensors_hooks else None
-    return _Call(function, args, kwargs, policy).run(hooks, **options)
+    return _Call(function, args, kwargs, policy).run(torch_private.saved_tensors_hooks() if hooks else None, **options)
 
 
 def check_determinism(call: str, given: str) -> None:
-    """Raise FastacError for a `determinism_check` that there is not. call: the public function that was given it."""
+    """Raise FastacError for an unknown `determinism_check`. call: the public function that was given it."""
     if given not in ("default", "none"):
         raise FastacError(f'{call}(determinism_check={given!r}): there are "default" and "none".')
 
@@ -134,14 +146,14 @@ class _Call:
 
     __slots__ = ("args", "block", "function", "key", "kwargs", "owner", "policy", "record")
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, policy: Policy) -> None:
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.policy = policy
         self.block = block_of(function)
         self.record = kinds.record_of_function(function) if self.block is None else record_of(self.block)
-        self.owner = self.record  # of the block that a function holds, where it is none itself
+        self.owner = self.record  # for a function that is no block: the record of the block that it holds
 
     def run(self, hooks: Hooks | None, preserve_rng_state: bool, determinism_check: str, early_stop: bool) -> Any:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
@@ -151,14 +163,14 @@ class _Call:
             comparison.check_pending()
         is_sampled = not is_nested and record.begin_region()
         known, tape, observer, stash = None, None, None, None
-        if policy.offload and not is_nested:  # which is wanted at once
+        if policy.offload and not is_nested:  # whose backward comes at once
             stash = Stash(policy, function, record, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
             known = self._known()
             is_sampled = is_sampled or (known is None and not is_nested)
             tape = Tape(policy, preserve_rng_state, [] if known is None else None, hooks)
             if known is None and not is_compiled(function):
-                observer = Observer(module_of(function), (self.args, self.kwargs), policy, tape)
+                observer = Observer(module_of(function), (self.args, self.kwargs), tape)
         compares = determinism_check == "default"
         region = Region(
             function,
@@ -172,15 +184,16 @@ class _Call:
             has_fingerprints=is_sampled and compares and preserve_rng_state,
             stash=stash,
         )
-        outputs = region.forward(self.args, observer)
+        with _NOTHING if observer is None else CompiledCalls() as calls:
+            outputs = region.forward(self.args, observer)
         if tape is not None:
-            self._end(outputs, tape, known, observer)
+            self._end(outputs, tape, known, observer, calls)
         if stash is not None:
             region.offload(self.args, stash)
         return outputs
 
     def _known(self) -> RegionResult | None:
-        """What the first region of this kind did; None where this is the first."""
+        """The result of the first region of this kind; None if this is the first."""
         if interception.loaded_modules() != engine.modules:
             prepare()
         function, policy, record = self.function, self.policy, self.record
@@ -206,41 +219,48 @@ class _Call:
             )
         if is_compiled(self.function):
             tracing.refuse_eager_only(self.policy, describe(self.function))
-        if not record_of(block).name:  # else `enable` has looked at the names in all blocks
+        if not self.record.name:  # else `enable` has checked the names in all blocks
             linear.check_names({block: self.policy})
         linear.attach(block, self.policy)
 
-    def _end(self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None) -> None:
-        """Compare what the forward did with the first region of its kind. Raises PolicyNotAppliedError."""
+    def _end(self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None, calls: Any) -> None:
+        """Compare the forward with the first region of its kind. Raises PolicyNotAppliedError."""
+        function, policy, record, now, nodes = self.function, self.policy, self.record, graphs.time(), []
+        # A function that is no block may call another graph each time, for another layer.
+        if known is None or (now > 0 if self.block is None else now != record.looked):
+            nodes = nodes_between(outputs, (self.args, self.kwargs))
+            graphs.watch(nodes, policy)
         if known is None:
-            known = diagnosis.judge(self.function, self.args, self.kwargs, outputs, tape, observer)
-            if observer is not None and observer.late:  # loaded by this very region, which could not keep it
+            calls = 0 if calls is None else calls.count
+            known = diagnosis.judge(function, self.args, self.kwargs, nodes, tape, observer, calls)
+            if observer is not None and observer.late:  # its library was loaded by this region, which could not keep it
                 prepare()
-                where, op = describe(self.function), observer.late[0]
+                where, op = describe(function), observer.late[0]
                 logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
                 return
-            first = kinds.first_result(self.function, self.key)
+            first = kinds.first_result(function, self.key)
             if first is None:
-                if self.policy.linear:
-                    linear.check_called(self.policy, tape.products, describe(self.function))
+                if policy.linear:
+                    linear.check_called(policy, tape.products, describe(function))
                 self._remember(known)
-            elif _is_fewer(tape, first):  # it attends less, and that is all
+            elif _is_fewer(tape, first):  # it hides nothing
                 self.owner.doubts[self.key] = True
         elif tape.decomposed:
-            problems = [diagnosis.small_ops(describe(self.function), keys) for keys in tape.decomposed]
-            raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.made))
+            problems = [diagnosis.small_ops(describe(function), keys) for keys in tape.decomposed]
+            raise diagnosis.not_applied(function, policy, problems, len(tape.made))
         elif tape.made != list(known.made) or tape.products != [one.name for one in known.products]:
-            if _is_fewer(tape, known):
-                if known.compiled:  # nobody can watch it, and a second run of it may communicate
-                    where, why = describe(self.function), "layer drop, a branch, or attention that fastac cannot see"
-                    said = f"{where}: compiled, and fewer attention calls than before: {why} (fastac.verify tells)"
-                    kinds.warn_once(self.function, "fewer", said)
-                else:
-                    self.owner.doubt(self.key)
+            if _is_fewer(tape, known) and known.compiled:  # it cannot be observed, and a second run may communicate
+                where, why = describe(function), "layer drop, a branch, or attention that fastac cannot see"
+                said = f"{where}: compiled, and fewer attention calls than before: {why} (fastac.verify tells)"
+                kinds.warn_once(function, "fewer", said)
+            elif _is_fewer(tape, known):
+                self.owner.doubt(self.key)
             known = tape.result(known.compiled, known.writing)
         for collector in engine.collectors:
             collector.append(known)
-        self._note(known, outputs, tape)
+        if self.block is not None:
+            record.looked, record.communication, record.latest = now, tape.communication, known
+            record.key = None if record.is_doubted(self.key) else self.key  # None: the next region asks again
 
     def _remember(self, result: RegionResult) -> None:
         kinds.remember(self.function, self.key, result)
@@ -248,39 +268,22 @@ class _Call:
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
-        enabled = self.block is not None and self.record.name  # by its model, which looks at all of its blocks
+        enabled = self.block is not None and self.record.name  # then its model checks all of its blocks
         if not enabled and result.calls and not (saved or result.products):
             kinds.warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
-
-    def _note(self, result: RegionResult, outputs: Any, tape: Tape) -> None:
-        """Note on the block what its region did, and watch compiled code that is new in it."""
-        block, record, now = self.block, self.record, graphs.time()
-        # A function that is no block may call another graph each time, for another layer.
-        is_new = now > 0 if block is None else now != record.looked
-        if is_new:
-            graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
-        if block is not None:
-            record.looked = now
-            record.communication = tape.communication
-            if record.latest is not result or record.key is not self.key:
-                record.latest, record.key = result, self.key
-            if record.is_doubted(self.key):
-                record.key = None  # for the next region to ask
 
 
 def _is_fewer(tape: Tape, known: RegionResult) -> bool:
     return len(tape.made) + len(tape.products) < len(known.made) + len(known.products)
 
 
-# By the name of torch's function
-
-
 class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_enabled
-    """Let code that calls torch.utils.checkpoint.checkpoint by its name get fastac.checkpoint.
+    """Replace torch.utils.checkpoint.checkpoint by fastac.checkpoint, for code that calls it by name.
 
-    For trainers whose models checkpoint in their own forward. At once and for good; as a context, until its end. The
-    name is replaced in every module that is loaded, so call it after the trainer's imports. What took torch's function
-    before in another way (functools.partial, a default argument) keeps it: attention under it is an error.
+    For trainers whose models checkpoint in their own forward. It applies at once and stays; as a context, until the
+    context ends. The name is replaced in every loaded module, so call it after the trainer's imports. Code that took
+    torch's function earlier in another way (functools.partial, a default argument) keeps it: attention under it is an
+    error.
 
     Args:
         policy: "attn_only", "long_attn_only" or a fastac.Policy.
@@ -299,8 +302,8 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
     def __init__(self, policy: str | Policy = "attn_only") -> None:
         if torch.utils.checkpoint.checkpoint is not torch_checkpoint:
             raise FastacError(
-                "patch_checkpoint: torch.utils.checkpoint.checkpoint is not torch's own any more: another package took "
-                "its place, or patch_checkpoint was called before (`with fastac.patch_checkpoint():` ends)."
+                "patch_checkpoint: torch.utils.checkpoint.checkpoint is no longer torch's own: another package "
+                "replaced it, or patch_checkpoint was called before (`with fastac.patch_checkpoint():` ends)."
             )
         self.policy = resolve(policy)
         self._is_on = True
@@ -308,7 +311,7 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
 
         @functools.wraps(torch_checkpoint)
         def patched(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_on:  # taken while it was
+            if not self._is_on:  # the name was copied while it was on
                 return torch_checkpoint(function, *args, **kwargs)
             if "context_fn" in kwargs and torch_private.is_abstract(args):
                 raise FastacError(
@@ -333,10 +336,10 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
 
 
 def _replace(old: object, new: object) -> list[str]:
-    """Give every module that holds one function another one under the same name. Returns the names."""
+    """Replace a function in every module that has it. Returns its names."""
     replaced = []
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "fastac":  # which calls torch's own
+        if name.partition(".")[0] == "fastac":  # it calls torch's own
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if value is old:

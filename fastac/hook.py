@@ -1,8 +1,8 @@
-"""enable and disable: how a model comes to call `fastac.checkpoint` for its blocks.
+"""enable and disable: make a model call `fastac.checkpoint` for its blocks.
 
-A model has one of three hosts for it: the gradient checkpointing function of diffusers' models, the block's own
-`forward`, or the `checkpoint_fn` of a CheckpointWrapper around it (accelerate, torch). `Enabled` stands on the model,
-knows what was there before, and is copied and pickled with it.
+A model calls it in one of three ways: by the gradient checkpointing function of diffusers' models, by the block's own
+`forward`, or by the `checkpoint_fn` of a CheckpointWrapper around it (accelerate, torch). `Enabled` is an attribute of
+the model, knows the state before, and is copied and pickled with it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,13 +20,13 @@ import torch
 from fastac import diagnosis, models
 from fastac.backends.availability import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
-from fastac.checkpoint import check_determinism, checkpoint
+from fastac.checkpoint import check_determinism, run
 from fastac.compile import graphs
 from fastac.compile.blocks import Compilation, compile_blocks
 from fastac.diagnosis import out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear, wrappers
-from fastac.engine.blocks import describe, record_of
+from fastac.engine.blocks import BlockRecord, describe, record_of
 from fastac.engine.tape import engine
 from fastac.engine.wrappers import inside, is_wrapper, wrappers_around
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
@@ -37,41 +36,36 @@ from fastac.policy import BlockPolicies, Policy, of_first, resolve, resolve_bloc
 logger = logging.getLogger("fastac")
 
 _ENABLED = "_fastac"
-# what checkpoint takes for its own, and the block of that call would not see
-_OPTIONS = tuple(
-    name
-    for name, one in inspect.signature(checkpoint).parameters.items()
-    if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-)
 
 
 @dataclasses.dataclass(eq=False)
 class Forward:
-    """A block whose own forward is checkpointed. before: the attribute `forward` that it had, None without one."""
+    """A block whose own forward is checkpointed."""
 
     enabled: Enabled
     block: torch.nn.Module
     before: Callable[..., Any] | None
+    """The attribute `forward` that the block had, None without one."""
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What the block's forward was."""
+        """The block's forward before `enable`."""
         if self.before is not None:
             return self.before
         forward: Any = type(self.block).forward
-        if torch.compiler.is_dynamo_compiling():  # before torch 2.12 it cannot trace the other
+        if torch.compiler.is_dynamo_compiling():  # which cannot trace `__get__` before torch 2.12
             return functools.partial(forward, self.block)
         return forward.__get__(self.block)  # type: ignore[no-any-return]
 
     @property
     def is_attached(self) -> bool:
-        """Whether the block's forward is the one that opens a region."""
+        """Whether the block's forward opens a region."""
         forward = vars(self.block).get("forward")
         return isinstance(forward, functools.partial) and forward.func is _run_forward
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether it is so inside a hook that somebody put around it since."""
+        """Whether it does so inside a hook that was put around it since."""
         forward = _inside_hook(vars(self.block).get("forward"))
         while forward is not None and getattr(forward, "func", None) is not _run_forward:
             forward = _inside_hook(forward)
@@ -79,9 +73,9 @@ class Forward:
 
 
 def _inside_hook(forward: Any) -> Any:
-    """The forward that a hook is around, None without one."""
+    """The forward inside a hook, None without one."""
     inner = getattr(forward, "__wrapped__", None)
-    for cell in getattr(inner, "__closure__", None) or ():  # diffusers before 0.40 names a function of its own there
+    for cell in getattr(inner, "__closure__", None) or ():  # diffusers before 0.40 wraps a function of its own
         if type(called := cell.cell_contents).__name__ == "HookFunctionReference":
             return called.original_forward or called.forward
     return inner
@@ -89,39 +83,40 @@ def _inside_hook(forward: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Enabled:
-    """How the blocks of one model are checkpointed, and what was there before.
-
-    determinism_check: as `fastac.checkpoint` takes it. blocks: by qualified name, without wrappers. given: `blocks` as
-    `enable` got it. forwards: of the blocks, by name, where that is the host. switches: modules with the flag of
-    gradient checkpointing, their flag and function before. input_grads: outputs of embeddings require grad since.
-    wrappers: CheckpointWrappers, and their functions before. others: what else is in the module lists of the blocks.
-    opened: regions of the forward that runs; in_graphs: those that had run in graphs before it. saved: something of a
-    region was saved, or nothing is to be.
-    """
+    """How the blocks of one model are checkpointed, and its state before."""
 
     model: torch.nn.Module
     policy: Policy | BlockPolicies
     determinism_check: str
     blocks: dict[str, torch.nn.Module]
+    """By qualified name, without wrappers."""
     by_forward: bool
+    """Whether blocks are checkpointed in their own forward."""
     given: Any = None
+    """`blocks` as `enable` got it."""
     forwards: dict[str, Forward] = dataclasses.field(default_factory=dict)
+    """By name of the block, if `by_forward`."""
     switches: list[tuple[torch.nn.Module, Any, Any]] = dataclasses.field(default_factory=list)
+    """Modules with the flag of gradient checkpointing; their flag and function before."""
     wrappers: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
-    input_grads: bool = False
+    """CheckpointWrappers and their functions before."""
     opened: int = 0
+    """Regions of the forward that runs."""
     in_graphs: int = 0
+    """Regions that had run in graphs before it."""
     saved: bool = False
+    """Whether some region saved something, or the policy saves nothing."""
 
     def __post_init__(self) -> None:
-        self.function = functools.partial(_run, self)  # what the model is given to call
+        self.function = functools.partial(_run, self)  # for the model to call
+        # Modules beside the blocks in the lists of these.
         self.others = {inside(one) for one in self._listed().values()} - set(self.blocks.values())
         self.saved = saves_nothing(self.policy)
 
     def checkpoint(self, function: Any, block: Any, args: Any, kwargs: Any) -> Any:
-        """Checkpoint a call of a block. function: what runs it."""
-        policy = self.policy_of(block)
-        return checkpoint(function, *args, policy=policy, determinism_check=self.determinism_check, **kwargs)
+        """Checkpoint a call of a block by a function."""
+        options = {"preserve_rng_state": True, "determinism_check": self.determinism_check, "early_stop": True}
+        return run(function, args, kwargs, self.policy_of(block), options)
 
     def policy_of(self, function: Any) -> Policy:
         """The policy of a block that is called: itself, by a bound method, or compiled."""
@@ -132,7 +127,7 @@ class Enabled:
         if policy is None:
             raise FastacError(
                 f"{describe(function)} is called under policies per block, and is no block that fastac.enable saw. If "
-                f"it was exchanged since, call fastac.enable again; else name the blocks: enable(model, blocks=...)."
+                f"it was replaced since, call fastac.enable again; else name the blocks: enable(model, blocks=...)."
             )
         return policy
 
@@ -143,7 +138,7 @@ class Enabled:
         return {name: self.policy_of(block) for name, block in self.blocks.items()}
 
     def attach(self) -> None:
-        """Let the model call fastac for its blocks."""
+        """Make the model call fastac for its blocks. Raises FastacError for a wrapper that cannot be taken over."""
         if not self.by_forward:
             self._attach_function()
         vars(self.model)[_ENABLED] = self
@@ -163,20 +158,14 @@ class Enabled:
         out_of_memory.watch_backward()
 
     def _switch_on_transformers(self) -> None:
-        """Let transformers and peft know that blocks are checkpointed, as transformers' own switch does."""
-        model: Any = self.model
-        self.switches = list(map(models.switch_of, models.transformers_switches(model, set(self.blocks.values()))))
+        """Tell transformers and peft that blocks are checkpointed, as transformers' own switch does."""
+        found = models.transformers_switches(self.model, set(self.blocks.values()))
+        self.switches = list(map(models.switch_of, found))
         for module, _, _ in self.switches:
             models.set_switch(module, True, wrappers.call_plainly)
-        variants = [one for module in model.modules() for one in getattr(module, "lora_variant", {}).values()]
-        if self.switches and any("ALora" in class_name(one) for one in variants):
-            # its hooks end with the backward of a layer, which without gradients of inputs comes before recompute
-            self.input_grads = not getattr(model, "_require_grads_hooks", ())
-            if self.input_grads:
-                model.enable_input_require_grads()
 
     def _attach_function(self) -> None:
-        """Give the model the function to call. Raises FastacError for a class of its own that drops it."""
+        """Give the model the function to call. Raises FastacError for a class that drops it."""
         model: Any = self.model
         self.switches = list(map(models.switch_of, models.switches(model)))
         with contextlib.suppress(TypeError):  # a class whose method takes no function
@@ -186,14 +175,15 @@ class Enabled:
         for module, flag, function in self.switches:
             models.set_switch(module, flag, function)
         raise FastacError(
-            f"enable: {class_name(model)} does not keep the gradient checkpointing function that it is given: its "
-            f"forward checkpoints by itself. {models.name_blocks(model, grouped(self.blocks))}"
+            f"enable: {class_name(model)} drops the gradient checkpointing function that it is given: its forward "
+            f"checkpoints by itself. {models.name_blocks(model, grouped(self.blocks))}"
         )
 
     def take_over(self, wrapper: Any) -> None:
-        """Let a CheckpointWrapper around a block call fastac in the place of torch's checkpoint."""
+        """Make a CheckpointWrapper around a block call fastac. Raises FastacError for one with options of its own."""
         if is_ours(wrapper.checkpoint_fn):
             return
+        wrappers.check_default(wrapper, describe(inside(wrapper)))
         self.wrappers.append((wrapper, wrapper.checkpoint_fn))
         wrapper.checkpoint_fn = wrappers.call_plainly if self.by_forward else self.function
 
@@ -201,22 +191,16 @@ class Enabled:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
         for name, own in self.forwards.items():
             if own.is_wrapped:
-                raise FastacError(
-                    f"disable: the forward of {class_name(self.model)}.{name} was wrapped since fastac.enable. Take "
-                    f"that hook off first, then disable."
-                )
+                where = f"{class_name(self.model)}.{name}"
+                raise FastacError(f"disable: the forward of {where} was wrapped since enable. Remove that hook first.")
         for own in self.forwards.values():
-            if not own.is_attached:
-                continue  # a hook that was there before `enable` came off, and put back what it had found
-            if own.before is None:
+            if own.is_attached:  # else a hook from before `enable` was removed, and restored the forward of that time
                 del vars(own.block)["forward"]
-            else:
-                vars(own.block)["forward"] = own.before
+                if own.before is not None:
+                    vars(own.block)["forward"] = own.before
         for module, flag, function in self.switches:
-            if is_ours(models.switch_function(module)):  # else somebody else's, which stays
+            if is_ours(models.switch_function(module)):  # another function stays
                 models.set_switch(module, flag, function)
-        if self.input_grads:
-            self.model.disable_input_require_grads()  # type: ignore[operator]
         for wrapper, function in self.wrappers:
             wrapper.checkpoint_fn = function
         self.switches, self.wrappers = [], []
@@ -227,12 +211,12 @@ class Enabled:
         vars(self.model).pop(_ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
-        """The model's forward begins."""
+        """Count regions from here on: the model's forward begins."""
         if not torch.compiler.is_compiling():
             self.opened, self.in_graphs = 0, engine.in_graphs
 
     def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        """Raise PolicyNotAppliedError when the model ran, with gradients on, and opened no region or saved nothing."""
+        """Raise PolicyNotAppliedError if the model ran, with gradients on, and opened no region or saved nothing."""
         if outputs is None and not torch.compiler.is_compiling() and (error := sys.exc_info()[1]) is not None:
             out_of_memory.explain(error)
             return
@@ -245,7 +229,12 @@ class Enabled:
             self._check_attached()
         if self.opened and not replaced:
             self.check_saved()
-        elif replaced or not (self.was_switched_off() or self._ran_in_graph((args, kwargs), outputs)):
+        elif replaced or not (
+            self.was_switched_off()
+            # Regions in a graph that torch.compile made are not seen to open.
+            or self.in_graphs != engine.in_graphs
+            or graphs.hold_regions(nodes_between(outputs, (args, kwargs)))
+        ):
             cause = "its forward checkpoints by itself, or it calls other modules"
             way_out = models.name_blocks(model, grouped(self.blocks))
             if replaced:
@@ -259,12 +248,8 @@ class Enabled:
                 f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
             )
 
-    def _ran_in_graph(self, inputs: Any, outputs: Any) -> bool:
-        """Whether regions of the forward stand in a graph that torch.compile made, where none is seen to open."""
-        return self.in_graphs != engine.in_graphs or graphs.hold_regions(nodes_between(outputs, inputs))
-
     def _check_attached(self) -> None:
-        """Raise PolicyNotAppliedError for a block that is new since `enable`, or whose forward was exchanged."""
+        """Raise PolicyNotAppliedError for a block that is new since `enable`, or whose forward was replaced."""
         attached = {own.block for own in self.forwards.values() if own.is_attached or own.is_wrapped} | self.others
         now = self._listed()
         for name in self.forwards.keys() - now.keys():
@@ -274,11 +259,11 @@ class Enabled:
             if inside(block) not in attached and models.unwrapped(inside(block)) not in attached:
                 raise PolicyNotAppliedError(
                     f"{self.policy}: {class_name(self.model)}.{name} ({class_name(block)}) ran without checkpointing: "
-                    f"the block is new, or its forward was exchanged since fastac.enable. Call fastac.enable again."
+                    f"the block is new, or its forward was replaced since fastac.enable. Call fastac.enable again."
                 )
 
     def _listed(self) -> dict[str, torch.nn.Module]:
-        """What stands in the module lists of the blocks now, by name."""
+        """The modules that are now in the lists of the blocks, by name."""
         found: dict[str, torch.nn.Module] = {}
         for name in {name.rpartition(".")[0] for name in self.blocks}:
             with contextlib.suppress(AttributeError):  # it is inside a wrapper
@@ -288,12 +273,12 @@ class Enabled:
         return found
 
     def check_once_all_ran(self) -> None:
-        """`check_saved` without a forward of the model that ends: a trainer may call the blocks itself."""
+        """`check_saved` for a trainer that calls the blocks itself, and no forward of the model."""
         if all(record_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
             self.check_saved()
 
     def check_saved(self) -> None:
-        """Raise PolicyNotAppliedError where nothing was saved in any block."""
+        """Raise PolicyNotAppliedError if nothing was saved in any block."""
         if self.saved:
             return
         policies = {block: self.policy_of(block) for block in self.blocks.values()}
@@ -305,32 +290,30 @@ class Enabled:
         self.saved = diagnosis.judge_model(self.model, str(self.policy), policies)
 
     def was_switched_off(self) -> bool:
-        """Whether gradient checkpointing of the model, which was the host, is off now."""
-        modules = [] if self.by_forward else [module for module, _, _ in self.switches]
-        return bool(modules) and not any(module.gradient_checkpointing for module in modules)
+        """Whether the model's gradient checkpointing, which calls fastac, is off now."""
+        return bool(self.switches) and not (
+            self.by_forward or any(module.gradient_checkpointing for module, _, _ in self.switches)
+        )
 
     def was_replaced(self) -> bool:
         """Whether gradient checkpointing is on with another function."""
-        return any(
-            one.gradient_checkpointing and not is_ours(models.switch_function(one)) for one, _, _ in self.switches
-        )
+        return _is_another_on(module for module, _, _ in self.switches)
 
 
 def _run(enabled: Enabled, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """What a model calls for a block. Options of a CheckpointWrapper's torch checkpoint do not get here."""
+    """The function that a model calls for a block. A CheckpointWrapper does not pass its options on to it."""
     if not torch.compiler.is_compiling():
         enabled.opened += 1
     around = list(wrappers_around(function)) if inside(function) is not function else ()
-    for wrapper in around:  # they may have come after `enable`
-        _refuse_other(wrapper, describe(inside(function)))
+    for wrapper in around:  # they may be newer than `enable`
         enabled.take_over(wrapper)
     if around:
-        return function(*args, **kwargs)  # it calls us, for what is inside it
+        return function(*args, **kwargs)  # it calls us, for the module inside it
     return enabled.checkpoint(function, function, args, kwargs)
 
 
 def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """What stands in the place of a block's forward."""
+    """Replaces a block's forward."""
     if not torch.is_grad_enabled():
         return own.forward(*args, **kwargs)
     if not torch.compiler.is_compiling():
@@ -338,15 +321,9 @@ def _run_forward(own: Forward, /, *args: Any, **kwargs: Any) -> Any:
     if own.block._compiled_call_impl is not None:
         raise FastacError(
             f"{describe(own.block)}: block.compile() compiles around its checkpoint, and torch runs that eagerly. "
-            f"Use fastac.compile(model, blocks=...) in the place of block.compile() and fastac.enable."
+            f"Use fastac.compile(model, blocks=...) instead of block.compile() and fastac.enable."
         )
-    for name in kwargs:
-        if name in _OPTIONS:
-            raise FastacError(
-                f"{describe(own.block)} was called with {name}=..., which fastac.checkpoint would take for an argument "
-                f"of its own. Rename that argument of the block, or pass it by position."
-            )
-    # by the block: dynamo does not know what a method is bound to
+    # By the block: dynamo does not know the object that a method is bound to.
     outputs = own.enabled.checkpoint(own.forward, own.block, args, kwargs)
     if not (torch.compiler.is_compiling() or own.enabled.saved):
         own.enabled.check_once_all_ran()
@@ -370,10 +347,11 @@ def enable(
         policy: "attn_only", "long_attn_only", "full", a fastac.Policy, or a mapping of block-name patterns to these
             (the first match counts), with "none" for blocks that are not to be checkpointed.
         blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
-            module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. Left
-            out: what it was enabled with; else the only module list whose members hold attention, or are equal.
-        determinism_check: "default" compares recompute with the forward, as `checkpoint` does; "none" does not
-            (but counts the tensors that are saved).
+            module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. By
+            default those of the previous `enable`; else the only module list whose members hold attention, or are
+            equal.
+        determinism_check: "default" compares recompute with the forward, as `checkpoint` does; "none" only counts the
+            tensors that are saved.
 
     Raises:
         UnsupportedBackendError: the attention backend of a module cannot be honoured. The model is left as it was.
@@ -383,9 +361,8 @@ def enable(
     Example:
         >>> fastac.enable(transformer, policy="long_attn_only")
     """
-    check_module(model, "enable")
+    outer, model = model, check_module(model, "enable")
     check_determinism("enable", determinism_check)
-    outer, model = model, models.unwrapped(model)
     if models.is_by_forward(model, None):  # else the model may be its own host
         blocks = blocks_given(model, blocks)
     if isinstance(blocks, Iterable) and not isinstance(blocks, (str, torch.nn.Module)):
@@ -398,9 +375,6 @@ def enable(
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
     prepare()
     check_backends(model, named, selected)
-    for module in model.modules():
-        if is_wrapper(module) and inside(module) in named.values():
-            _refuse_other(module, class_name(inside(module)))
     enabled = Enabled(model, selected, determinism_check, named, by_forward, blocks)
     linear.check_names({block: enabled.policy_of(block) for block in named.values()})
     before = enabled_on(model)
@@ -408,17 +382,14 @@ def enable(
     try:
         enabled.attach()
     except FastacError:
+        enabled.detach()
         if before is not None:
             before.attach()
         raise
     offloading = sum(bool(enabled.policy_of(block).offload) for block in named.values())
     for name, block in named.items():
-        record = record_of(block)
-        record.offloading, record.transfers = offloading, None
-        record.name, record.key, record.latest = f"{class_name(model)}.{name}", None, None
-        record.step, record.recomputed, record.writes = 0, False, None
-        record.doubts = {}
-        kinds.forget(block)  # what was seen of its class may not be so of this one
+        vars(record_of(block)).update(vars(BlockRecord(f"{class_name(model)}.{name}", offloading)))
+        kinds.forget(block)  # regions of its class are observed anew
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
         kinds.warn_once(model, remark, f"{class_name(model)}: {remark}")
@@ -467,64 +438,59 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
 def first_blocks(
     model: torch.nn.Module, count: int, policy: str | Policy = "attn_only", *, blocks: Any = None
 ) -> dict[str, str | Policy]:
-    """The policies that checkpoint the first blocks of a model and leave its last ones alone.
+    """The policies that checkpoint the first blocks of a model, and not its last ones.
 
-    Backward comes to the last blocks first: what autograd keeps of them is free again before a recompute needs room.
+    Backward comes to the last blocks first: the memory that autograd keeps of them is free again before a recompute
+    needs it.
 
     Args:
         model, blocks: as in `enable`.
-        count: how many blocks are checkpointed, of those in all of its containers.
-        policy: of these.
+        count: number of blocks that are checkpointed, of those in all of its containers.
+        policy: of these blocks.
 
     Returns:
         Block name -> policy, "none" for the rest, for `enable`, `compile` and `verify`.
 
     Raises:
-        FastacError: blocks that are not known, or fewer than `count`.
+        FastacError: unknown blocks, or fewer than `count`.
 
     Example:
         >>> fastac.enable(transformer, fastac.first_blocks(transformer, 20))
     """
-    check_module(model, "first_blocks")
-    outer, model = model, models.unwrapped(model)
+    outer, model = model, check_module(model, "first_blocks")
     enabled = enabled_on(model)
     containers = grouped(enabled.blocks) if enabled and blocks is None else choose(model, blocks, outer)
     return of_first([name for container in containers for name in container.blocks], count, policy)
 
 
 def disable(model: torch.nn.Module) -> None:
-    """Undo `enable`: the model's gradient checkpointing is again what it was when fastac came in.
-
-    Does nothing to a model that fastac is not enabled on.
+    """Undo `enable`: restore the model's gradient checkpointing as it was before. Does nothing without `enable`.
 
     Raises:
-        FastacError: what is no module, or a block whose forward was wrapped since.
+        FastacError: the argument is no module, or a block's forward was wrapped since.
     """
-    check_module(model, "disable")
-    for module in models.unwrapped(model).modules():
-        enabled = vars(module).get(_ENABLED)
-        if enabled is not None:
+    for module in check_module(model, "disable").modules():
+        if (enabled := enabled_on(module)) is not None:
             enabled.detach()
 
 
 def enabled_on(model: torch.nn.Module) -> Enabled | None:
-    """How `enable` left a model; None where it did not, or no more."""
-    found: Enabled | None = vars(model).get(_ENABLED)
-    return found
+    """The state of an enabled model, None without `enable`."""
+    return vars(model).get(_ENABLED)
 
 
 def check_no_part(model: torch.nn.Module, call: str) -> None:
-    """Raise FastacError for a model that fastac is not enabled on, but on parts of it."""
+    """Raise FastacError for a model of which only parts are enabled."""
     parts = [name for name, module in model.named_modules() if enabled_on(module) is not None]
     if parts and "" not in parts:
         raise FastacError(
-            f"{call}: fastac is enabled on a part of {class_name(model)}, not on the whole of it. Give that part: "
+            f"{call}: fastac is enabled on a part of {class_name(model)}, not on the whole of it. Pass that part: "
             f"{call}(model.{parts[0]}, ...)."
         )
 
 
 def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
-    """The containers of the blocks that are checkpointed, or would be."""
+    """The containers of a model's blocks, enabled or not."""
     enabled = enabled_on(model)
     if enabled is not None:
         return grouped(enabled.blocks)
@@ -536,21 +502,19 @@ def is_ours(function: object) -> bool:
     return function is wrappers.call_plainly or (isinstance(function, functools.partial) and function.func is _run)
 
 
-def check_module(model: object, call: str) -> None:
-    """Raise FastacError for what is no module; `call` is the public function that was given it."""
+def check_module(model: object, call: str) -> torch.nn.Module:
+    """The model inside its wrappers. Raises FastacError for an argument of a public function, `call`, that is none."""
     if not isinstance(model, torch.nn.Module):
         raise FastacError(
             f"{call}: expected a model, got {type(model).__name__}. With a pipeline, pass its transformer: "
             f"{call}(pipe.transformer)."
         )
-
-
-# CheckpointWrapper
+    return models.unwrapped(model)
 
 
 @contextlib.contextmanager
 def checkpointing_preserved(model: torch.nn.Module) -> Iterator[None]:
-    """Leave the checkpointing of a model as it is now, fastac's own or not."""
+    """Restore the checkpointing of a model at the end, fastac's own or not."""
     enabled = enabled_on(model)
     disable(model)
     flags = list(map(models.switch_of, models.switches(model)))
@@ -564,20 +528,20 @@ def checkpointing_preserved(model: torch.nn.Module) -> Iterator[None]:
             enabled.attach()
 
 
-def _refuse_other(wrapper: Any, where: str) -> None:
-    if not is_ours(wrapper.checkpoint_fn):
-        wrappers.check_default(wrapper, where)
+def _is_another_on(modules: Iterable[Any]) -> bool:
+    """Whether gradient checkpointing of some modules is on with a function that is not fastac's."""
+    return any(one.gradient_checkpointing and not is_ours(models.switch_function(one)) for one in modules)
 
 
 def choose(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
-    """The containers of a model's blocks, as `enable` takes `blocks`. Raises FastacError where none is the only one."""
+    """The containers of a model's blocks, as `enable` takes `blocks`. Raises FastacError for an ambiguous model."""
     if blocks is not None:
         return select(model, blocks, outer)
     found = without_wrappers(models.containers(model, models.row_of(model)))
     if found and not models.is_by_forward(model, blocks):
         return found
     possible = models.possible_containers(model)
-    # Where nothing says attention, equal blocks may call it by themselves: the first region shows whether they do.
+    # Without attention in a name, equal blocks may call it themselves: the first region shows whether they do.
     taken = found or [one for one in possible if len(set(map(type, one.blocks.values()))) == 1]
     if len(taken) != 1 or len(possible) != 1:
         some = f"{len(possible)} module lists whose members may be its blocks" if taken else "no list of attention"
@@ -587,7 +551,7 @@ def choose(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[
 
 
 def blocks_given(model: torch.nn.Module, blocks: Any) -> Any:
-    """What a call names as blocks; where it names none, what `enable` was given."""
+    """The `blocks` of a call; by default those of the previous `enable`."""
     enabled = enabled_on(model)
     return enabled.given if blocks is None and enabled is not None else blocks
 
@@ -595,16 +559,8 @@ def blocks_given(model: torch.nn.Module, blocks: Any) -> Any:
 def _refuse_own(model: torch.nn.Module) -> None:
     """Raise FastacError where the model's own gradient checkpointing is on, or was before `enable`."""
     enabled = enabled_on(model)
-    before = [flag for _, flag, _ in enabled.switches] if enabled is not None else []
-    if any(
-        [
-            *before,
-            *(
-                one.gradient_checkpointing and not is_ours(models.switch_function(one))
-                for one in models.switches(model)
-            ),
-        ]
-    ):
+    was_on = enabled is not None and any(flag for _, flag, _ in enabled.switches)
+    if was_on or _is_another_on(models.switches(model)):
         raise FastacError(
             f"gradient checkpointing of {class_name(model)} is on already, so its blocks would be checkpointed twice. "
             f"Switch it off first: {_off(model)}."

@@ -1,4 +1,4 @@
-"""report and verify: what happened in a model's blocks, and proof of it on the user's own model."""
+"""report and verify: figures of a model's blocks, and a proof that they are exact on the user's own model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fastac import errors, hook, models, registry
+from fastac import errors, hook, registry
 from fastac.backends.availability import ignored_backends
 from fastac.backends.plugins import prepare
 from fastac.checkpoint import checkpoint
@@ -39,8 +39,6 @@ from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readab
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, Policy, resolve, saves_nothing
 
-REFERENCES = ("none", "full")
-
 
 def render(table: Table) -> str:
     """A rich table as plain text, as wide as it needs: nothing in it is cut off."""
@@ -54,15 +52,14 @@ def render(table: Table) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Offloaded:
-    """What blocks that offload keep, in bytes, and the copies of their latest regions: in backward there are more.
-
-    copies: those of one region in one direction are one. waited_bytes: bytes of each that the device was idle for.
-    """
+    """Bytes that blocks with offload keep, and the copies of their latest regions: in backward there are more."""
 
     host_bytes: int
     device_bytes: int
     copies: int
+    """The copies of one region in one direction count as one."""
     waited_bytes: tuple[int, ...]
+    """Bytes of each copy that the device was idle for."""
 
     def __str__(self) -> str:
         host, device, waited = map(readable_bytes, (self.host_bytes, self.device_bytes, sum(self.waited_bytes)))
@@ -71,16 +68,14 @@ class Offloaded:
 
 
 def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
-    """What the latest regions of some modules offloaded; None where none did. Waits for the device."""
+    """Sums over the latest regions of some modules; None if none of them offloaded. Waits for the device."""
     moved = [record.transfers for record in _records(modules) if record.transfers is not None]
     if not moved:
         return None
-    return Offloaded(
-        sum(one.host_bytes for one in moved),
-        sum(one.device_bytes for one in moved),
-        sum(one.copies for one in moved),
-        tuple(size for one in moved for size in one.waited_bytes()),
+    host, device, copies = (
+        sum(getattr(one, name) for one in moved) for name in ("host_bytes", "device_bytes", "copies")
     )
+    return Offloaded(host, device, copies, tuple(size for one in moved for size in one.waited_bytes()))
 
 
 def _records(modules: Iterable[torch.nn.Module]) -> list[BlockRecord]:
@@ -91,15 +86,8 @@ def _records(modules: Iterable[torch.nn.Module]) -> list[BlockRecord]:
 class ContainerReport:
     """One block container. Calls and bytes are sums over the latest region of each block.
 
-    extra_bytes: of saved_bytes, what only the backward of opaque kernels needs. choice_bytes: beside saved_bytes, the
-    choices of sparse attention. blocks_full, blocks_none: how many the policy checkpoints fully, or not at all: these
-    are not watched.
-    blocks_compiled: of blocks_seen, how many stand in a compiled graph. Of these it says what was decided while the
-    graph was traced, for the input sizes of that trace; nothing of them is seen while the graph runs.
-    communication: of functional collectives, sums over the latest region of each block. `again` grows in backward.
-    writing: collectives that write a buffer of their caller's, which are never saved; FSDP's own are not counted.
-    linear_saved, linear_bytes: outputs of Linear modules that are saved, and what they hold beside saved_bytes.
-    offloaded: of blocks that offload, sums over the latest region of each.
+    Blocks in a graph of torch.compile count as decided while it was traced, for the input sizes of that trace: nothing
+    of them is seen while the graph runs.
     """
 
     container: str
@@ -112,14 +100,23 @@ class ContainerReport:
     ops: tuple[str, ...]
     saved_bytes: int
     extra_bytes: int = 0
+    """Of saved_bytes, those that only the backward of opaque kernels needs."""
     choice_bytes: int = 0
+    """Beside saved_bytes, the choices of sparse attention."""
     blocks_full: int = 0
+    """Blocks that the policy checkpoints fully. They are not watched."""
     blocks_none: int = 0
+    """Blocks that the policy does not checkpoint."""
     blocks_compiled: int = 0
+    """Of blocks_seen, those in a compiled graph."""
     communication: Communication | None = None
+    """Functional collectives. `again` grows in backward."""
     writing: int = 0
+    """Collectives that write a buffer of their caller's, which are never saved. FSDP's own are not counted."""
     linear_saved: int = 0
+    """Outputs of Linear modules that are saved."""
     linear_bytes: int = 0
+    """Beside saved_bytes, bytes of these outputs."""
     offloaded: Offloaded | None = None
     flops: int = 0
     """Of the forwards of blocks that save something; 0 where they were not seen."""
@@ -128,72 +125,18 @@ class ContainerReport:
 
     @property
     def held_bytes(self) -> int:
-        """Everything that is saved: what attention, Linear modules and collectives returned, and choices."""
+        """Everything that is saved: outputs of attention, Linear modules and collectives, and choices."""
         communicated = self.communication.saved_bytes if self.communication is not None else 0
         return self.saved_bytes + self.choice_bytes + self.linear_bytes + communicated
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What fastac did on a model. active: whether its function is the one the model will call.
-
-    remarks: what of its attention is not as it seems, such as backends that are set in vain.
-    """
-
-    model_class: str
-    policy: str
-    active: bool
-    problem: str
-    rows: tuple[ContainerReport, ...]
-    remarks: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        table = Table(
-            title=f"{self.model_class}: {f'policy {self.policy}' if self.active else 'not enabled by fastac.enable'}",
-            title_justify="left",
-            caption="\n".join(filter(None, (self.problem, *self.remarks))) or None,
-        )
-        headings = ["blocks", "class", "attention calls", "saved", "recomputed", "bytes saved", "ops"]
-        communicates = any(row.communication or row.writing for row in self.rows)
-        headings += ["collectives"] * communicates
-        multiplies = any(row.linear_saved for row in self.rows)
-        headings += ["outputs of Linear saved"] * multiplies
-        offloads = any(row.offloaded for row in self.rows)
-        headings += ["offloaded"] * offloads
-        for heading in headings:
-            words = heading in ("blocks", "class", "ops", "collectives", "outputs of Linear saved", "offloaded")
-            table.add_column(heading, justify="left" if words else "right", no_wrap=True)
-        for row in self.rows:
-            notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
-            notes += [f"{row.blocks_none} not checkpointed"] * bool(row.blocks_none)
-            unwatched = row.blocks_full + row.blocks_none
-            notes += [f"{row.blocks_seen} seen"] * (row.blocks_seen + unwatched != row.blocks)
-            notes += [f"{row.blocks_compiled} as decided when compiled"] * bool(row.blocks_compiled)
-            seen = f" ({', '.join(notes)})" if notes else ""
-            table.add_row(
-                f"{row.container or '(the model)'} x {row.blocks}{seen}",
-                row.block_class,
-                str(row.attention_calls),
-                str(row.saved),
-                str(row.recomputed),
-                _bytes_of(row),
-                "\n".join(row.ops) or "none seen",
-                *[_collectives_of(row)] * communicates,
-                *[f"{row.linear_saved} ({readable_bytes(row.linear_bytes)})"] * multiplies,
-                *[str(row.offloaded or "")] * offloads,
-            )
-        return "\n".join(filter(None, (render(table), self.summary)))
-
-    @property
-    def summary(self) -> str:
-        """One line to paste where others read it; "" where no attention is saved."""
-        calls, saved, held = (
-            sum(getattr(row, name) for row in self.rows) for name in ("attention_calls", "saved", "saved_bytes")
-        )
-        flops, avoided = (sum(getattr(row, name) for row in self.rows) for name in ("flops", "saved_flops"))
-        share = f", {avoided / flops:.0%} of the FLOPs that full recomputes in these blocks" if flops else ""
-        line = f"fastac {self.policy}: {saved} of {calls} attention forwards are not run again{share}"
-        return f"{line}; {readable_bytes(held)} held for them" if saved else ""
+def _blocks_of(row: ContainerReport) -> str:
+    unwatched = row.blocks_full + row.blocks_none
+    notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
+    notes += [f"{row.blocks_none} not checkpointed"] * bool(row.blocks_none)
+    notes += [f"{row.blocks_seen} seen"] * (row.blocks_seen + unwatched != row.blocks)
+    notes += [f"{row.blocks_compiled} as decided when compiled"] * bool(row.blocks_compiled)
+    return f"{row.container or '(the model)'} x {row.blocks}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _bytes_of(row: ContainerReport) -> str:
@@ -210,32 +153,85 @@ def _collectives_of(row: ContainerReport) -> str:
         lines.append(f"{found.again} issued again in backward ({readable_bytes(found.again_bytes)})")
     if row.writing:
         lines.append(f"{row.writing} more write a buffer: never saved, issued again")
-    return "\n".join(lines) or "none"
+    return "\n".join(lines)
+
+
+def _linear_of(row: ContainerReport) -> str:
+    return f"{row.linear_saved} ({readable_bytes(row.linear_bytes)})" if row.linear_saved else ""
+
+
+_COLUMNS: dict[str, Callable[[ContainerReport], object]] = {
+    "blocks": _blocks_of,
+    "class": lambda row: row.block_class,
+    "attention calls": lambda row: row.attention_calls,
+    "saved": lambda row: row.saved,
+    "recomputed": lambda row: row.recomputed,
+    "bytes saved": _bytes_of,
+    "ops": lambda row: "\n".join(row.ops) or "none seen",
+    "collectives": _collectives_of,
+    "outputs of Linear saved": _linear_of,
+    "offloaded": lambda row: row.offloaded or "",
+}
+"""Of the table of a report. A column that is empty in every row is left out."""
+_NUMBERS = ("attention calls", "saved", "recomputed", "bytes saved")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What fastac saved and recomputed in a model."""
+
+    model_class: str
+    policy: str
+    active: bool
+    """Whether the model calls fastac for its blocks."""
+    problem: str
+    rows: tuple[ContainerReport, ...]
+    remarks: tuple[str, ...] = ()
+    """Unexpected facts of the model's attention, such as backends that are set and ignored."""
+
+    def __str__(self) -> str:
+        table = Table()
+        columns = {heading: [str(cell(row)) for row in self.rows] for heading, cell in _COLUMNS.items()}
+        columns = {heading: cells for heading, cells in columns.items() if any(cells)}
+        for heading in columns:
+            table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
+        for cells in zip(*columns.values(), strict=True):
+            table.add_row(*cells)
+        state = f"policy {self.policy}" if self.active else "not enabled by fastac.enable"
+        lines = [f"{self.model_class}: {state}", render(table), self.problem, *self.remarks, self.summary]
+        return "\n".join(filter(None, lines))
+
+    @property
+    def summary(self) -> str:
+        """One line to paste where others read it; "" where no attention is saved."""
+        names = ("attention_calls", "saved", "saved_bytes", "flops", "saved_flops")
+        calls, saved, held, flops, avoided = (sum(getattr(row, name) for row in self.rows) for name in names)
+        share = f", {avoided / flops:.0%} of the FLOPs that full recomputes in these blocks" if flops else ""
+        line = f"fastac {self.policy}: {saved} of {calls} attention forwards are not run again{share}"
+        return f"{line}; {readable_bytes(held)} held for them" if saved else ""
 
 
 def report(model: torch.nn.Module) -> Report:
     """What fastac saved and recomputed in the latest forward of each of a model's blocks.
 
     Args:
-        model: that `fastac.enable` was given, or that calls `fastac.checkpoint`.
+        model: given to `fastac.enable`, or one that calls `fastac.checkpoint`.
 
     Returns:
-        Values, and a table when printed. Of blocks in a graph that torch.compile made it says what was decided when
-        the graph was traced.
+        Values, and a table when printed. Blocks in a graph of torch.compile count as decided while it was traced.
 
     Raises:
-        FastacError: what is no module; a recompute on an accelerator that was not what the forward was.
+        FastacError: the argument is no module, or a recompute on an accelerator differed from its forward.
 
     Example:
         >>> print(fastac.report(transformer))
     """
-    hook.check_module(model, "report")
+    model = hook.check_module(model, "report")
     comparison.check_pending()
-    model = models.unwrapped(model)
     hook.check_no_part(model, "report")
     enabled = hook.enabled_on(model)
     containers = hook.containers_of(model)
-    in_graphs = _decided(model, _since)
+    in_graphs = _decided(model)
     rows = tuple(_container_report(container, enabled, in_graphs) for container in containers)
     names = [name for container in containers for name in container.blocks]
     return Report(
@@ -252,15 +248,16 @@ def _container_report(
     container: BlockContainer, enabled: hook.Enabled | None, in_graphs: Mapping[str, list[Call]]
 ) -> ContainerReport:
     compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
-    records = [known_record(block) for name, block in container.blocks.items() if name not in compiled]
-    seen = [record for record in records if record is not None and record.latest is not None]
-    latest = [record.latest for record in seen if record.latest is not None]
+    records = _records(block for name, block in container.blocks.items() if name not in compiled)
+    seen = [record for record in records if record.latest is not None]
+    latest: list[Any] = [record.latest for record in seen]
     calls = [call for one in (*(one.calls for one in latest), *compiled.values()) for call in one]
     products = [product for one in latest for product in one.products]
     parts = [record.communication for record in seen if record.communication is not None]
     saved = sum(call.saved for call in calls)
-    mixed = enabled is not None and isinstance(enabled.policy, BlockPolicies)
-    names = [enabled.policy_of(block).name for block in container.blocks.values() if mixed and enabled]
+    names = []
+    if enabled is not None and isinstance(enabled.policy, BlockPolicies):
+        names = [enabled.policy_of(block).name for block in container.blocks.values()]
     return ContainerReport(
         container=container.name,
         block_class=container.block_class,
@@ -286,33 +283,27 @@ def _container_report(
     )
 
 
-def _decided(
-    model: torch.nn.Module, since: Callable[[torch.nn.Module], int], ids: Collection[str] | None = None
-) -> dict[str, list[Call]]:
+def _decided(model: torch.nn.Module, ids: Collection[str] | None = None) -> dict[str, list[Call]]:
     """The calls of a model's blocks, by name, as they were decided on while a graph was traced.
 
-    since: when what is known of a block otherwise was seen, as compilations count; a trace before that does not count.
-    ids: of the compilations that count; by default all.
+    ids: of the compilations that count; by default all since the latest region of the block itself.
     """
     enabled = hook.enabled_on(model)
     if enabled is None:
         return {}
-    return graphs.decided(
-        {name: (class_name(block), enabled.policy_of(block), since(block)) for name, block in enabled.blocks.items()},
-        ids,
-    )
-
-
-def _since(block: torch.nn.Module) -> int:
-    record = known_record(block)
-    return -1 if record is None or record.latest is None else record.looked
+    blocks = {}
+    for name, block in enabled.blocks.items():
+        record = known_record(block) if ids is None else None
+        since = -1 if record is None or record.latest is None else record.looked
+        blocks[name] = class_name(block), enabled.policy_of(block), since
+    return graphs.decided(blocks, ids)
 
 
 def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -> str:
     if enabled is None:
         if seen and not hasattr(model, "enable_gradient_checkpointing"):
             return ""  # it checkpoints itself
-        return "fastac.enable(model) was not called, or was undone; of patch_checkpoint it shows calls of modules alone"
+        return "fastac.enable(model) was not called, or was undone; of patch_checkpoint, only modules are shown"
     if enabled.was_replaced():
         return "gradient checkpointing was enabled again without fastac: nothing is saved"
     if enabled.was_switched_off():
@@ -327,12 +318,12 @@ def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -
 
 @contextlib.contextmanager
 def executed_attention(*activities: ProfilerActivity) -> Iterator[tuple[Counter[str], profile]]:
-    """Count attention kernels that run meanwhile, by their ops: complete once it is left.
+    """Count the attention kernels that run inside, by op: complete at its end.
 
-    torch's profiler counts every call of an op, whoever stands in the dispatcher; a call that fastac answered from a
-    tape ran no kernel. While dynamo traces, it makes calls that run none, either, and are counted.
+    torch's profiler counts every call of an op. A call that fastac answered from a tape ran no kernel and is
+    subtracted. Calls that dynamo makes while it traces run none either, and are counted.
 
-    activities: what is profiled beside the CPU.
+    activities: profiled beside the CPU.
     """
     ran: Counter[str] = Counter()
     answered: Counter[str] = Counter()
@@ -343,10 +334,10 @@ def executed_attention(*activities: ProfilerActivity) -> Iterator[tuple[Counter[
     finally:
         engine.answered[:] = [one for one in engine.answered if one is not answered]
     names = {op.qualified_name.partition(".")[0] for op in registry.present_ops() if op.is_attention}
-    ends: Counter[tuple[int, str]] = Counter()  # of the last call that was counted, by its thread and op
+    ends: Counter[tuple[int, str]] = Counter()  # time at which the last counted call ended, by its thread and op
     for event in profiled_events(profiled):
         thread, name = event.start_thread_id(), event.name()
-        # One inside its like was made by a dispatch mode, or a tensor subclass, in the place of that.
+        # A call inside one of the same op was made by a dispatch mode or a tensor subclass: count the outer one.
         if name in names and event.start_ns() >= ends[thread, name]:
             ran[name] += 1
             ends[thread, name] = event.end_ns()
@@ -355,22 +346,22 @@ def executed_attention(*activities: ProfilerActivity) -> Iterator[tuple[Counter[
 
 @dataclasses.dataclass
 class Step:
-    """One forward and backward: every output and gradient by name, and what ran.
-
-    graphs: ids of the compilations whose graphs ran. in_graph: calls are those that were decided on while these were
-    traced, in which no region is seen.
-    """
+    """One forward and backward."""
 
     tensors: dict[str, torch.Tensor | None]
+    """Every output and gradient, by name."""
     executions: tuple[int, int]
+    """Attention kernels that ran in forward and in backward."""
     calls: list[Call]
     graphs: set[str]
+    """Ids of the compilations whose graphs ran."""
     in_graph: bool = False
+    """Whether `calls` are those decided while these were traced: in them no region is seen."""
     products: list[Product] = dataclasses.field(default_factory=list)
     offloaded: Offloaded | None = None
 
     def rounding(self, name: str) -> float:
-        """What two orders of adding up may make of a tensor: a few units in the last place of its largest number."""
+        """The difference that another order of sums may make: a few units in the last place of the largest number."""
         tensor = self.tensors[name]
         return 0.0 if tensor is None else 16 * torch.finfo(tensor.dtype).eps * tensor.abs().max().item()
 
@@ -426,7 +417,7 @@ def _local(tensor: Any) -> Any:
 
 
 def floating(outputs: Any) -> list[torch.Tensor]:
-    """All floating-point tensors among what a model returns, in order."""
+    """All floating-point tensors among a model's outputs, in order."""
     leaves = tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
@@ -436,14 +427,10 @@ def differences(expected: Step, got: Step) -> dict[str, float]:
     found = {}
     for name, wanted in expected.tensors.items():
         value = got.tensors.get(name)
-        if wanted is None and value is None:
-            continue
-        if (
-            wanted is None
-            or value is None
-            or wanted.shape != value.shape
-            or not torch.equal(wanted.isnan(), value.isnan())
-        ):
+        if wanted is None or value is None:
+            if wanted is not value:
+                found[name] = math.inf
+        elif wanted.shape != value.shape or not torch.equal(wanted.isnan(), value.isnan()):
             found[name] = math.inf
         elif not torch.equal(wanted.nan_to_num(), value.nan_to_num()):
             found[name] = (wanted.double() - value.double()).nan_to_num().abs().max().item()
@@ -459,14 +446,7 @@ def _devices(model: torch.nn.Module) -> set[torch.device]:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What `verify` measured. Executions are of attention kernels, in one step; largest differences are absolute.
-
-    noise: the largest difference between two runs of the reference, above 0 where kernels are not deterministic; of a
-    model compiled as a whole, also between the reference compiled and not, where that is `compiled`.
-    broken: what differs by more than four times its own noise. allowed_again: attention kernels that may run in
-    backward: those that the policy recomputes, and those of the model's own doing. linear_bytes: beside saved_bytes.
-    offloaded: of blocks that offload. is_enabled: the model was; else it is what `enable` would do.
-    """
+    """What `verify` measured. Executions are of attention kernels, in one step; differences are absolute."""
 
     subject: str
     policy: str
@@ -475,18 +455,24 @@ class Verification:
     different: tuple[str, ...]
     largest_difference: float
     noise: float
+    """Largest difference between two runs of the reference, above 0 where kernels are not deterministic. If `compiled`,
+    also between the reference compiled and not."""
     broken: tuple[str, ...]
+    """Results that differ by more than four times their own noise."""
     reference_executions: tuple[int, int]
     policy_executions: tuple[int, int]
     saved: int
     recomputed: int
     saved_bytes: int
     allowed_again: int
+    """Attention kernels that may run in backward: those that the policy recomputes, and the model's own."""
     linear_saved: int = 0
     linear_bytes: int = 0
+    """Beside saved_bytes."""
     compiled: bool = False
     offloaded: Offloaded | None = None
     is_enabled: bool = True
+    """Whether the model was enabled; else this is what `enable` would do."""
 
     @property
     def is_noise(self) -> bool:
@@ -533,17 +519,19 @@ def verify(
 ) -> Verification:
     """Run a model without checkpointing and with a policy; compare outputs, every gradient, and kernel executions.
 
-    Differences are allowed only where two runs of the reference differ, up to four times as much. A model that is
-    compiled as a whole is another graph with checkpointing than without: there they are allowed up to four times what
-    compiling the reference makes, and rounding. Executions are counted in this thread and its backward, by torch's
-    profiler: let nothing else train, and call it outside of a profile of your own, which it would end.
-    Parameters' gradients, buffers, generator states and checkpointing are as before afterwards. Among several
-    processes every rank must call it, and it raises on all when it raises on one.
+    A difference is allowed up to four times that of two runs of the reference. A model that is compiled as a whole is
+    another graph with checkpointing than without: there it is also allowed up to four times the difference that
+    compiling the reference makes, plus rounding.
+
+    Executions are counted in this thread and its backward, by torch's profiler: let nothing else train, and call it
+    outside of a profile of your own, which it would end. Afterwards the gradients of parameters, buffers, generator
+    states and checkpointing are as before. Among several processes every rank must call it, and it raises on all when
+    it raises on one.
 
     Args:
         model: a diffusers model, a model that is enabled, or any module, which is then taken as one block.
         args, kwargs: of one call of the model.
-        policy, blocks: as in `enable`; by default what it was given, for a model that is enabled.
+        policy, blocks: as in `enable`; by default those of the enabled model.
         reference: "none", or "full" for a model that does not fit otherwise.
         per_block: run the model once under full checkpointing, then compare block by block on the inputs each had;
             needs the memory of one block.
@@ -553,7 +541,7 @@ def verify(
 
     Raises:
         PolicyNotAppliedError: attention ran again that was to be saved, or none was saved.
-        FastacError: a result differs, or the options cannot be honoured.
+        FastacError: a result differs, or an option cannot be honoured.
 
     Example:
         >>> print(fastac.verify(transformer, **inputs))
@@ -568,7 +556,7 @@ def verify(
 
 @dataclasses.dataclass
 class _Subject:
-    """What is verified, and how."""
+    """A call of `verify`."""
 
     group: Group
     model: torch.nn.Module
@@ -579,53 +567,46 @@ class _Subject:
     reference: str
     per_block: bool
     determinism_check: str = "default"
+    is_enabled: bool = False
 
     def verify(self) -> Verification:
-        """Take its steps and compare them. Raises as the function of that name."""
-        if self.reference not in REFERENCES:
-            raise FastacError(f"verify(reference={self.reference!r}): there are {', '.join(REFERENCES)}")
-        hook.check_module(self.model, "verify")
-        self.inner: Any = models.unwrapped(self.model)
+        """Take the steps and compare them. Raises as the function of that name."""
+        if self.reference not in ("none", "full"):
+            raise FastacError(f'verify(reference={self.reference!r}): there are "none" and "full"')
+        self.inner: Any = hook.check_module(self.model, "verify")
         hook.check_no_part(self.inner, "verify")
         prepare()
         enabled = hook.enabled_on(self.inner)
-        if enabled is None and torch.utils.checkpoint.checkpoint is not torch_checkpoint:
+        if enabled is not None:
+            self.is_enabled, self.determinism_check = True, enabled.determinism_check
+            if enabled.by_forward and self.blocks is None:
+                self.blocks = list(enabled.blocks.values())
+        elif torch.utils.checkpoint.checkpoint is not torch_checkpoint:
             raise FastacError(
-                "verify: it proves what `enable` does, in a model of its own making, and would tell nothing of "
-                "patch_checkpoint, which is on. With logging at INFO, each kind of checkpoint says what it saves."
+                "verify: patch_checkpoint is on, and verify would prove `enable` alone. With logging at INFO, each "
+                "kind of checkpoint says what it saves."
             )
-        if enabled is not None and enabled.by_forward and self.blocks is None:
-            self.blocks = list(enabled.blocks.values())
         if self.policy is None:
             self.policy = "attn_only" if enabled is None else enabled.policy_as_given()
-        if enabled is not None:
-            self.determinism_check = enabled.determinism_check
         with _as_found(self.inner):
             if self.blocks is None and not hasattr(self.inner, "enable_gradient_checkpointing"):
                 result = self.verify_block(self.model, self.args, self.kwargs, resolve(self.policy))
             elif self.per_block:
                 result = self.verify_blocks()
             else:
-                result = self.verify_model()
-        result = dataclasses.replace(result, is_enabled=enabled is not None)
+                result = self._compare(self._reference_step, self._policy_step, self._enable().policy)
         _raise_if_broken(result)
         return result
 
-    def verify_model(self) -> Verification:
-        """Steps of the whole model."""
-        self._enable(self.policy)
-        enabled = hook.enabled_on(self.inner)
-        assert enabled is not None
-        return self._compare(self._reference_step, self._policy_step, enabled.policy, self._eager_reference_step)
-
-    def _enable(self, policy: Any) -> None:
-        hook.enable(self.inner, policy, blocks=self.blocks, determinism_check=self.determinism_check)
+    def _enable(self) -> Any:
+        hook.enable(self.inner, self.policy, blocks=self.blocks, determinism_check=self.determinism_check)
+        return hook.enabled_on(self.inner)
 
     def _reference_step(self) -> Step:
         hook.disable(self.inner)
         with wrappers.idle(self.inner):
             if self.blocks is not None and self.reference == "full":
-                self._enable("full")
+                hook.enable(self.inner, "full", blocks=self.blocks, determinism_check=self.determinism_check)
             elif self.reference == "full":
                 self.inner.enable_gradient_checkpointing(_full_checkpoint)
             elif self.blocks is None:
@@ -634,26 +615,20 @@ class _Subject:
             hook.disable(self.inner)
         return step
 
-    def _eager_reference_step(self) -> Step:
-        with torch.compiler.set_stance("force_eager"):
-            return self._reference_step()
-
     def _policy_step(self) -> Step:
         if hook.enabled_on(self.inner) is None:  # once: a model that is compiled would be compiled again
-            self._enable(self.policy)
+            self._enable()
         found = run_step(self.model, self.model, self.args, self.kwargs)
         if found.calls or not found.graphs:
             return found
-        calls = _decided(self.inner, lambda block: -1, found.graphs).values()
+        calls = _decided(self.inner, found.graphs).values()
         return dataclasses.replace(found, calls=[call for block in calls for call in block], in_graph=True)
 
     def verify_blocks(self) -> Verification:
         """Each block by itself, on the inputs that it has in a step of the model under full checkpointing."""
         if self.blocks is not None:
             raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
-        self._enable(self.policy)
-        enabled = hook.enabled_on(self.inner)
-        assert enabled is not None
+        enabled = self._enable()
         regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         hook.disable(self.inner)
         with wrappers.idle(self.inner):
@@ -682,31 +657,23 @@ class _Subject:
         return self._compare(reference_step, policy_step, policy)
 
     def _compare(
-        self,
-        reference_step: Callable[[], Step],
-        policy_step: Callable[[], Step],
-        policy: Policy | BlockPolicies,
-        eager_reference_step: Callable[[], Step] | None = None,
+        self, reference_step: Callable[[], Step], policy_step: Callable[[], Step], policy: Policy | BlockPolicies
     ) -> Verification:
-        """The policy runs twice: the first step, which may compile and is watched, must be as exact as any other."""
+        """Compare steps. The policy runs twice: its first step, compiled and observed, must be exact as well."""
         expected = reference_step()
         if self.group.any(bool(expected.graphs)):
             expected = reference_step()  # the first compiled, and what dynamo traced was counted
         first, later = policy_step(), policy_step()
-        different = differences(expected, first)
-        for name, difference in differences(expected, later).items():
-            different[name] = max(difference, different.get(name, 0.0))
+        different = _largest(differences(expected, first), differences(expected, later))
         # Every rank takes the same steps: they may communicate.
         noise = differences(expected, reference_step()) if self.group.any(bool(different)) else {}
+        compiled = self.group.any(bool(different) and later.in_graph)
+        if compiled:
+            with torch.compiler.set_stance("force_eager"):
+                noise = _largest(noise, differences(expected, reference_step()))
         allowed = {name: 4 * size for name, size in noise.items()}
-        compiled = eager_reference_step is not None and self.group.any(bool(different) and later.in_graph)
-        if eager_reference_step is not None and compiled:
-            compiling = differences(expected, eager_reference_step())
-            noise |= {name: max(noise.get(name, 0.0), size) for name, size in compiling.items()}
-            allowed = {
-                name: max(allowed.get(name, 0.0), 4 * compiling.get(name, 0.0) + expected.rounding(name))
-                for name in different
-            }
+        if compiled:
+            allowed = {name: allowed.get(name, 0.0) + expected.rounding(name) for name in different}
         saved = [call for call in later.calls if call.saved]
         own = expected.executions[1] if self.reference == "none" else 0
         # Regions under "full" are plain checkpointing and are not seen: what was not saved may run again.
@@ -730,75 +697,63 @@ class _Subject:
             linear_bytes=sum(one.saved_bytes for one in later.products),
             compiled=compiled,
             offloaded=later.offloaded,
+            is_enabled=self.is_enabled,
         )
 
 
+def _largest(*found: dict[str, float]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in found for name in one)
+    return {name: max(one.get(name, 0.0) for one in found) for name in names}
+
+
 def _together(parts: list[Verification], policy: str) -> Verification:
-    """What was found of several blocks, as one."""
+    """The results of several blocks as one."""
 
-    def summed(name: str) -> Any:
-        return sum(getattr(part, name) for part in parts)
+    def merged(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if name in ("different", "broken"):
+            return tuple(f"block {number}: {one}" for number, names in enumerate(values) for one in names)
+        if isinstance(values[0], tuple):
+            return tuple(map(sum, zip(*values, strict=True)))
+        if isinstance(values[0], (bool, float)):
+            return max(values)
+        return sum(values) if isinstance(values[0], int) else values[0]
 
-    def pairs(name: str) -> tuple[int, int]:
-        forward, backward = zip(*(getattr(part, name) for part in parts), strict=True)
-        return sum(forward), sum(backward)
-
-    return Verification(
-        subject=parts[0].subject,
-        policy=policy,
-        reference=parts[0].reference,
-        compared=summed("compared"),
-        different=tuple(f"block {i}: {name}" for i, part in enumerate(parts) for name in part.different),
-        largest_difference=max(part.largest_difference for part in parts),
-        noise=max(part.noise for part in parts),
-        broken=tuple(f"block {i}: {name}" for i, part in enumerate(parts) for name in part.broken),
-        reference_executions=pairs("reference_executions"),
-        policy_executions=pairs("policy_executions"),
-        saved=summed("saved"),
-        recomputed=summed("recomputed"),
-        saved_bytes=summed("saved_bytes"),
-        allowed_again=summed("allowed_again"),
-        linear_saved=summed("linear_saved"),
-        linear_bytes=summed("linear_bytes"),
-        compiled=any(part.compiled for part in parts),
-    )
+    names = [field.name for field in dataclasses.fields(Verification)]
+    return dataclasses.replace(Verification(**{name: merged(name) for name in names}), policy=policy)
 
 
 def _raise_if_broken(result: Verification) -> None:
     """Raise FastacError where a result differs, PolicyNotAppliedError where attention ran again or none was saved."""
+    under, ran = f"verify: {result.subject} under {result.policy}", result.reference_executions[0]
     if result.broken:
         listed = ", ".join(result.broken[:5]) + (", ..." if len(result.broken) > 5 else "")
         raise FastacError(
-            f"verify: {len(result.broken)} of {result.compared} outputs and gradients of {result.subject} under "
-            f"{result.policy} differ from {result.reference} checkpointing, by up to {result.largest_difference:.3g} "
-            f"({listed}); two runs of the reference differ by {result.noise:.3g}.\n{result}"
-        )
-    if "attn_only" in result.policy and result.reference_executions[0] == 0:
-        raise PolicyNotAppliedError(
-            f"verify: {result.subject} runs no attention kernel that is known, so {result.policy} saves none.\n"
-            f"Its attention is linear, written out in small ops, or a kernel without a row: see "
-            f'docs/adding_a_backend.md, or use policy="full".\n{result}'
+            f"{under}: {len(result.broken)} of {result.compared} outputs and gradients differ from {result.reference} "
+            f"checkpointing, by up to {result.largest_difference:.3g} ({listed}). Two runs of the reference differ by "
+            f"{result.noise:.3g}.\n{result}"
         )
     again = result.policy_executions[1] - result.allowed_again
-    if again > 0 or result.policy_executions[0] != result.reference_executions[0]:
+    if again > 0 or result.policy_executions[0] != ran:
         raise PolicyNotAppliedError(
-            f"verify: {result.subject} under {result.policy} ran {max(again, 0)} attention kernels in backward that "
-            f"were to be saved.\n{result}"
+            f"{under}: {max(again, 0)} attention kernels that were to be saved ran again in backward.\n{result}"
         )
-    if result.policy.startswith("attn_only") and "min_kv" not in result.policy and result.saved == 0:
+    saves_all = result.policy.startswith("attn_only") and "min_kv" not in result.policy
+    if "attn_only" in result.policy and (ran == 0 or (saves_all and result.saved == 0)):
         raise PolicyNotAppliedError(
-            f"verify: {result.subject} runs {result.reference_executions[0]} attention kernels, none of them inside a "
-            f"checkpointed block, so {result.policy} saved nothing.\n{result}"
+            f"{under}: {ran} known attention kernels ran, and none was saved.\n"
+            f"The model's attention is outside of the checkpointed blocks, linear, written out in small ops, or a "
+            f'kernel without a row: see docs/adding_a_backend.md, or use policy="full".\n{result}'
         )
 
 
 def _run_forward(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """One forward with gradients on, on fresh inputs, that is followed by no backward of the whole model."""
+    """One forward with gradients on, on fresh inputs, without a backward of the whole model."""
     args, kwargs = _fresh((args, kwargs))
     with contextlib.ExitStack() as stack, torch.enable_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-                stack.enter_context(module.no_sync())  # else it waits for the gradients of one backward
+                stack.enter_context(module.no_sync())  # else it waits for a backward
         return model(*args, **kwargs)
 
 
@@ -814,7 +769,7 @@ def _captured(regions: list[Any], function: Any, *args: Any, **kwargs: Any) -> A
 
 @contextlib.contextmanager
 def _as_found(model: torch.nn.Module) -> Iterator[None]:
-    """Leave a model as it is now: gradients, buffers, generator states, checkpointing, its blocks' records."""
+    """Restore a model at the end: gradients, buffers, generator states, checkpointing, its blocks' records."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     records = [(module, known_record(module)) for module in model.modules()]
     before = [(record, dataclasses.replace(record)) for _, record in records if record is not None]

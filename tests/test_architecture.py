@@ -15,8 +15,6 @@ FLOORS = (
     "registry",
     "engine",
     "backends",
-    "compile.torch_private",
-    "compile.graphs",
     "diagnosis",
     "models",
     "compile",
@@ -29,8 +27,7 @@ FLOORS = (
 )
 """Modules and folders, from below: what stands here imports from its own floor and from those before it.
 
-A folder stands for what is not named by itself. Rows come before the engine that reads them, the two modules of
-compile that the diagnosis needs before the others, which need it.
+A folder stands for its modules. Rows come before the engine that reads them.
 """
 
 CATALOGUES = ("backends", "models")

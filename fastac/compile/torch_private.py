@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import CompileContext, TracingContext
 from torch.fx import traceback
-from torch.utils._pytree import tree_map_only
 
 from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require
 
@@ -192,16 +191,3 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callab
     with config.patch(post_grad_custom_pre_pass=None), TracingContext.patch(output_strides=None):
         compiled: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False))
     return compiled  # type: ignore[no-any-return]
-
-
-def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Zeros in the shapes that an op would return, without running it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        outputs = op(*tree_map_only(torch.Tensor, mode.from_tensor, args), **kwargs)
-
-    def zeros(fake: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
-
-    return tree_map_only(torch.Tensor, zeros, outputs)

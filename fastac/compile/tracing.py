@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fastac.backends.plugins import prepare
 from fastac.compile import graphs
 from fastac.diagnosis.observer import Observer
-from fastac.diagnosis.recognition import SoftmaxAttention, UnknownOp, coarse_numbers, looks_like_attention_forward
+from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward
 from fastac.engine import releases, torch_private
 from fastac.engine.blocks import block_of, describe
 from fastac.engine.sparse import is_choice
@@ -46,7 +46,7 @@ class Decisions:
         self._small = 0  # attention calls that ran as small ops, and that the policy saves
         self._written_out: list[int] = []  # numbers of keys of attention that is written out
         self._coarse: list[int] = []  # numbers of blocks of sparse calls
-        self._unknown: list[UnknownOp] = []
+        self._unknown: list[Op] = []
         self._exchanged: list[Any] = []  # outputs of saved collectives, before the wait
 
     def of(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> bool | None:
@@ -88,8 +88,8 @@ class Decisions:
         keys = self._softmax_attention.follow(op, args, outputs) if isinstance(op, torch._ops.OpOverload) else None
         if keys is not None and self.policy.saves(keys):
             self._written_out.append(keys)
-        elif looks_like_attention_forward(name := qualified_name(op), args):
-            self._unknown.append(UnknownOp(*name.split("::")))
+        elif looks_like_attention_forward(qualified_name(op), args):
+            self._unknown.append(op)
 
     def check(self, where: str = "") -> None:
         """Raise CompiledPolicyNotAppliedError when attention so far cannot be saved. where: the region's block."""
@@ -98,7 +98,7 @@ class Decisions:
         refuse_unsaved(self.policy, self._small + written_out, self._unknown, where)
 
 
-def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp], where: str = "") -> None:
+def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[Op], where: str = "") -> None:
     """Raise CompiledPolicyNotAppliedError for attention of a region in a graph that cannot be saved.
 
     small: number of calls that ran as small ops. unknown: ops without a row.
@@ -109,7 +109,7 @@ def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[UnknownOp], whe
         f"{small} ran as small ops, with no output to save (a mask that requires grad, dropout, unequal head dims, "
         f"a query that is not 4-D, the math kernel forced, or attention written out)"
         if small
-        else f"{'::'.join(unknown[0])} looks like an attention forward and has no row (fastac.register)"
+        else f"{qualified_name(unknown[0])} looks like an attention forward and has no row (fastac.register)"
     )
     raise CompiledPolicyNotAppliedError(
         f"{where}{': ' * bool(where)}{policy}: not every attention call of a checkpointed region in a graph can be "
@@ -221,7 +221,7 @@ def _contexts_in_graph(policy: Policy) -> Contexts:
         return traced_contexts(policy)
     refuse_eager_only(policy)
     tape = Tape(policy, owners=[])
-    return _InGraph(tape, Observer(None, (), policy, tape)), _ReplayInGraph(tape)
+    return _InGraph(tape, Observer(None, (), tape)), _ReplayInGraph(tape)
 
 
 class _InGraph:

@@ -1,4 +1,4 @@
-"""What the autograd graph of a region tells: where it begins, compiled code in it, attention that no op showed."""
+"""Reads the autograd graph of a region: attention that no op shows, and attention parameters that get no gradient."""
 
 from __future__ import annotations
 
@@ -40,9 +40,12 @@ def nodes_between(outputs: Any, inputs: Any, limit: int = 20000) -> list[Any]:
     return list(seen.values())[begin:]
 
 
-def ran_compiled_code(nodes: Iterable[Any]) -> bool:
-    """Whether some of these autograd nodes stand for code that torch.compile made."""
-    return any(node.name() == torch_private.COMPILED_NODE for node in nodes)
+def leads_to(values: Iterable[Any], roots: Iterable[torch.Tensor]) -> bool:
+    """Whether the autograd graph behind some values reaches one of the roots."""
+    values = list(values)
+    nodes = nodes_between(values, ())  # held, or their ids would be given away again
+    reached = set(map(id, values + nodes)) | {id(getattr(node, "variable", None)) for node in nodes}
+    return any(id(root if root.grad_fn is None else root.grad_fn) in reached for root in roots if root.requires_grad)
 
 
 def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy) -> list[type]:
@@ -51,19 +54,16 @@ def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy
     owners: for each recorded attention call, the node that was the newest when it was made. In the forward of a
     Function that is its own node, or one of a graph inside it, of which none is among these nodes.
     """
-    numbers = sorted(torch_private.sequence_number(node) for node in nodes)
+    numbers = sorted(map(torch_private.sequence_number, nodes))
     recorded = {numbers[bisect.bisect_right(numbers, owner) - 1] for owner in owners if numbers}
     found = []
     for node in nodes:
         function = torch_private.function_of(node)
-        if function is None or torch_private.sequence_number(node) in recorded:
-            continue
-        keys = _keys_of_attention(node)
-        if keys is None and opaque.is_visible(function):
-            keys = sys.maxsize  # whatever it is called
-        if keys is not None and policy.saves(keys):
-            found.append(function)
-    return list(dict.fromkeys(found))
+        if function is not None and torch_private.sequence_number(node) not in recorded:
+            keys = _keys_of_attention(node) or (sys.maxsize if opaque.is_visible(function) else 0)
+            if keys and policy.saves(keys):
+                found.append(function)
+    return found
 
 
 def may_run_again(node: Any) -> bool:
@@ -80,54 +80,29 @@ def may_run_again(node: Any) -> bool:
 
 
 def _words(node: Any) -> str:
+    """The name of a node with underscores between its words."""
     name = re.sub(r"Backward\d*$", "", node.name())
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
 
 
-def _keys_of_attention(node: Any) -> int | None:
-    """How many keys an attention may have that a node looks like, by its name and inputs; None when it does not."""
+def _keys_of_attention(node: Any) -> int:
+    """The number of keys of the attention that a node looks like, by its name and inputs; 0 if it looks like none."""
     shapes = torch_private.input_shapes(node)
     known = [shape for shape in shapes if shape is not None and 3 <= len(shape) <= 5]
     if not names_attention_kernel(_words(node)) or len(shapes) < 3 or not known:
-        return None
+        return 0
     key = shapes[1] if shapes[1] in known else None
     return max(key[1:-1] if key is not None else [size for shape in known for size in shape[:-1]])
 
 
 def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> list[str]:
-    """Names of a block's attention parameters that require grad and have no part in its outputs.
+    """Names of a block's attention parameters that require grad and that its outputs do not depend on.
 
-    Behind a kernel without a backward gradients are None, and nobody is told: SageAttention does that.
+    A kernel without a backward (SageAttention) does that: gradients before it are None, without an error.
     """
-    if module is None:
-        return []
-    reached = {id(variable) for node in nodes if (variable := getattr(node, "variable", None)) is not None}
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    parameters = [(name, parameter) for name, parameter in named if says_attention(name.rpartition(".")[0])]
-    # FSDP has put a shard in the place of the parameter that was used.
-    whole = [(name, parameter) for name, parameter in parameters if not hasattr(parameter, "to_local")]
-    cut_off = [name for name, parameter in whole if id(parameter) not in reached]
+    reached = {id(getattr(node, "variable", None)) for node in nodes}
+    named = module.named_parameters() if module is not None else ()
+    parameters = [(name, one) for name, one in named if one.requires_grad and says_attention(name.rpartition(".")[0])]
+    # A DTensor is FSDP's shard, which replaced the parameter that was used.
+    cut_off = [name for name, one in parameters if id(one) not in reached and not hasattr(one, "to_local")]
     return cut_off if len(cut_off) < len(parameters) else []  # all of them: frozen inputs, or another path was taken
-
-
-def graph_roots(tensors: Iterable[torch.Tensor]) -> dict[int, object]:
-    """Where the autograd graph of a region begins, by id: its inputs and the block's parameters."""
-    roots = [t if t.grad_fn is None else t.grad_fn for t in tensors if t.requires_grad]
-    return {id(root): root for root in roots}
-
-
-def leads_to(args: Iterable[Any], roots: dict[int, object], limit: int = 2000) -> bool:
-    """Whether the autograd graph behind some tensors reaches one of the roots, within so many nodes."""
-    if any(id(value) in roots for value in args):
-        return True
-    waiting: list[Any] = [a.grad_fn for a in args if isinstance(a, torch.Tensor) and a.grad_fn is not None]
-    seen: dict[int, object] = {}  # holds the nodes, or their ids would be given away again
-    while waiting and len(seen) < limit:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen[id(node)] = node
-        if id(node) in roots or id(getattr(node, "variable", None)) in roots:
-            return True
-        waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
-    return False

@@ -1,17 +1,13 @@
-"""One eager, watched run of what is compiled, and so cannot be watched: which attention calls it makes.
-
-And what a run that is discarded leaves as it was: generators and buffers."""
+"""Runs compiled code once more, eagerly and observed, to see which attention calls it makes."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fastac.compile.torch_private import empty_outputs
 from fastac.diagnosis.autograd_graph import hidden_functions, nodes_between, tensors_of
 from fastac.diagnosis.observer import Observer
 from fastac.engine import torch_private
@@ -23,91 +19,58 @@ from fastac.policy import Policy
 from fastac.registry import BoundOp
 
 
-@dataclasses.dataclass
-class EagerLook:
-    """What was seen. made: attention calls, in order. hidden: autograd.Functions that hide an attention kernel."""
-
-    made: Sequence[BoundOp]
-    observer: Observer
-    hidden: Sequence[type]
-
-
-def look(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> EagerLook:
-    """Run a region's function once more, eagerly. Generators and buffers are as before afterwards.
+@torch_private.without_dynamo
+def look(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+) -> tuple[Observer, Sequence[type]]:
+    """Run a region's function once more, eagerly. Generators and buffers are restored afterwards.
 
     Among several processes every rank does so, at the first region of the same block class.
+
+    Returns:
+        The observer, whose tape lists the attention calls, and autograd.Functions that hide an attention kernel.
     """
     module = module_of(function)
     tape = _Unkept(policy, owners=[])
-    observer = Observer(module, (args, kwargs), policy, tape)
+    observer = Observer(module, (args, kwargs), tape)
     outer, thread.scope = thread.scope, None
     try:
         with (
             generators_preserved(devices_of(tensors_of((args, kwargs)))),
             buffers_preserved(module),
-            # Nothing of this run may reach the hooks of a checkpoint around the region, which counts what is saved.
+            # A checkpoint around the region counts what is saved: its hooks must not see what this run saves.
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unchanged),
             tape,
             observer,
-            _compiled_parts_eager(module),
+            torch.compiler.set_stance("force_eager"),
         ):
-            plain = getattr(function, "_torchdynamo_orig_callable", function)
-            plain = getattr(plain, "_orig_mod", plain)
-            outputs = torch.compiler.disable(_call)(plain, args, kwargs)
+            outputs = function(*args, **kwargs)
     finally:
         thread.scope = outer
-    hidden = hidden_functions(nodes_between(outputs, (args, kwargs)), tape.owners or (), policy)
-    return EagerLook([op for op, _ in tape.made], observer, hidden)
+    return observer, hidden_functions(nodes_between(outputs, (args, kwargs)), tape.owners or (), policy)
 
 
 class _Unkept(Tape):
     """Records which calls are made, and keeps none of their outputs."""
 
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
-        """See a call."""
+        if op.kind == "decomposition":
+            return super().meet(op, keyset, args, kwargs, product)
         if not op.is_attention:
-            return (
-                super().meet(op, keyset, args, kwargs, product)
-                if op.kind == "decomposition"
-                else self.run(op, keyset, args, kwargs)
-            )
+            return self.run(op, keyset, args, kwargs)
         self.owners = [*(self.owners or ()), torch_private.newest_node()]
         if op.is_higher_order:
             # Eagerly it would take the memory that it is compiled to save, and its numbers do not matter here.
-            outputs = empty_outputs(op.op, args, kwargs)
+            outputs = torch_private.empty_outputs(op.op, args, kwargs)
         else:
             outputs = self.run(op, keyset, args, kwargs)
         self.made.append((op, op.keys(args, kwargs)))
         return outputs
 
 
-def _call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    with torch.compiler.set_stance("force_eager"):  # for compiled functions that are called inside
-        return function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _compiled_parts_eager(module: torch.nn.Module | None) -> Iterator[None]:
-    """Call compiled modules inside a block as they were before: a mode that dynamo heeds would spoil its cache."""
-    modules = list(module.modules()) if module is not None else []
-    compiled = [(inner, inner._compiled_call_impl) for inner in modules if inner._compiled_call_impl is not None]
-    wrappers: list[tuple[Any, Any]] = [(inner, inner.forward) for inner in modules if "_orig_mod" in inner._modules]
-    for inner, _ in compiled:
-        inner._compiled_call_impl = None
-    for wrapper, _ in wrappers:
-        wrapper.forward = wrapper._orig_mod.forward
-    try:
-        yield
-    finally:
-        for inner, call in compiled:
-            inner._compiled_call_impl = call
-        for wrapper, forward in wrappers:
-            wrapper.forward = forward
-
-
 @contextlib.contextmanager
 def buffers_preserved(module: torch.nn.Module | None) -> Iterator[None]:
-    """Leave a module's buffers as they are now: the tensors themselves, and what is in them."""
+    """Restore a module's buffers at the end: the tensors themselves, and their values."""
     before = [
         (owner, name, buffer, buffer.detach().clone())
         for owner in (module.modules() if module is not None else ())

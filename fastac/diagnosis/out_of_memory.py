@@ -8,8 +8,8 @@ import functools
 import gc
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from fastac.engine import torch_private
 from fastac.engine.blocks import describe
 from fastac.engine.offload import KeptStorage, KeptTensor
 from fastac.engine.region import Region
-from fastac.engine.tape import Entry, Packed
+from fastac.engine.tape import Packed
 from fastac.errors import is_out_of_memory, readable_bytes
 from fastac.policy import LONG_MIN_KV, Policy
 
@@ -45,16 +45,14 @@ def explain(error: BaseException) -> None:
             logger.error(note)
 
 
-@dataclass
-class _Held:
+class _Held(NamedTuple):
     """Memory of one storage that a region holds."""
 
     container: str
-    kind: str
+    kind: str  # attention, Linear, collectives or inputs
     place: str
     size: int  # bytes
-    entry: Entry | None
-    """The call on the region's tape that it belongs to; None for an input."""
+    keys: int  # of the attention call
 
 
 def _note() -> str:
@@ -62,13 +60,13 @@ def _note() -> str:
     if not regions:
         return "fastac holds nothing now, outside of compiled graphs: weights, the optimizer or a single block fill it."
     held = _held(regions)
-    counts = collections.Counter(map(_container, regions))
     lines = ["fastac holds now:"]
-    for container, count in counts.items():
+    for container, count in collections.Counter(map(_container, regions)).items():
         sizes: collections.Counter[str] = collections.Counter()
         for one in held:
-            sizes[f"{one.kind} on {one.place}"] += one.size if one.container == container else 0
-        parts = [f"{what} {readable_bytes(size)}" for what, size in sizes.items() if size]
+            if one.container == container:
+                sizes[f"{one.kind} on {one.place}"] += one.size
+        parts = [f"{what} {readable_bytes(size)}" for what, size in sizes.items()]
         lines.append(f"- {container}, {count} regions: {', '.join(parts) or 'nothing'}")
     return "\n".join([*lines, _way_out(regions, held)])
 
@@ -85,22 +83,22 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
     found: dict[object, _Held] = {}
     for region in regions:
         container = _container(region)
-        values: list[tuple[str, Entry | None, Any]] = []
+        values: list[tuple[str, int, Any]] = []
         for entry in region.tape.entries if region.tape is not None else ():
             chosen = entry.selection.tensors if entry.selection is not None else ()
             kind = "Linear" if entry.product else "attention" if entry.op.kind != "exchange" else "collectives"
-            values += [(kind, entry, one) for one in (*(entry.kept or ()), *chosen)]
-        values += [("inputs", None, one) for one in _inputs(region)]
-        for kind, call, value in values:
+            values += [(kind, int(entry.keys), one) for one in (*(entry.kept or ()), *chosen)]
+        values += [("inputs", 0, one) for one in _inputs(region)]
+        for kind, keys, value in values:
             storage = value.storage if isinstance(value, KeptTensor) else value
             tensor = storage.device if isinstance(storage, KeptStorage) else value
             if isinstance(value, Packed):  # the hooks decide where it is
-                found[id(value)] = _Held(container, kind, HOOKS, value.nbytes, call)
+                found[id(value)] = _Held(container, kind, HOOKS, value.nbytes, keys)
             elif isinstance(storage, KeptStorage) and tensor is None:
-                found[id(storage)] = _Held(container, kind, HOST, storage.size, call)
+                found[id(storage)] = _Held(container, kind, HOST, storage.size, keys)
             elif isinstance(tensor, torch.Tensor) and torch_private.has_storage(tensor):
                 size = tensor.untyped_storage().nbytes()
-                found.setdefault(torch_private.memory(tensor), _Held(container, kind, tensor.device.type, size, call))
+                found.setdefault(torch_private.memory(tensor), _Held(container, kind, tensor.device.type, size, keys))
     return list(found.values())
 
 
@@ -115,25 +113,26 @@ def _way_out(regions: Sequence[Region], held: Sequence[_Held]) -> str:
     policies = {one.tape.policy if one.tape is not None else _FULL for one in regions}
     now = policies.pop() if len(policies) == 1 else _FULL  # of a mixture: "full" throughout
     on_device = [one for one in held if one.place not in (HOST, HOOKS)]
-    inputs = sum(one.size for one in on_device if one.entry is None)
-    full = _OFFLOADED if now.offloads_inputs else _FULL
-    steps = [(full, inputs)]
+    steps = [_OFFLOADED if now.offloads_inputs else _FULL]
     if now.name == "attn_only":
         attention_only = replace(now, linear=())
-        long_only = replace(attention_only, min_kv=max(now.min_kv, LONG_MIN_KV))
-        kept = [(one, inputs + sum(_kept(one, each) for each in on_device)) for one in (attention_only, long_only)]
-        steps = kept + steps
-    if any(one.entry is None and one.place != "cpu" for one in on_device):
-        steps += [(_OFFLOADED, inputs * min(_OFFLOADED.keep, len(regions)) // len(regions))]
+        steps = [attention_only, replace(attention_only, min_kv=max(now.min_kv, LONG_MIN_KV)), *steps]
+    if any(one.kind == "inputs" and one.place != "cpu" for one in on_device):
+        steps.append(_OFFLOADED)
+
+    def size_under(policy: Policy) -> int:
+        moves = policy.offloads_inputs and not now.offloads_inputs
+        kept = min(policy.keep, len(regions)) if moves else len(regions)  # regions whose inputs stay
+        inputs = sum(one.size for one in on_device if one.kind == "inputs") * kept // len(regions)
+        return inputs + sum(one.size for one in on_device if _is_saved(policy, one))
+
     total = sum(one.size for one in on_device)
-    for size, policy in {size: policy for policy, size in steps}.items():  # of two that hold as much, the plainer
+    for size, policy in {size_under(policy): policy for policy in steps}.items():  # of two equal ones, the plainer
         if size < total:
             return f"{policy} would hold {readable_bytes(size)} of it: fastac.enable(model, policy={policy.as_code()})"
     return "No policy of fastac's holds less: take fewer frames, a smaller batch, or shard the model."
 
 
-def _kept(policy: Policy, held: _Held) -> int:
-    """Bytes that are held under a policy of attention, too."""
-    if held.entry is None or held.kind == "Linear":
-        return 0
-    return held.size if held.kind == "collectives" or policy.saves(int(held.entry.keys)) else 0
+def _is_saved(policy: Policy, held: _Held) -> bool:
+    is_attention = held.kind == "attention" and policy.saves(held.keys)
+    return is_attention or (held.kind == "collectives" and policy.saves_collectives)

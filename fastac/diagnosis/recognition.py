@@ -1,16 +1,16 @@
-"""Recognizes attention that no row covers: by the name of an op, or by what small ops do with each other."""
+"""Recognizes attention that no row covers: by the name of an op or a Function, or by the data flow of small ops."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.engine import torch_private
-from fastac.registry.torch_private import arguments_of
+from fastac.registry.torch_private import Op, arguments_of, qualified_name
 
 _ATTENTION = re.compile(r"(?<![a-z])(flash_?)?(attn|attention|sdpa|f?mha)(?![a-z])")
 _FORWARD = re.compile(r"(^|_)(fwd|forward|func)(_|$)")
@@ -25,7 +25,7 @@ _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsa
 
 
 def coarse_numbers(coarse: Iterable[int]) -> set[int]:
-    """Numbers of keys of the attention over blocks that sparse attention chooses by: it is meant to be recomputed.
+    """Numbers of keys of the coarse attention that sparse attention chooses its blocks by. It may be recomputed.
 
     coarse: numbers of blocks of the region's sparse calls. One key may also stand for two or four of them: some
     kernels divide their blocks.
@@ -34,14 +34,14 @@ def coarse_numbers(coarse: Iterable[int]) -> set[int]:
 
 
 def says_attention(name: str) -> bool:
-    """Whether a name has attention among its words, and none that says it is something else about it."""
+    """Whether a name has attention among its words, and none of a mask, a bias or a backward."""
     return bool(_ATTENTION.search(name.lower())) and _NOT_A_FORWARD.search(name.lower()) is None
 
 
 def names_attention_kernel(name: str) -> bool:
     """Whether a Function of that name, in words, may run an attention kernel, rather than something beside one.
 
-    What counts is what comes last: GatedAttention is an attention, AttentionGate a gate.
+    The last word decides: GatedAttention is an attention, AttentionGate a gate.
     """
     name = name.lower().partition("_with_")[0]
     found = list(_ATTENTION_OR_FLASH.finditer(name))
@@ -51,7 +51,7 @@ def names_attention_kernel(name: str) -> bool:
 def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
     """Whether an op without a row seems to be an attention forward: by its name, and three tensors of 3 or 4 dims.
 
-    name: with its namespace, which may be all that says attention: flash_attn_3::fwd, xformers_flash::flash_fwd.
+    name: with its namespace, which alone may say attention: flash_attn_3::fwd, xformers_flash::flash_fwd.
     """
     tensors = [value for value in args if isinstance(value, torch.Tensor)][:3]
     namespace, _, own = name.lower().rpartition("::")
@@ -63,32 +63,23 @@ def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
     )
 
 
-class UnknownOp(NamedTuple):
-    """An op that seems to be an attention forward and has no row."""
-
-    namespace: str
-    name: str
-
-    def suggested_row(self) -> str:
-        """The line that registers a row for it, as far as its schema tells: the layout is the user's to check."""
-        name = self.name.partition(".")[0]
-        op = getattr(getattr(torch.ops, self.namespace), name)
-        overloads = op.overloads() if isinstance(op, torch._ops.OpOverloadPacket) else ()
-        arguments = arguments_of(getattr(op, overloads[0]) if overloads else op)
-        key = arguments[1].name if len(arguments) > 1 else "key"
-        drawing = [argument.name for argument in arguments if "dropout" in argument.name or argument.name == "p"]
-        return (
-            f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{self.namespace}", name="{name}", '
-            f'key="{key}", layout="bshd", dropout={repr(drawing[0]) if drawing else None}))'
-        )
+def suggested_row(op: Op) -> str:
+    """The line that registers a row for an op, as far as its schema tells: the layout is the user's to check."""
+    namespace, _, name = qualified_name(op).partition(".")[0].partition("::")
+    names = [argument.name for argument in arguments_of(op)]
+    drawing = [name for name in names if "dropout" in name or name == "p"]
+    return (
+        f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{namespace}", name="{name}", '
+        f'key="{names[1]}", layout="bshd", dropout={repr(drawing[0]) if drawing else None}))'
+    )
 
 
 class SoftmaxAttention:
     """Finds attention written out as matrix product, softmax, matrix product, by following storages.
 
-    Two activations multiplied give scores, a softmax over them gives probabilities, and their product with the values
-    is one attention call that ran as small ops. A softmax that is no attention (a gate, a router) is left alone, and
-    so is what a product with a weight gives.
+    The product of two activations gives scores, their softmax gives probabilities, and the product of these with the
+    values is one attention call that ran as small ops. Another softmax (a gate, a router) is ignored, and so is a
+    product with a weight.
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor] = ()) -> None:
@@ -107,7 +98,7 @@ class SoftmaxAttention:
         self._kinds[reference.cdata] = (reference, kind)
 
     def follow(self, op: torch._ops.OpOverload, args: Iterable[Any], outputs: Any) -> int | None:
-        """Look at one op. Returns the number of keys of the attention that it completes, if any."""
+        """Take note of one op. Returns the number of keys of the attention that it completes, if any."""
         output = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
         if not isinstance(output, torch.Tensor) or not torch_private.has_storage(output):
             return None
@@ -115,26 +106,24 @@ class SoftmaxAttention:
         flat = [one for a in args for one in (a if isinstance(a, (list, tuple)) else (a,))]
         tensors = [one for one in flat if isinstance(one, torch.Tensor) and torch_private.has_storage(one)]
         for tensor in tensors:
-            # Not a view: in the forward of an autograd.Function those of its inputs look like leaves.
-            leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
-            leaf = leaf and not tensor._is_view()
-            if leaf and self._kind(tensor) is None:
+            is_leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+            # Views of inputs look like leaves in the forward of an autograd.Function.
+            if is_leaf and not tensor._is_view() and self._kind(tensor) is None:
                 self._mark(tensor, "weight")
         marked = [(tensor, kind) for tensor in tensors if (kind := self._kind(tensor))]
+        kinds = {kind: tensor for tensor, kind in marked}
         if name in MATRIX_PRODUCTS:
-            for tensor, kind in marked:
-                if kind == "probabilities":
-                    return int(tensor.shape[-1])
-            if all(kind != "weight" for _, kind in marked):
+            if "probabilities" in kinds:
+                return int(kinds["probabilities"].shape[-1])
+            if "weight" not in kinds:
                 self.products += 1
                 self._mark(output, "scores")
         elif name == "aten::_softmax":
-            if any(kind == "scores" for _, kind in marked):
+            if "scores" in kinds:
                 self._mark(output, "probabilities")
         elif name in _JOINS:  # with sinks, or chunk by chunk
-            kinds = [kind for _, kind in marked if kind in ("scores", "probabilities")]
-            if kinds:
-                self._mark(output, kinds[0])
+            for kind in kinds.keys() & {"scores", "probabilities"}:
+                self._mark(output, kind)
         elif marked and (name in _COPIES or torch.Tag.pointwise in op.tags):
             tensor, kind = max(marked, key=lambda pair: pair[0].numel())
             if output.numel() == tensor.numel() and kind != "input" and (kind != "weight" or len(tensors) == 1):

@@ -28,6 +28,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only
 
 from fastac.registry.torch_private import qualified_name
 
@@ -248,6 +249,17 @@ def is_fake(value: object) -> bool:
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and no data."""
     return FakeTensorMode()
+
+
+def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """Zeros in the shapes that an op would return, without running it."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        outputs = op(*tree_map_only(torch.Tensor, mode.from_tensor, args), **kwargs)
+    return tree_map_only(
+        torch.Tensor,
+        lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).zero_(),
+        outputs,
+    )
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

@@ -56,5 +56,5 @@ def test_hooks_after_enable(kind: type[ModelHook], monkeypatch: pytest.MonkeyPat
     with pytest.raises(fastac.FastacError, match="wrapped since"):
         fastac.disable(model)
     block.forward = type(block).forward.__get__(block)  # which the hooks are not around
-    with pytest.raises(fastac.FastacError, match="exchanged since"):
+    with pytest.raises(fastac.FastacError, match="replaced since"):
         support.train_step(model, inputs)

@@ -291,8 +291,8 @@ def _passed_on(attend: Any) -> Any:
 @pytest.mark.parametrize(
     ("blocks", "policy", "message"),
     [
-        (None, "attn_only", "runs no attention kernel that is known"),
-        (None, Policy("attn_only", min_kv=7), "runs no attention kernel that is known"),
+        (None, "attn_only", "0 known attention kernels ran"),
+        (None, Policy("attn_only", min_kv=7), "0 known attention kernels ran"),
         ("blocks", "attn_only", r"no attention|nothing is saved in any block"),
     ],
 )
