@@ -1,4 +1,4 @@
-"""Traces that are neither dynamo's nor AOT's, export, and steps on fake tensors: nothing is left behind."""
+"""Traces that are neither dynamo's nor AOT's, export, and steps on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,27 +14,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastac
 from fastac.compile import tracing
-from tests import support
 from tests.compile.steps import assert_exact_and_saved, compile_whole
 from tests.marks import NEEDS_TRACES
-from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, relative_error, stack, stack_inputs, train_step
+from tests.support import CPU_ATTENTION, AttentionBlock, executions_of, relative_error, stack, stack_inputs, train_step
 
 
 def test_compiled_autograd() -> None:
-    """The backward is traced into a graph, which unpacks saved tensors (and so recomputes) when it runs."""
+    """It traces the backward. The graph unpacks saved tensors, and so recomputes, when it runs."""
     expected = train_step(stack(layers=1), stack_inputs())
     model = stack(layers=1, policy="attn_only")
-    support.count_cpu_attention()
     for _ in range(2):
         with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
-            support.executions.clear()
-            found = train_step(model, stack_inputs())
-        assert_same(found, expected)
-        assert support.executions.total() == 2
+            assert executions_of(model, stack_inputs(), expected) == 2
 
 
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-@pytest.mark.parametrize("how", ["checkpoint", "blocks", "full", "linear"])
+@pytest.mark.parametrize(
+    ("how", "strict"),
+    [("checkpoint", True), ("checkpoint", False), ("blocks", True), ("full", True), ("linear", False)],
+)
 def test_export_holds_no_checkpoint(how: str, strict: bool) -> None:
     model, inputs = stack(policy="attn_only" if how == "checkpoint" else "none"), stack_inputs()
     if how != "checkpoint":
@@ -78,7 +75,7 @@ def test_make_fx_traces_the_region_as_it_is(policy: str, caplog: pytest.LogCaptu
 
 @NEEDS_TRACES
 def test_make_fx_does_not_spoil_a_later_compile() -> None:
-    """torch's own selective checkpointing under make_fx leaves metadata behind that a later compile dies of."""
+    """torch's selective checkpointing under make_fx leaves metadata that breaks a later compile."""
 
     def loss(video: torch.Tensor, text: torch.Tensor) -> Any:
         return torch.autograd.grad(stack(layers=1, policy="attn_only")(video, text).square().sum(), video)
@@ -115,7 +112,7 @@ def to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
 @NEEDS_TRACES
 @pytest.mark.parametrize("inside", [False, True], ids=["an argument", "no argument"])
 def test_a_training_step_on_fake_tensors(inside: bool) -> None:
-    """From the second equal call on, a fake tensor's cache answers, and no call comes by the tape."""
+    """From the second equal call on, the cache of fake tensors answers: no call reaches the tape."""
     mode = FakeTensorMode()
     block = to_fake(AttentionBlock(), mode)
     inputs = [mode.from_tensor(value.detach()) for value in stack_inputs().values()]

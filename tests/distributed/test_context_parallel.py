@@ -1,6 +1,6 @@
-"""Context parallelism, diffusers' and torch's: exchanges are saved with attention, gathers of keys are issued again.
+"""Context parallelism of diffusers and of torch: exchanges are saved, gathers of keys are issued again.
 
-Every rank computes the gradient of its own tokens: their sum is that of a single process.
+Each rank computes the gradient of its own tokens. Their sum is that of one process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from torch.distributed.tensor.experimental import _attention, context_parallel
 import fastac
 from fastac.policy import Policy
 from tests import support
+from tests.backends import aten_on_cpu
 from tests.distributed import ranks, steps
 from tests.distributed.steps import Measured
 from tests.engine.simulated import simulated
 from tests.ways import recipes
 
 ALL_TO_ALL, ALL_GATHER = "gloo:all_to_all", "gloo:all_gather"
+EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
 
 WAYS: dict[str, Any] = {
     "single": None,
@@ -39,7 +41,7 @@ WAYS: dict[str, Any] = {
 
 
 class Trained(NamedTuple):
-    """One step on one rank, and the collectives as `fastac.report` has them: issued, saved, again."""
+    """One step on one rank, and `steps.numbers` of its report."""
 
     step: Measured
     reported: tuple[int, int, int] | None
@@ -47,12 +49,11 @@ class Trained(NamedTuple):
 
 def _trained(model: torch.nn.Module, step: Measured) -> Trained:
     rows = fastac.report(model).rows
-    found = rows[0].communication if rows else None
-    return Trained(step, (found.issued, found.saved, found.again) if found is not None else None)
+    return Trained(step, steps.numbers(rows[0].communication) if rows else None)
 
 
 def assert_parallel(results: list[dict[str, Trained]]) -> None:
-    """The ranks' gradients add up to those of one process, and checkpointing changes no bit on any rank."""
+    """The ranks' gradients add up to those of one process. Checkpointing changes no bit on any rank."""
     summed = dict(results[0]["none"].step.tensors)
     for name in summed:
         if name.startswith("gradient"):
@@ -80,9 +81,9 @@ def _diffusers() -> dict[str, Trained]:
 
 
 def test_ulysses_of_diffusers() -> None:
-    """8 exchanges in the forward, 8 of diffusers' own backward; `full` issues the first 8 again, attn_only none.
+    """8 exchanges in the forward, 8 in diffusers' own backward. `full` issues the first 8 again, attn_only none.
 
-    diffusers' backward of native attention runs its forward again, without any checkpointing: twice here.
+    diffusers' backward of native attention runs 2 of the 4 forwards again, also without checkpointing.
     """
     results = ranks.run(_diffusers)
     assert_parallel(results)
@@ -110,40 +111,25 @@ def _block() -> torch.nn.Module:
 
 
 def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
-    return out
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
 
 
 _efficient.__name__ = "scaled_dot_product_attention"
 
 
 @contextlib.contextmanager
-def _efficient_on_cpu() -> Iterator[list[int]]:
-    """The kernel that torch's context parallelism knows, for the CPU, counted: one number per call."""
-    calls: list[int] = []
-
-    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        calls.append(key.shape[-2])
-        seed = torch.zeros((), dtype=torch.int64)
-        return (*support.attention_math(query, key, value), seed, seed)
-
-    def backward(grad: Any, query: Any, key: Any, value: Any, _: Any, out: Any, statistics: Any, *__: Any) -> Any:
-        return (*support.attention_math_backward(grad, query, key, value, out, statistics), torch.zeros(()))
-
-    name = "_scaled_dot_product_efficient_attention"
-    library = torch.library.Library("aten", "IMPL")
-    library.impl(name, forward, "CPU")
-    library.impl(f"{name}_backward", backward, "CPU")
+def _efficient_on_cpu() -> Iterator[None]:
+    """The kernel that torch's context parallelism knows, for the CPU. Its executions are counted."""
     before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _efficient
     try:
-        yield calls
+        with aten_on_cpu.registered():
+            yield
     finally:
         F.scaled_dot_product_attention = before
-        library._destroy()
 
 
 class _Weighted(torch.nn.Module):
-    """An AttentionStack whose loss weighs every element; the weights are split along the tokens, as the video is."""
+    """An AttentionStack whose loss has a weight for every element. The weights are split as the video is."""
 
     def __init__(self, policy: str) -> None:
         super().__init__()
@@ -158,23 +144,23 @@ def _torch(rotation: str) -> dict[str, Trained]:
     _attention._cp_options.enable_load_balance = False  # for causal attention alone
     mesh = init_device_mesh("cpu", (2,))
     found = {}
-    with _efficient_on_cpu() as calls:
+    with _efficient_on_cpu():
         for way, policy in {"single": "none", "none": "none", "torch": "torch", "attn_only": "attn_only"}.items():
             model = _Weighted(policy)
             batch = {name: tensor.detach() for name, tensor in support.stack_inputs().items()}
             batch["weights"] = torch.randn(batch["video"].shape, generator=torch.Generator().manual_seed(3))
             buffers = list(batch.values())
             split = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers))
-            calls.clear()
+            support.executions.clear()
             forward: list[int] = []
 
             def loss_of(loss: torch.Tensor, forward: list[int] = forward) -> torch.Tensor:
-                forward.append(len(calls))
+                forward.append(support.executions[EFFICIENT])
                 return loss
 
             with contextlib.nullcontext() if way == "single" else split:
                 step = steps.measured(model, batch, loss_of)
-                step.attention = forward[0], len(calls) - forward[0]
+                step.attention = forward[0], support.executions[EFFICIENT] - forward[0]
                 # The loss is of this rank's tokens.
                 step.tensors = {k: v for k, v in step.tensors.items() if k.startswith("gradient")}
                 found[way] = _trained(model, step)

@@ -1,7 +1,4 @@
-"""One rank fails: the others end with an error within the time limit of the group.
-
-The message names what happened where it happened. No rank is left alone in a collective by fastac itself.
-"""
+"""One rank fails: the others end with an error within the time limit of the group, and that rank names the cause."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ SLACK = 30.0
 
 
 class Failing(torch.nn.Module):
-    """Does what a test says when it is called for the n-th time on rank 1, recompute included."""
+    """Raises, or ends its process, in a call on rank 1. Calls of a recompute count."""
 
     def __init__(self, what: str, call: int) -> None:
         super().__init__()
@@ -52,7 +49,6 @@ FORWARD, RECOMPUTE = 2, 3
 ENGINES: dict[str, Callable[[Any], Any]] = {
     "ddp": DistributedDataParallel,
     "fsdp2": sharded,
-    "fsdp2 inside blocks": sharded_inside,
     "ulysses": lambda model: model,
 }
 
@@ -82,7 +78,7 @@ def test_the_others_end_in_time(engine: str, what: str, call: int) -> None:
 
 
 def _refused_on_one_rank() -> str:
-    """FSDP2 units inside of the blocks gather while a block runs: what rank 1 finds out it must say without a rerun."""
+    """FSDP2 units inside blocks gather while a block runs: rank 1 must find its error without a rerun."""
     model: Any = stack()
     if dist.get_rank() == 1:
         for block in model.blocks:
@@ -108,7 +104,7 @@ def test_an_error_of_fastac_on_one_rank_ends_all_in_time() -> None:
 
 
 def _reduced_behind(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """A sum over the ranks that only rank 0 needs again for its backward: rank 1's recompute stops before it."""
+    """Only rank 0 needs the sum for its backward: the recompute of rank 1 stops before it."""
     query, key = (tensor.unflatten(-1, (2, -1)).transpose(1, 2) for tensor in (video, text))
     own = F.scaled_dot_product_attention(query, key, key).transpose(1, 2).flatten(2)
     summed = functional.wait_tensor(functional.all_reduce(own.detach(), "sum", dist.group.WORLD))
@@ -127,7 +123,7 @@ def _diverge(policy: str) -> str:
 
 
 def test_ranks_that_recompute_different_amounts_complete() -> None:
-    """torch's own checkpointing issues the sum again on one rank alone; saved, it is issued by none."""
+    """torch's checkpointing issues the sum again on one rank alone. Saved, no rank issues it."""
     full = ranks.results(ranks.outcomes(_diverge, "torch", timeout=LIMIT))
     assert any(full), "the case shows nothing: full checkpointing gets through as well"
     assert ranks.run(_diverge, "attn_only") == ["", ""]
