@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import fastac
 from fastac.compile import tracing
 from tests.compile.steps import assert_exact_and_saved, compile_whole
 from tests.marks import NEEDS_TRACES
-from tests.support import CPU_ATTENTION, AttentionBlock, executions_of, relative_error, stack, stack_inputs, train_step
+from tests.support import CPU_ATTENTION, AttentionBlock, executions_of, stack, stack_inputs, train_step
 
 
 def test_compiled_autograd() -> None:
@@ -48,29 +47,20 @@ def test_export_holds_no_checkpoint(how: str, strict: bool) -> None:
 @pytest.mark.parametrize("policy", ["attn_only", "full"])
 def test_make_fx_traces_the_region_as_it_is(policy: str, caplog: pytest.LogCaptureFixture) -> None:
     """A recompute in such a graph would be nothing but more of the same operators."""
-    inputs = stack_inputs()
-    parameters = dict(stack(layers=1).named_parameters())
 
-    def gradients_under(policy: str) -> Callable[..., Any]:
+    def graph_under(policy: str) -> Counter[str]:
+        def gradients(video: torch.Tensor, text: torch.Tensor) -> Any:
+            return torch.autograd.grad(model(video, text).square().sum(), list(model.parameters()))
+
         model = stack(layers=1, policy=policy)
-
-        def gradients(parameters: Any, video: torch.Tensor, text: torch.Tensor) -> Any:
-            output = torch.func.functional_call(model, parameters, (video, text))
-            return torch.autograd.grad(output.square().sum(), list(parameters.values()))
-
-        return gradients
+        return Counter(str(node.target) for node in make_fx(gradients)(*stack_inputs().values()).graph.nodes)
 
     tracing._warn.cache_clear()  # another test may have been the first to trace
     with caplog.at_level(logging.WARNING, logger="fastac"):
-        make_fx(gradients_under(policy))(parameters, *inputs.values())
-        graphs = [make_fx(gradients_under(one))(parameters, *inputs.values()) for one in ("none", policy)]
-    plain, traced = (Counter(str(node.target) for node in graph.graph.nodes) for graph in graphs)
+        plain, *traced = [graph_under(one) for one in ("none", policy, policy)]
     assert caplog.text.count("neither dynamo nor AOT") == 1
-    assert traced == plain
-    assert traced[f"{CPU_ATTENTION.replace('::', '.')}.default"] == 2
-    expected = gradients_under("none")(parameters, *inputs.values())
-    for mine, theirs in zip(graphs[1](parameters, *inputs.values()), expected, strict=True):
-        assert relative_error(mine.detach(), theirs.detach()) < 1e-6
+    assert traced == [plain, plain]
+    assert plain[f"{CPU_ATTENTION.replace('::', '.')}.default"] == 2
 
 
 @NEEDS_TRACES
@@ -84,17 +74,6 @@ def test_make_fx_does_not_spoil_a_later_compile() -> None:
     assert_exact_and_saved(
         lambda policy: compile_whole(stack(layers=1, policy=policy), "aot_eager"), stack_inputs(), calls=2
     )
-
-
-@NEEDS_TRACES
-def test_linear_outputs_in_a_trace_are_refused() -> None:
-    """Which Linear module a product belongs to is not known there."""
-    policy = fastac.Policy("attn_only", linear=("ffn.2",))
-    model = stack(policy=policy)
-    with pytest.raises(fastac.FastacError, match="Linear"):
-        make_fx(lambda video, text: model(video, text))(*stack_inputs().values())
-    with pytest.raises(fastac.PolicyNotAppliedError, match="Linear"):
-        compile_whole(model, "aot_eager")(**stack_inputs())
 
 
 # Fake tensors

@@ -119,19 +119,17 @@ class TensorParallel(torch.nn.Module):
     """Blocks, each checkpointed.
 
     kind: how they are parallel over two ranks: "plain", "sequence" with the sequence split between the parts of a
-    block, "hidden" with redistributions inside DTensor's ops. "single": not at all.
+    block, "hidden" with redistributions inside DTensor's ops.
     """
 
     def __init__(self, kind: str, policy: Any, width: int = 16, head: int = 4, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        affine = kind in ("single", "plain", "sequence")
-        self.blocks = torch.nn.ModuleList(Block(affine, width, head) for _ in range(layers))
+        self.blocks = torch.nn.ModuleList(Block(kind != "hidden", width, head) for _ in range(layers))
         self.kind, self.policy = kind, policy
         self.mesh = init_device_mesh("cpu", (2,))
-        if not kind.startswith("single"):
-            for block in self.blocks:
-                parallelize_module(block, self.mesh, _plan(kind))
+        for block in self.blocks:
+            parallelize_module(block, self.mesh, _plan(kind))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "sequence":

@@ -40,11 +40,10 @@ PATIENCE = 270.0
 
 @dataclasses.dataclass
 class Outcome:
-    """What one rank did. error: the traceback of what it raised, or why there is no result; seconds: until then."""
+    """What one rank did. error: the traceback of what it raised, or why there is no result."""
 
     result: Any = None
     error: str = ""
-    seconds: float = 0.0
 
 
 class Pool:
@@ -81,7 +80,7 @@ class Pool:
                     process = self.ranks[rank][1]
                     process.join(10)
                     result, error = None, f"ended with exit code {process.exitcode}"
-                found[rank] = Outcome(result, error, time.monotonic() - began)
+                found[rank] = Outcome(result, error)
         self.sound = not any(outcome.error for outcome in found)
         return found
 

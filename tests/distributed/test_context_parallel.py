@@ -1,7 +1,4 @@
-"""Context parallelism of diffusers and of torch: exchanges are saved, gathers of keys are issued again.
-
-Each rank computes the gradient of its own tokens. Their sum is that of one process.
-"""
+"""Context parallelism of diffusers and of torch: exchanges are saved, gathers of keys are issued again."""
 
 from __future__ import annotations
 
@@ -20,24 +17,21 @@ from torch.distributed.tensor.experimental import _attention, context_parallel
 import fastac
 from fastac.policy import Policy
 from tests import support
-from tests.backends import aten_on_cpu
 from tests.distributed import ranks, steps
 from tests.distributed.steps import Measured
 from tests.engine.simulated import simulated
 from tests.ways import recipes
 
 ALL_TO_ALL, ALL_GATHER = "gloo:all_to_all", "gloo:all_gather"
-EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 WAYS: dict[str, Any] = {
-    "single": None,
     "none": "none",
     "full": "full",
     "attn_only": "attn_only",
     "repeated": Policy("attn_only", collectives="recompute"),
     "offloaded": Policy("attn_only", offload=True, keep=1),
 }
-"""Name -> policy; "single" is neither parallel nor checkpointed."""
 
 
 class Trained(NamedTuple):
@@ -52,17 +46,10 @@ def _trained(model: torch.nn.Module, step: Measured) -> Trained:
     return Trained(step, steps.numbers(rows[0].communication) if rows else None)
 
 
-def assert_parallel(results: list[dict[str, Trained]]) -> None:
-    """The ranks' gradients add up to those of one process. Checkpointing changes no bit on any rank."""
-    summed = dict(results[0]["none"].step.tensors)
-    for name in summed:
-        if name.startswith("gradient"):
-            summed[name] = torch.stack([found["none"].step.tensors[name] for found in results]).sum(0)
-    steps.assert_close(summed, results[0]["single"].step.tensors, 1e-4)
-    for found in results:
-        for way in found:
-            if way != "single":
-                support.assert_same(found[way].step.tensors, found["none"].step.tensors)
+def assert_same(found: dict[str, Trained]) -> None:
+    """Checkpointing changes no bit on this rank."""
+    for one in found.values():
+        support.assert_same(one.step.tensors, found["none"].step.tensors)
 
 
 def _diffusers() -> dict[str, Trained]:
@@ -70,9 +57,8 @@ def _diffusers() -> dict[str, Trained]:
     with ranks.one_accelerator():
         for way, policy in WAYS.items():
             model, batch = recipes.build(recipes.WAN)
-            if way != "single":
-                model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))  # type: ignore[operator]
-            if way not in ("single", "none"):
+            model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
+            if way != "none":
                 fastac.enable(model, policy)
             with simulated() as device:
                 found[way] = _trained(model, steps.measured(model, batch))
@@ -85,10 +71,8 @@ def test_ulysses_of_diffusers() -> None:
 
     diffusers' backward of native attention runs 2 of the 4 forwards again, also without checkpointing.
     """
-    results = ranks.run(_diffusers)
-    assert_parallel(results)
-    for found in results:
-        del found["single"]
+    for found in ranks.run(_diffusers):
+        assert_same(found)
         for way in found:
             assert found[way].step.forward == Counter({ALL_TO_ALL: 8, ALL_GATHER: 1}), way
         again = {way: found[way].step.backward for way in found}
@@ -120,23 +104,24 @@ _efficient.__name__ = "scaled_dot_product_attention"
 @contextlib.contextmanager
 def _efficient_on_cpu() -> Iterator[None]:
     """The kernel that torch's context parallelism knows, for the CPU. Its executions are counted."""
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        support.executions[EFFICIENT] += 1
+        seed = torch.zeros((), dtype=torch.int64)
+        return (*support.attention_math(query, key, value), seed, seed)
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, _: Any, out: Any, statistics: Any, *__: Any) -> Any:
+        return (*support.attention_math_backward(grad, query, key, value, out, statistics), torch.zeros(()))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(EFFICIENT, forward, "CPU")
+    library.impl(f"{EFFICIENT}_backward", backward, "CPU")
     before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _efficient
     try:
-        with aten_on_cpu.registered():
-            yield
+        yield
     finally:
         F.scaled_dot_product_attention = before
-
-
-class _Weighted(torch.nn.Module):
-    """An AttentionStack whose loss has a weight for every element. The weights are split as the video is."""
-
-    def __init__(self, policy: str) -> None:
-        super().__init__()
-        self.stack = support.stack(block=_block, policy=policy)
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return (self.stack(video, text) * weights).sum()
+        library._destroy()
 
 
 def _torch(rotation: str) -> dict[str, Trained]:
@@ -145,25 +130,20 @@ def _torch(rotation: str) -> dict[str, Trained]:
     mesh = init_device_mesh("cpu", (2,))
     found = {}
     with _efficient_on_cpu():
-        for way, policy in {"single": "none", "none": "none", "torch": "torch", "attn_only": "attn_only"}.items():
-            model = _Weighted(policy)
+        for policy in ("none", "torch", "attn_only"):
+            model = support.stack(block=_block, policy=policy)
             batch = {name: tensor.detach() for name, tensor in support.stack_inputs().items()}
-            batch["weights"] = torch.randn(batch["video"].shape, generator=torch.Generator().manual_seed(3))
-            buffers = list(batch.values())
-            split = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers))
             support.executions.clear()
             forward: list[int] = []
 
-            def loss_of(loss: torch.Tensor, forward: list[int] = forward) -> torch.Tensor:
+            def loss_of(outputs: torch.Tensor, forward: list[int] = forward) -> torch.Tensor:
                 forward.append(support.executions[EFFICIENT])
-                return loss
+                return support.loss_of(outputs)
 
-            with contextlib.nullcontext() if way == "single" else split:
+            with context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1, 1]):
                 step = steps.measured(model, batch, loss_of)
-                step.attention = forward[0], support.executions[EFFICIENT] - forward[0]
-                # The loss is of this rank's tokens.
-                step.tensors = {k: v for k, v in step.tensors.items() if k.startswith("gradient")}
-                found[way] = _trained(model, step)
+            step.attention = forward[0], support.executions[EFFICIENT] - forward[0]
+            found[policy] = _trained(model, step)
     return found
 
 
@@ -177,11 +157,10 @@ ROTATIONS = {
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_ring_of_torch(rotation: str) -> None:
     """Each of the 4 attention calls is 2 kernels and 1 rotation of keys, saved when exchanged, not when gathered."""
-    results = ranks.run(_torch, rotation)
-    assert_parallel(results)
     forward, plain, saved, reported = ROTATIONS[rotation]
-    for found in results:
-        assert [one.step.attention for one in found.values()] == [(4, 0), (8, 0), (8, 8), (8, 0)]
+    for found in ranks.run(_torch, rotation):
+        assert_same(found)
+        assert [one.step.attention for one in found.values()] == [(8, 0), (8, 8), (8, 0)]
         assert all(found[way].step.forward == forward for way in ("none", "torch", "attn_only"))
         assert found["none"].step.backward == plain
         assert found["torch"].step.backward == Counter(plain) + Counter(forward)

@@ -116,12 +116,10 @@ SETUPS = {
         partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False), reshard_after_forward=False)
     ),
     "fsdp2, on the host": Setup(sharded, enable=with_host, last=on_host),
-    "fsdp2, in bf16": Setup(
-        partial(sharded, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), rounding=0.1
-    ),
+    "fsdp2, in bf16": Setup(partial(sharded, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))),
     "fsdp2, 2 x 2 ranks": Setup(on_two_by_two, world=4),
     "fsdp2, compiled blocks": Setup(sharded, enable=compile_blocks, compiles=True),
-    "fsdp1": Setup(flat, shards=True),
+    "fsdp1": Setup(flat),
     "ddp": Setup(DistributedDataParallel, last=without_sync, micro_batches=2, policies=("none", "full", "attn_only")),
     "ddp, static graph": Setup(
         partial(DistributedDataParallel, static_graph=True, gradient_as_bucket_view=True), order="enable, wrap"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import fastac
 from tests import support
 from tests.distributed import ranks
-from tests.distributed.models import part_of_inputs, sharded, sharded_inside, ulysses_stack
+from tests.distributed.models import part_of_inputs, sharded_inside, ulysses_stack
 from tests.support import stack, stack_inputs
 
 LIMIT = 2.5
@@ -46,33 +44,20 @@ class Failing(torch.nn.Module):
 FORWARD, RECOMPUTE = 2, 3
 """Of two layers' calls: the second in the forward, the first in recompute."""
 
-ENGINES: dict[str, Callable[[Any], Any]] = {
-    "ddp": DistributedDataParallel,
-    "fsdp2": sharded,
-    "ulysses": lambda model: model,
-}
 
-
-def _train(engine: str, what: str, call: int) -> None:
-    if engine == "ulysses":
-        model, inputs = ulysses_stack(), part_of_inputs()
-    else:
-        model, inputs = stack(), stack_inputs(seed=dist.get_rank())
+def _train(what: str, call: int) -> None:
+    model = ulysses_stack()
     failing = Failing(what, call)
     for block in model.blocks:
         block.norms[2] = torch.nn.Sequential(failing, block.norms[2])
-    wrapped = ENGINES[engine](model)
     fastac.enable(model, blocks="blocks")
     for _ in range(2):
-        support.loss_of(wrapped(**inputs)).backward()
+        support.loss_of(model(**part_of_inputs())).backward()
 
 
-@pytest.mark.parametrize(
-    ("engine", "what", "call"),
-    [("ddp", "raises", FORWARD), ("fsdp2", "raises", RECOMPUTE), ("ulysses", "leaves", RECOMPUTE)],
-)
-def test_the_others_end_in_time(engine: str, what: str, call: int) -> None:
-    first, second = ranks.outcomes(_train, engine, what, call, timeout=LIMIT, patience=LIMIT + SLACK)
+@pytest.mark.parametrize(("what", "call"), [("raises", FORWARD), ("leaves", RECOMPUTE)])
+def test_the_others_end_in_time(what: str, call: int) -> None:
+    first, second = ranks.outcomes(_train, what, call, timeout=LIMIT, patience=LIMIT + SLACK)
     assert "RuntimeError" in first.error, f"rank 0 did not notice: {first.error!r}"
     assert ("ValueError: the disk of this rank is full" if what == "raises" else "exit code 9") in second.error
 

@@ -5,28 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import peft
+import pytest
 import torch
 
 from tests import support
 from tests.ways.recipes import ATTENTION, WAN, Run, adamw, assert_exact_and_saved, batches, build
 
 
-def test_a_student_and_its_teacher() -> None:
-    """The teacher has another policy and no gradients: its attention runs in the forward alone."""
+@pytest.mark.parametrize("reference", ["a teacher", "the model without its adapter"])
+def test_a_reference_without_gradients(reference: str) -> None:
+    """Distillation, and preference training: it runs between the model's forward and its backward.
+
+    Its attention runs in the forward alone, whatever its policy.
+    """
 
     def recipe(run: Run) -> None:
-        student, batch = build()
+        model, batch = build()
+        trained = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
+        support.fill_zeros(trained)
+        run.enable(trained)
         teacher, _ = build(seed=5)
-        run.enable(student)
         run.enable(teacher, "full")
 
         def forward(**inputs: Any) -> torch.Tensor:
-            with torch.no_grad():
-                (target,) = teacher(**inputs)
-            (output,) = student(**inputs)
+            (output,) = trained(**inputs)
+            with torch.no_grad(), trained.disable_adapter():
+                (target,) = (teacher if reference == "a teacher" else trained)(**inputs)
             return (output - target).square()
 
-        run.train(student, batch, forward=forward)
+        run.train(trained, batch, forward=forward)
 
     assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN])
 
@@ -59,23 +66,3 @@ def test_generator_and_discriminator() -> None:
 
     blocks = ATTENTION[WAN]
     assert_exact_and_saved(recipe, forwards=2, again=[2 * blocks, blocks] * 2, saved_again=[blocks] * 4)
-
-
-def test_a_reference_that_is_the_model_without_its_adapter() -> None:
-    """As in preference training: the adapter is off for a moment, between the forward and its backward."""
-
-    def recipe(run: Run) -> None:
-        model, batch = build()
-        trained = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
-        support.fill_zeros(trained)
-        run.enable(trained)
-
-        def forward(**inputs: Any) -> torch.Tensor:
-            (output,) = trained(**inputs)
-            with torch.no_grad(), trained.disable_adapter():
-                (reference,) = trained(**inputs)
-            return (output - reference).square()
-
-        run.train(trained, batch, forward=forward)
-
-    assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN])
