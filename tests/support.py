@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import re
 import warnings
 from collections import Counter
@@ -269,6 +270,21 @@ def train_step(
     loss = loss_of(outputs)
     loss.backward() if backward is None else backward(loss)
     return found | gradients(leaves)
+
+
+def pickled(model: Any) -> Any:
+    """A copy, by way of pickle."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def executions_of(model: Callable[..., Any], inputs: Mapping[str, Any], expected: Tensors | None = None) -> int:
+    """How many CPU attention kernels a training step runs. expected: its outputs and gradients, bit for bit."""
+    count_cpu_attention()
+    executions.clear()
+    found = train_step(model, inputs)
+    if expected is not None:
+        assert_same(found, expected)
+    return executions[CPU_ATTENTION]
 
 
 def leaves_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensors:

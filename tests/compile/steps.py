@@ -136,9 +136,3 @@ def broken(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return attend(query, key, value)
 
     return attend_and_break
-
-
-def backward_twice(loss: torch.Tensor) -> None:
-    """As losses with adaptive weights do."""
-    loss.backward(retain_graph=True)
-    loss.backward()

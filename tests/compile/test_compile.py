@@ -1,9 +1,8 @@
-"""fastac.compile: blocks compiled inside their checkpoints, where graphs break and where they do not."""
+"""fastac.compile: blocks compiled inside their checkpoints, with and without graph breaks."""
 
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,19 +15,22 @@ from fastac.backends import availability
 from fastac.backends.verdicts import BackendUse, Verdict
 from tests import compiler, support
 from tests.marks import NEEDS_COMPILED_MODELS, NEEDS_FLEX
-from tests.support import AttentionBlock, AttentionStack, assert_same, relative_error, stack, stack_inputs, train_step
+from tests.support import (
+    AttentionBlock,
+    AttentionStack,
+    assert_same,
+    executions_of,
+    relative_error,
+    stack,
+    stack_inputs,
+    train_step,
+)
 
 CALLS = 4  # self- and cross-attention in each of two blocks
 
 
-@pytest.fixture(autouse=True)
-def _count() -> None:
-    support.count_cpu_attention()
-    support.executions.clear()
-
-
 class Experts(torch.nn.Module):
-    """A mixture of experts, of which the data choose one per token: how many an expert gets, no graph can know."""
+    """A mixture of experts. The data choose one per token, so that the graph breaks."""
 
     def __init__(self, width: int, experts: int = 3) -> None:
         super().__init__()
@@ -46,38 +48,24 @@ class Experts(torch.nn.Module):
         return found.view_as(tokens)
 
 
-def block_class(breaks: bool = False) -> type[AttentionBlock]:
-    """A class of its own in every test: what is known of a class goes with it. breaks: a graph, by experts."""
-
-    class Block(AttentionBlock):
-        def __init__(self) -> None:
-            super().__init__()
-            if breaks:
-                self.ffn = Experts(16)  # type: ignore[assignment]
-
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(super().forward(video, text))
-
-    return Block
+class WithExperts(AttentionBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ffn = Experts(16)
 
 
 def model(breaks: bool = False) -> AttentionStack:
-    return stack(block=block_class(breaks))
+    return stack(block=WithExperts if breaks else AttentionBlock)
 
 
 def steps_of(run: Callable[..., Any], reference: support.Tensors) -> list[int]:
-    """Attention kernels in each of three steps, whose gradients must be those of the reference."""
-    counted = []
-    for _ in range(3):
-        support.executions.clear()
-        assert_same(train_step(run, stack_inputs()), reference)
-        counted.append(support.executions.total())
-    return counted
+    """How many attention kernels each of three steps runs. They compute what the reference does."""
+    return [executions_of(run, stack_inputs(), reference) for _ in range(3)]
 
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_attention_is_saved_where_a_graph_breaks(breaks: bool) -> None:
-    """Attention runs once a step from the second on; before that once more, for the look at the block class."""
+    """The first step runs one block once more, to look at its class. After that attention runs once a step."""
     reference = train_step(model(breaks), stack_inputs())
     compiled = model(breaks)
     fastac.compile(compiled, blocks="blocks", backend="aot_eager")
@@ -88,7 +76,7 @@ def test_attention_is_saved_where_a_graph_breaks(breaks: bool) -> None:
 
 @NEEDS_COMPILED_MODELS
 def test_a_model_that_is_compiled_as_a_whole_already() -> None:
-    """Its checkpoints are inside compiled code then."""
+    """Its checkpoints are inside compiled code."""
     reference = train_step(model(), stack_inputs())
     compiled = model()
     compiled.compile(backend="aot_eager")
@@ -97,7 +85,7 @@ def test_a_model_that_is_compiled_as_a_whole_already() -> None:
 
 
 def test_a_graph_break_inside_a_checkpoint_makes_the_block_eager() -> None:
-    """What torch does; attention is saved all the same."""
+    """torch does that. Attention is saved all the same."""
     reference = train_step(model(breaks=True), stack_inputs())
     inside = model(breaks=True)
     fastac.enable(inside, blocks="blocks")
@@ -108,10 +96,8 @@ def test_a_graph_break_inside_a_checkpoint_makes_the_block_eager() -> None:
 
 def test_it_says_what_it_did() -> None:
     made = fastac.compile(model(), "long_attn_only", blocks="blocks")
-    assert (
-        str(made)
-        == "AttentionStack: Block x 2 compiled by inductor, each inside its own checkpoint (policy long_attn_only)."
-    )
+    compiled = "AttentionBlock x 2 compiled by inductor, each inside its own checkpoint (policy long_attn_only)"
+    assert str(made) == f"AttentionStack: {compiled}."
 
 
 def test_a_second_call_compiles_nothing_again() -> None:
@@ -125,22 +111,19 @@ def test_a_second_call_compiles_nothing_again() -> None:
 
 
 def test_a_model_of_diffusers() -> None:
-    """Other options compile again; its call is compiled with the checkpoint outside; disabled it is compiled still."""
+    """Other options compile again. Disabled, it stays compiled."""
     built, inputs = support.build("WanTransformer3DModel")
     keys, reference = list(built.state_dict()), train_step(built, inputs)
     for backend in ("eager", "aot_eager", "aot_eager"):
         made = fastac.compile(built, backend=backend)
         assert (made.backend, made.before, made.blocks) == (backend, (), {"WanTransformerBlock": 2})
     for _ in range(2):
-        support.executions.clear()
         found = train_step(built, inputs)
         assert max(relative_error(found[name], reference[name]) for name in reference) < 1e-6
-    assert support.executions.total() == 4
+    assert executions_of(built, inputs, found) == 4
     fastac.disable(built)
     assert list(built.state_dict()) == keys
-    support.executions.clear()
-    assert_same(train_step(built, inputs), found)
-    assert support.executions.total() == 4
+    assert executions_of(built, inputs, found) == 4
     assert compiler.graphs() >= 1
     assert not fastac.report(built).active
 
@@ -157,32 +140,23 @@ def test_blocks_that_are_compiled_stay_so() -> None:
     assert built.get_submodule("blocks.1")._compiled_call_impl is not None
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_has_its_own_weights(how: str) -> None:
-    """A compiled function is bound to the block it was made of: a copy must not call it."""
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, support.pickled])
+def test_a_copy_has_its_own_weights(copy_of: Callable[[Any], Any]) -> None:
+    """A compiled function is bound to its block: a copy of the block must not call it."""
     built = stack()
     fastac.compile(built, blocks="blocks", backend="aot_eager")
     before = train_step(built, stack_inputs())
-    if how == "deepcopy":
-        copied = copy.deepcopy(built)
-    else:
-        file = io.BytesIO()
-        torch.save(built, file)
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)
-    assert_same(train_step(copied, stack_inputs()), before)
-    support.executions.clear()
+    copied = copy_of(built)
+    assert executions_of(copied, stack_inputs(), before) == CALLS
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-    changed = train_step(copied, stack_inputs())
-    assert support.executions.total() == CALLS, "it is checkpointed, and attention is saved"
-    assert not torch.equal(changed["output"], before["output"])
+    assert not torch.equal(train_step(copied, stack_inputs())["output"], before["output"])
     assert_same(train_step(built, stack_inputs()), before)
 
 
 def test_what_only_eager_mode_shows_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that make_visible made visible is recomputed in compiled code."""
+    """A kernel that is visible by make_visible would be recomputed in compiled code."""
     built = model()
     opaque = built.blocks[0]
 
@@ -192,7 +166,7 @@ def test_what_only_eager_mode_shows_stays_eager(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(availability, "backend_uses", reader)
     made = fastac.compile(built, blocks="blocks", backend="aot_eager")
-    assert (made.blocks, made.eager) == ({"Block": 1}, ("blocks.0",))
+    assert (made.blocks, made.eager) == ({"AttentionBlock": 1}, ("blocks.0",))
     assert "blocks.0 stayed eager" in str(made)
 
 
@@ -202,7 +176,7 @@ def test_what_only_eager_mode_shows_stays_eager(monkeypatch: pytest.MonkeyPatch)
     ids=lambda options: next(iter(options)),
 )
 def test_refused_with_the_model_as_it_was(options: dict[str, Any]) -> None:
-    """By fastac.enable, or by torch.compile, which does not take the options."""
+    """By fastac.enable, or by torch.compile for its options."""
     built = model()
     before = [(vars(module).copy(), module._compiled_call_impl) for module in built.modules()]
     with pytest.raises(
@@ -237,7 +211,7 @@ def test_verify_takes_a_model_whose_blocks_are_compiled() -> None:
 
 
 class RoundedBlock(AttentionBlock):
-    """What inductor fuses rounds later than eager bfloat16 does."""
+    """Inductor fuses it, and rounds later than eager bfloat16 does."""
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         video = super().forward(video, text)
@@ -246,7 +220,7 @@ class RoundedBlock(AttentionBlock):
 
 @pytest.mark.slow
 def test_verify_allows_for_what_inductor_rounds() -> None:
-    """With checkpointing it fuses another graph than without, and says so."""
+    """With checkpointing inductor fuses another graph. verify says so."""
     built = stack(layers=1, block=RoundedBlock, dtype=torch.bfloat16)
     fastac.enable(built, blocks="blocks")
     built.compile()

@@ -1,7 +1,7 @@
-"""Attention that compiled code hides, inside blocks that are not compiled themselves: an error, never silence.
+"""Compiled code inside an eager block hides its attention: an error.
 
-flex_attention compiled by inductor leaves no call to see. Its backward does not exist on the CPU, so a compiler of the
-test's own hides the op in the same way: in the compiled forward a plain function stands in its place.
+flex_attention compiled by inductor leaves no call to see. On a CPU it has no backward, so a compiler of the test hides
+the op in the same way: it replaces it by a plain function in the compiled forward.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_flex_attention_that_is_compiled_on_its_own_is_refused(eager_flex: list[int]) -> None:
-    """Nor is it run eagerly for a look: then it has all scores in memory at once, what it was compiled to avoid."""
+    """The eager look does not run it: that would hold all scores in memory."""
     model = block(torch.compile(flex.flex_attention, backend=hiding))
     for _ in range(2):
         with REFUSED:
@@ -104,7 +104,7 @@ def test_in_a_block_that_is_compiled_as_well() -> None:
 
 
 def test_in_a_first_block_whose_attention_needs_no_gradient() -> None:
-    """Training the feed-forward alone: in the first block the compiled code leaves no trace in the graph."""
+    """The feed-forward alone trains: the autograd graph shows nothing of the compiled code."""
 
     class FeedForwardAlone(torch.nn.Module):
         def __init__(self, attend: Callable[..., Any]) -> None:
@@ -123,7 +123,7 @@ def test_in_a_first_block_whose_attention_needs_no_gradient() -> None:
 
 
 def test_eager_flex_attention_is_not_taken_for_compiled_code(eager_flex: list[int]) -> None:
-    """It compiles itself for its own ends: a look at every block would cost a forward for nothing."""
+    """It compiles something itself. A look at every block would cost a forward."""
     for _ in range(2):
         train_step(functools.partial(fastac.checkpoint, block(flex.flex_attention)), inputs())
     assert len(eager_flex) == 2

@@ -1,4 +1,4 @@
-"""What a region's autograd graph says: Functions that hide an attention, and what only stands beside one."""
+"""What a region's autograd graph shows: Functions that hide an attention, and others beside one."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.T
 
 
 def without_gradient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A teacher's attention, which autograd knows nothing of."""
+    """A teacher's attention."""
     with torch.no_grad():
         return sdpa(query, key, value)
 
 
 class TwiceInside(torch.autograd.Function):
-    """One node over two calls that are recorded, as ring attention is."""
+    """One node over two recorded calls, as in ring attention."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
@@ -57,7 +57,7 @@ class TwiceInside(torch.autograd.Function):
 
 
 class AttentionWithGraphInside(torch.autograd.Function):
-    """A wrapper whose inside autograd differentiates: the node of the call is not in the region's graph."""
+    """Autograd differentiates its inside: the node of the call is not in the region's graph."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
@@ -71,8 +71,6 @@ class AttentionWithGraphInside(torch.autograd.Function):
 
 
 class Block(torch.nn.Module):
-    """Attention functions, one after another."""
-
     def __init__(self, *attends: Callable[..., torch.Tensor]) -> None:
         super().__init__()
         self.attends = attends
@@ -105,7 +103,7 @@ BESIDE: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_a_hidden_attention_beside_one_that_is_recorded(beside: str) -> None:
-    """Attention without gradient cannot be told from it behind it: the newest node is that of the hidden one."""
+    """After a hidden one, attention without gradient is not told from it: it has the same newest node."""
     shown = BESIDE[beside]()
     with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
         train(shown, hidden())
@@ -122,35 +120,25 @@ def test_what_recorded_its_calls_is_left_alone(beside: str) -> None:
     support.assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_attention"),
-    [
-        ("FlashFunc", True),
-        ("RingFlashFunc", True),
-        ("MaskedAttention", True),
-        ("_attention", True),
-        ("_fMHA", True),
-        ("NeighborhoodAttn2D", True),
-        ("QKNormAttention", True),
-        ("RopeAttention", True),
-        ("FlashAttnVarlenFunc", True),
-        ("FlashAttnQKVPackedFunc", True),
-        ("UlyssesAttentionAllToAll", False),
-        ("AttnBiasFunction", False),
-        ("_AttnInputScatter", False),
-        ("AttentionGate", False),
-        ("AttnRopeFunction", False),
-        ("FusedAttnQKNorm", False),
-        ("FusedMLP", False),
-        ("Flatten", False),
-    ],
+ATTENTIONS = (
+    *("FlashFunc", "RingFlashFunc", "MaskedAttention", "_attention", "_fMHA", "NeighborhoodAttn2D", "QKNormAttention"),
+    *("RopeAttention", "FlashAttnVarlenFunc", "FlashAttnQKVPackedFunc"),
 )
-def test_names_of_functions(name: str, is_attention: bool) -> None:
-    if is_attention:
-        with pytest.raises(PolicyNotAppliedError, match=rf"{name}\b"):
-            train(hidden(name))
-    else:
-        train(sdpa, hidden(name))
+OTHERS = (
+    *("UlyssesAttentionAllToAll", "AttnBiasFunction", "_AttnInputScatter", "AttentionGate", "AttnRopeFunction"),
+    *("FusedAttnQKNorm", "FusedMLP", "Flatten"),
+)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_names_of_attention(name: str) -> None:
+    with pytest.raises(PolicyNotAppliedError, match=rf"{name}\b"):
+        train(hidden(name))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_names_of_other_functions(name: str) -> None:
+    train(sdpa, hidden(name))
 
 
 @pytest.mark.parametrize("arguments", ["two inputs", "flat inputs"])
@@ -195,7 +183,7 @@ def test_outputs_in_a_dataclass_are_looked_into() -> None:
 
 @pytest.mark.parametrize("name", ["TritonAttention", "VideoKernel"])
 def test_a_hidden_function_in_a_compiled_block(name: str) -> None:
-    """One that dynamo traces through: found by its name, or by its matrix products with a softmax between."""
+    """dynamo traces it: it is found by its name, or by its matrix products and softmax."""
 
     class Written(torch.autograd.Function):
         @staticmethod

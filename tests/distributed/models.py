@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -57,16 +58,9 @@ def ulysses(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **optio
     return exchanged(F.scaled_dot_product_attention(*whole, **options), gather=1, split=2)
 
 
-class UlyssesBlock(AttentionBlock):
-    """A block whose attention is Ulysses', over the video and over the text."""
-
-    def __init__(self) -> None:
-        super().__init__(attend=ulysses)
-
-
 def ulysses_stack(layers: int = 2, **options: Any) -> AttentionStack:
-    """The model, the same on every rank."""
-    return stack(layers=layers, block=UlyssesBlock, **options)
+    """The model, the same on every rank, with Ulysses over the video and over the text."""
+    return stack(layers=layers, block=functools.partial(AttentionBlock, attend=ulysses), **options)
 
 
 def part_of_inputs() -> dict[str, torch.Tensor]:
@@ -91,12 +85,11 @@ class Attention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = [linear(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for linear in (self.q, self.k, self.v)]
-        out: torch.Tensor = self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-        return out
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
 
 class Block(torch.nn.Module):
-    """A transformer block, as the guides of tensor parallelism have it. affine: whether its norms have weights."""
+    """A transformer block as in guides to tensor parallelism. affine: whether its norms have weights."""
 
     def __init__(self, affine: bool, width: int, head: int) -> None:
         super().__init__()
@@ -106,8 +99,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x))
-        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
-        return out
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
 def _plan(kind: str) -> dict[str, Any]:
@@ -127,19 +119,17 @@ class TensorParallel(torch.nn.Module):
     """Blocks, each checkpointed.
 
     kind: how they are parallel over two ranks: "plain", "sequence" with the sequence split between the parts of a
-    block, "hidden" with redistributions inside of DTensor's ops; "single" for not at all.
+    block, "hidden" with redistributions inside DTensor's ops.
     """
 
     def __init__(self, kind: str, policy: Any, width: int = 16, head: int = 4, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        affine = kind in ("single", "plain", "sequence")
-        self.blocks = torch.nn.ModuleList(Block(affine, width, head) for _ in range(layers))
+        self.blocks = torch.nn.ModuleList(Block(kind != "hidden", width, head) for _ in range(layers))
         self.kind, self.policy = kind, policy
         self.mesh = init_device_mesh("cpu", (2,))
-        if not kind.startswith("single"):
-            for block in self.blocks:
-                parallelize_module(block, self.mesh, _plan(kind))
+        for block in self.blocks:
+            parallelize_module(block, self.mesh, _plan(kind))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "sequence":

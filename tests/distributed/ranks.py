@@ -1,7 +1,7 @@
-"""Runs functions on several ranks, each a process of its own in one gloo process group; every wait is bounded.
+"""Runs functions on several ranks, each a process in one gloo process group. Every wait is bounded.
 
-A pool of ranks is started once and serves every test; one that raised, died or was late is replaced. What breaks its
-ranks on purpose gets new ones. They come from a server that has torch, diffusers and fastac loaded.
+A pool of ranks serves every test, and is replaced when a rank raised, died or was late. Tests that break ranks on
+purpose get new ones. They are forked by a server that has torch, diffusers and fastac loaded.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ PATIENCE = 270.0
 
 @dataclasses.dataclass
 class Outcome:
-    """What one rank did. error: the traceback of what it raised, or why there is no result; seconds: until then."""
+    """What one rank did. error: the traceback of what it raised, or why there is no result."""
 
     result: Any = None
     error: str = ""
-    seconds: float = 0.0
 
 
 class Pool:
@@ -81,7 +80,7 @@ class Pool:
                     process = self.ranks[rank][1]
                     process.join(10)
                     result, error = None, f"ended with exit code {process.exitcode}"
-                found[rank] = Outcome(result, error, time.monotonic() - began)
+                found[rank] = Outcome(result, error)
         self.sound = not any(outcome.error for outcome in found)
         return found
 

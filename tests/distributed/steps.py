@@ -1,7 +1,7 @@
-"""Training on a rank: what a step computed, and what ran in it by torch's profiler; trainings beside one process.
+"""Training on a rank: what a step computed, and what torch's profiler saw run in it.
 
-Counted are attention kernels and collectives of gloo as they are executed, in forward and backward. A counting kernel
-(tests/support.py) would hold the GIL while it runs, and may hang with collectives.
+Counted are attention kernels and collectives, as they are executed. A counting kernel (tests/support.py) would hold the
+GIL while it runs, and may hang with collectives.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ import fastac
 from fastac.engine import releases
 from fastac.engine.torch_private import profiled_events
 from tests import support
+from tests.distributed import ranks
 from tests.support import CPU_ATTENTION, Tensors, assert_same
 from tests.ways.recipes import ATTENTION, WAN, Batch, batches, build
 
@@ -30,14 +31,11 @@ Counts = tuple[int, int]
 
 @dataclasses.dataclass
 class Measured:
-    """One step. tensors: loss, outputs, gradients, by name; attention: kernels that ran in forward and in backward.
+    """One step."""
 
-    forward, backward: collectives of gloo or NCCL, by name, such as "gloo:all_to_all".
-    """
-
-    tensors: Tensors
-    attention: Counts
-    forward: Counter[str]
+    tensors: Tensors  # loss, outputs, gradients, by name
+    attention: Counts  # kernels that ran in forward and in backward
+    forward: Counter[str]  # collectives by name, such as "gloo:all_to_all"
     backward: Counter[str]
 
     @property
@@ -53,10 +51,7 @@ def measured(
     attention: str | Collection[str] = CPU_ATTENTION,
     accumulate: bool = False,
 ) -> Measured:
-    """Forward and backward of a model on this rank.
-
-    accumulate: on top of the gradients that there are, which are taken away before otherwise. They stay afterwards.
-    """
+    """Forward and backward of a model on this rank. accumulate: gradients are added to those that there are."""
     if not accumulate:
         model.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU]) as forward:
@@ -81,13 +76,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 COPIES = ("clone", "to", "sum", "arange", "cat", "stack", "linalg_vector_norm", "new_zeros", "new_empty")
-"""What copies or adds up tensors: not what computes attention."""
+"""Ops that copy or add up tensors."""
 
 
 def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) -> int:
-    """Executions of a kernel. A call whose output is replayed is an event, too, and may copy what was kept.
+    """Executions of a kernel. One that runs allocates its output.
 
-    One that runs allocates its output by itself. What autograd saves of a call is added up in some steps.
+    A replayed call is an event, too. It may copy what was kept, and what autograd saves is added up in some steps.
     """
     names = (attention,) if isinstance(attention, str) else attention
     around: dict[int, list[Any]] = defaultdict(list)  # by thread: calls and copies that have not ended
@@ -116,10 +111,15 @@ def collectives(profiled: profile) -> Counter[str]:
     return Counter(name for name in names if name.startswith(("gloo:", "nccl:")))
 
 
+def numbers(communication: Any) -> tuple[int, int, int] | None:
+    """How many collectives `fastac.report` says were issued, saved, issued again. None where it says nothing."""
+    return communication and (communication.issued, communication.saved, communication.again)
+
+
 # Trainings with a part of the batch on each rank
 
 STEPS = 2
-"""With a change of the weights between them: what an engine sets up in its first step is there in the second."""
+"""With other weights in the second, in which everything is set up that an engine sets up."""
 
 LEARNING_RATE = 1e-2
 
@@ -144,51 +144,33 @@ class Warnings(logging.Handler):
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How tiny Wan is trained; every function is one of a module, for ranks get them by name.
+    """How tiny Wan is trained. Functions are those of a module: ranks get them by name."""
 
-    wrap: the engine. prepare: called with the bare model, as well in the single process that it is compared with.
-    order: of wrap and enable. enable: in the place of fastac.enable; called with the policy "none", too. last: called
-    before every micro-batch with whether it is the last of a step; may return a context for it. data: what a rank makes
-    of its batch. compiles: in the first step, in which more runs then, the tracing itself to begin with. plain: in
-    the place of wrap without checkpointing.
-    """
-
-    wrap: Callable[[Any], torch.nn.Module]
-    prepare: Callable[[Any], torch.nn.Module] | None = None
+    wrap: Callable[[Any], torch.nn.Module]  # the engine
+    plain: Callable[[Any], torch.nn.Module] | None = None  # the engine without checkpointing, where that is another
+    prepare: Callable[[Any], torch.nn.Module] | None = None  # called with the bare model
     order: str = "wrap, enable"
-    enable: Callable[[Any, str], object] | None = None
+    enable: Callable[[Any, str], object] | None = None  # instead of fastac.enable; called under "none", too
     last: Callable[[Any, bool], AbstractContextManager[Any] | None] | None = None
+    """Called before a micro-batch with whether it is the last of a step. May return a context for it."""
     micro_batches: int = 1
-    data: Callable[[Batch, int], Batch] | None = None
+    data: Callable[[Batch, int], Batch] | None = None  # what a rank makes of its batch
     world: int = 2
-    compiles: bool = False
-    plain: Callable[[Any], torch.nn.Module] | None = None
+    policies: tuple[str, ...] = ("none", "attn_only")  # one may be several, by rank: "attn_only|full"
+    compiles: bool = False  # in the first step, in which more runs then
 
 
 @dataclasses.dataclass
 class Trained:
-    """A training on one rank. steps: one for every micro-batch. warnings: those of fastac."""
+    """A training on one rank."""
 
-    steps: list[Measured]
+    steps: list[Measured]  # one for every micro-batch
     report: fastac.Report
     warnings: list[str]
 
-    @property
-    def tensors(self) -> Tensors:
-        return {f"{number}: {name}": t for number, one in enumerate(self.steps) for name, t in one.tensors.items()}
 
-    @property
-    def attention(self) -> list[Counts]:
-        return [one.attention for one in self.steps]
-
-
-def on_each_rank(setup: Setup, policies: Sequence[str] = ("none", "attn_only")) -> tuple[dict[str, Trained], Tensors]:
-    """What a rank runs: the training under each policy, and this rank's part of what one process computes.
-
-    A policy may be several, by rank: "attn_only|full".
-    """
-    trained = {policy: train(setup, of_rank(policy, dist.get_rank())) for policy in policies}
-    return trained, alone(setup) if setup.data is None else {}
+def _on_rank(setup: Setup) -> dict[str, Trained]:
+    return {policy: train(setup, of_rank(policy, dist.get_rank())) for policy in setup.policies}
 
 
 def of_rank(policy: str, rank: int) -> str:
@@ -200,11 +182,9 @@ def of_rank(policy: str, rank: int) -> str:
 def train(setup: Setup, policy: str) -> Trained:
     """The training of this rank's part of the batch."""
     model, batch = build(WAN)
-    if setup.prepare is not None:
-        model = setup.prepare(model)
+    model = model if setup.prepare is None else setup.prepare(model)
     every = batches(batch, STEPS * setup.micro_batches * setup.world)
-    rank = dist.get_rank()
-    steps = []
+    rank, steps = dist.get_rank(), []
     with Warnings() as warnings:
         if setup.order == "enable, wrap":
             enable(model, policy, setup)
@@ -241,29 +221,6 @@ def descend(model: torch.nn.Module) -> None:
                 parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
 
 
-def alone(setup: Setup) -> Tensors:
-    """One process with every rank's batch in turn: losses and outputs of this rank's, and all gradients, averaged."""
-    model, batch = build(WAN)
-    if setup.prepare is not None:
-        model = setup.prepare(model)
-    every = batches(batch, STEPS * setup.micro_batches * setup.world)
-    rank = dist.get_rank()
-    tensors: Tensors = {}
-    for number in range(STEPS):
-        model.zero_grad()
-        for micro in range(setup.micro_batches):
-            index = number * setup.micro_batches + micro
-            for other, part in enumerate(every[index * setup.world :][: setup.world]):
-                outputs = model(**part)
-                loss = support.loss_of(outputs)
-                (loss / setup.world).backward()
-                if other == rank:
-                    tensors |= {f"{index}: loss": loss.detach(), f"{index}: output.0": outputs[0].detach()}
-        tensors |= {f"{index}: {name}": t for name, t in support.gradients(support.leaves_of(model, {})).items()}
-        descend(model)
-    return tensors
-
-
 def plain_name(name: str) -> str:
     """A parameter's name as it is without wrappers."""
     for part in ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "module."):
@@ -271,38 +228,31 @@ def plain_name(name: str) -> str:
     return name
 
 
-def assert_trained_alike(
-    found: list[tuple[dict[str, Trained], Tensors]], setup: Setup, rounding: float = 1e-5, shards: bool = False
-) -> None:
-    """On each rank: every policy has the bits of no checkpointing, and these are the single process's but for rounding.
+def assert_trained_alike(setup: Setup) -> None:
+    """Train on ranks. Every policy has the bits of no checkpointing.
 
-    Attention runs once under attn_only, twice under full; no policy adds a collective; fastac warns of nothing and
+    Attention runs once under attn_only, twice under full. No policy adds a collective. fastac warns of nothing, and
     reports what was saved.
-    shards: gradients are shards, so that only losses and outputs can be compared, which depend on those before.
     """
     attention = ATTENTION[WAN]
     counts_collectives = releases.is_at_least("2.12")
-    for rank, (trained, expected) in enumerate(found):
+    for rank, trained in enumerate(ranks.run(_on_rank, setup, world=setup.world)):
         plain = trained["none"]
-        if setup.data is None:
-            whole = {name: t for name, t in expected.items() if not shards or "gradient" not in name}
-            # A micro-batch that is not the last has gradients of this rank alone.
-            assert whole.keys() <= plain.tensors.keys(), sorted(whole.keys() - plain.tensors.keys())
-            assert_close({name: plain.tensors[name] for name in whole}, whole, rounding)
         counted = plain.steps[1 if setup.compiles else 0 :]
-        assert [one.attention for one in counted] == [(attention, 0)] * len(counted), plain.attention
+        assert [one.attention for one in counted] == [(attention, 0)] * len(counted)
         assert not counts_collectives or all(
             one.backward for one in plain.steps[setup.micro_batches - 1 :: setup.micro_batches]
         )
         for several, one in trained.items():
             policy = of_rank(several, rank)
-            assert_same(one.tensors, plain.tensors)
+            for step, other in zip(one.steps, plain.steps, strict=True):
+                assert_same(step.tensors, other.tensors)
             again = attention if policy == "full" else 0
-            assert one.attention[-len(counted) :] == [(attention, again)] * len(counted), (policy, one.attention)
-            # The profiler of older releases loses collectives of gloo's now and then.
-            for step, other in zip(one.steps[-len(counted) :], counted, strict=True) if counts_collectives else ():
-                assert step.forward == other.forward, f"{policy}: {step.forward}, not {other.forward}"
-                assert step.backward == other.backward, f"{policy}: {step.backward}, not {other.backward}"
+            for step, other in zip(one.steps[-len(counted) :], counted, strict=True):
+                assert step.attention == (attention, again), policy
+                # The profiler of older releases loses collectives of gloo's now and then.
+                if counts_collectives:
+                    assert (step.forward, step.backward) == (other.forward, other.backward), policy
             assert not one.warnings, f"{policy}: {one.warnings}"
             if policy == "attn_only":
                 assert one.report.active
@@ -310,11 +260,11 @@ def assert_trained_alike(
 
 
 def assert_close(found: Tensors, expected: Tensors, rounding: float) -> None:
-    """All names are there, and differ by no more than rounding of their largest number."""
+    """All names are there. Each tensor differs by no more than `rounding` of its largest number."""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
     largest = max((float(t.abs().max()) for name, t in expected.items() if "gradient" in name), default=0.0)
     for name, tensor in expected.items():
-        # The bias of a key has no part in a softmax: what it gets is the rounding of others.
+        # A softmax does not see the bias of a key: its gradient is rounding noise.
         scale = max(float(tensor.abs().max()), 1e-3 * largest)
         difference = float((found[name].double() - tensor.double()).abs().max())
         assert difference <= rounding * scale, f"{name}: {difference:.3g} of {scale:.3g}"

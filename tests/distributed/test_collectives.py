@@ -1,4 +1,4 @@
-"""The rule by op: an exchange is saved and not issued again, a gather is issued again, a written buffer is no output.
+"""The rule by op: an exchange is saved, a gather is issued again, and so is what writes a buffer.
 
 Two ranks run a block with one collective in the middle and attention after it, under every policy.
 """
@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastac
 from fastac.engine import releases
+from fastac.engine.collectives import Communication
 from fastac.policy import Policy
 from tests import support
 from tests.distributed import ranks, steps
@@ -35,19 +36,15 @@ _c10d = torch.ops._c10d_functional
 Op = Callable[[torch.Tensor], torch.Tensor]
 
 
+_wait = _c10d.wait_tensor
+
+
 def _group() -> str:
-    assert dist.group.WORLD is not None
-    name: str = dist.group.WORLD.group_name
-    return name
-
-
-def _wait(tensor: torch.Tensor) -> torch.Tensor:
-    waited: torch.Tensor = _c10d.wait_tensor(tensor)
-    return waited
+    return dist.group.WORLD.group_name
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective and the one that is its backward, as torch's and diffusers' own are written."""
+    """A collective and the one that is its backward, as in torch and diffusers."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, op: Op, backward: Op) -> torch.Tensor:
@@ -62,54 +59,35 @@ class _Differentiable(torch.autograd.Function):
 # Collectives
 
 
-def _all_reduce(x: torch.Tensor) -> torch.Tensor:
-    return _wait(_c10d.all_reduce(x, "sum", _group()))
+def _collective(name: str, *options: Any) -> Op:
+    """A functional collective by its name, and its wait."""
+    return lambda x: _wait(getattr(_c10d, name)(x, *options, _group()))
 
 
-def _all_reduce_coalesced(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([_wait(one) for one in _c10d.all_reduce_coalesced(list(x.chunk(2)), "sum", _group())])
+def _coalesced(name: str, *options: Any) -> Op:
+    """One of two tensors."""
+    return lambda x: torch.stack([_wait(one) for one in getattr(_c10d, name)([x, 2 * x], *options, _group())]).sum(0)
 
 
-def _all_to_all(x: torch.Tensor) -> torch.Tensor:
-    half = [x.shape[0] // 2] * 2
-    return _wait(_c10d.all_to_all_single(x, half, half, _group()))
+_all_reduce = _collective("all_reduce", "sum")
+_all_to_all = _collective("all_to_all_single", [ROWS // 2] * 2, [ROWS // 2] * 2)
+_reduce_scatter = _collective("reduce_scatter_tensor", "sum", 2)
+_all_gather = _collective("all_gather_into_tensor", 2)
 
 
 def _uneven(x: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """Rank 0 is sent 3 rows by each, rank 1 gets 5."""
+    """Each rank sends 3 rows to rank 0, and 5 to rank 1."""
     sent, received = [3, 5], [[3, 3], [5, 5]][dist.get_rank()]
     splits = (sent, received) if back else (received, sent)
     return _wait(_c10d.all_to_all_single(x, *splits, _group()))
-
-
-def _reduce_scatter(x: torch.Tensor) -> torch.Tensor:
-    return _wait(_c10d.reduce_scatter_tensor(x, "sum", 2, _group()))
-
-
-def _reduce_scatter_coalesced(x: torch.Tensor) -> torch.Tensor:
-    scattered = _c10d.reduce_scatter_tensor_coalesced([x, 2 * x], "sum", 2, _group())
-    return _wait(scattered[0]) + _wait(scattered[1])
 
 
 def _shard_dim(x: torch.Tensor, gathered: int = 0) -> torch.Tensor:
     return _wait(torch.ops._dtensor.shard_dim_alltoall(x, gathered, 1 - gathered, _group()))
 
 
-def _all_gather(x: torch.Tensor) -> torch.Tensor:
-    return _wait(_c10d.all_gather_into_tensor(x, 2, _group()))
-
-
-def _all_gather_coalesced(x: torch.Tensor) -> torch.Tensor:
-    gathered = _c10d.all_gather_into_tensor_coalesced([x, 2 * x], 2, _group())
-    return _wait(gathered[0]) + _wait(gathered[1])
-
-
-def _broadcast(x: torch.Tensor) -> torch.Tensor:
-    return _wait(_c10d.broadcast(x, 0, _group()))
-
-
 class Case(NamedTuple):
-    """A collective, its backward, the bytes that it returns for a tensor of 8 x 8 on each rank, and what is done."""
+    """returned: its bytes on each rank for a tensor of 8 x 8. saved: whether the policy saves it."""
 
     op: Op
     backward: Op
@@ -121,17 +99,19 @@ WHOLE = ROWS * COLUMNS * 4
 
 CASES = {
     "all_reduce": Case(_all_reduce, _all_reduce, (WHOLE, WHOLE)),
-    "all_reduce_coalesced": Case(_all_reduce_coalesced, _all_reduce, (WHOLE, WHOLE)),
+    "all_reduce_coalesced": Case(_coalesced("all_reduce_coalesced", "sum"), _all_reduce, (2 * WHOLE, 2 * WHOLE)),
     "all_to_all_single": Case(_all_to_all, _all_to_all, (WHOLE, WHOLE)),
     "all_to_all_single, uneven": Case(_uneven, functools.partial(_uneven, back=True), (192, 320)),
     "reduce_scatter_tensor": Case(_reduce_scatter, _all_gather, (WHOLE // 2, WHOLE // 2)),
-    "reduce_scatter_tensor_coalesced": Case(_reduce_scatter_coalesced, _all_gather, (WHOLE, WHOLE)),
+    "reduce_scatter_tensor_coalesced": Case(
+        _coalesced("reduce_scatter_tensor_coalesced", "sum", 2), _all_gather, (WHOLE, WHOLE)
+    ),
     "shard_dim_alltoall": Case(_shard_dim, functools.partial(_shard_dim, gathered=1), (WHOLE, WHOLE)),
     "all_gather_into_tensor": Case(_all_gather, _reduce_scatter, (2 * WHOLE, 2 * WHOLE), saved=False),
     "all_gather_into_tensor_coalesced": Case(
-        _all_gather_coalesced, _reduce_scatter, (4 * WHOLE, 4 * WHOLE), saved=False
+        _coalesced("all_gather_into_tensor_coalesced", 2), _reduce_scatter, (4 * WHOLE, 4 * WHOLE), saved=False
     ),
-    "broadcast": Case(_broadcast, _all_reduce, (WHOLE, WHOLE), saved=False),
+    "broadcast": Case(_collective("broadcast", 0), _all_reduce, (WHOLE, WHOLE), saved=False),
 }
 
 
@@ -139,7 +119,7 @@ CASES = {
 
 
 def _function(op: Op, backward: Op = _all_reduce) -> Op:
-    return lambda x: _Differentiable.apply(x, op, backward)  # type: ignore[no-any-return]
+    return lambda x: _Differentiable.apply(x, op, backward)
 
 
 def _several(x: torch.Tensor) -> torch.Tensor:
@@ -152,20 +132,20 @@ def _several(x: torch.Tensor) -> torch.Tensor:
         meanwhile = torch.cos(tensor) @ tensor.T
         return _wait(third) * _wait(first) - _wait(second) + meanwhile
 
-    return _Differentiable.apply(x, together, _all_reduce)  # type: ignore[no-any-return]
+    return _Differentiable.apply(x, together, _all_reduce)
 
 
 def _written_after(x: torch.Tensor) -> torch.Tensor:
-    """The result is changed in place inside a Function, where autograd has no objection."""
+    """The result is changed in place inside a Function, where autograd allows it."""
 
     def written(tensor: torch.Tensor) -> torch.Tensor:
         return _all_reduce(tensor).mul_(3).add_(tensor)
 
-    return _Differentiable.apply(x, written, lambda grad: 3 * _all_reduce(grad) + grad)  # type: ignore[no-any-return]
+    return _Differentiable.apply(x, written, lambda grad: 3 * _all_reduce(grad) + grad)
 
 
 def _of_autograd(x: torch.Tensor) -> torch.Tensor:
-    """torch's own differentiable ops, as all_to_all_single_autograd and its like call them."""
+    """torch's own differentiable ops."""
     ops = torch.ops._c10d_functional_autograd
     sent = _wait(ops.all_to_all_single(x, [4, 4], [4, 4], _group()))
     return _wait(ops.reduce_scatter_tensor(torch.sin(sent), "sum", 2, _group()))
@@ -199,14 +179,10 @@ def _reduced_in_place(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _functional_in_place(x: torch.Tensor) -> torch.Tensor:
-    return _wait(_c10d.all_reduce_(x.clone(), "sum", _group()))
-
-
 WRITING: dict[str, Op] = {
     "all_to_all_single": _function(_all_to_all_out, _all_to_all_out),
     "all_reduce": _function(_reduced_in_place, _reduced_in_place),
-    "all_reduce_": _function(_functional_in_place, _functional_in_place),
+    "all_reduce_": _function(lambda x: _collective("all_reduce_", "sum")(x.clone()), _all_reduce),
 }
 
 
@@ -223,13 +199,10 @@ class AttentionBlock(torch.nn.Module):
         moved = torch.tanh(self.call(torch.sin(self.before(x))))
         heads = moved[None, None]
         attended = F.scaled_dot_product_attention(heads, heads * 2, heads)[0, 0]
-        out: torch.Tensor = self.after(attended * moved)
-        return out
+        return self.after(attended * moved)
 
 
 class Region(torch.nn.Module):
-    """One block, checkpointed."""
-
     def __init__(self, call: Op, way: str) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList([AttentionBlock(call)])
@@ -238,8 +211,7 @@ class Region(torch.nn.Module):
             self.blocks[0](batch_of(0)["x"])  # its last layer is as wide as it needs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = support.run_checkpointed(self.blocks[0], x, policy=self.policy)
-        return out
+        return support.run_checkpointed(self.blocks[0], x, policy=self.policy)
 
 
 def batch_of(rank: int) -> dict[str, torch.Tensor]:
@@ -248,24 +220,18 @@ def batch_of(rank: int) -> dict[str, torch.Tensor]:
 
 
 class Did(NamedTuple):
-    """A step, and what `fastac.report` says: issued, saved, again, the same in bytes, and writing."""
+    """A step, and what `fastac.report` says of its collectives."""
 
     step: Measured
-    numbers: tuple[int, int, int] | None
-    sizes: tuple[int, int, int] | None
+    communication: Communication | None
     writing: int
 
 
 def measured(call: Op, way: str) -> Did:
-    """One step of a region on this rank."""
     region = Region(call, way)
     step = steps.measured(region, batch_of(dist.get_rank()))
-    row = fastac.report(region).rows[0]
-    found = row.communication
-    if found is None:
-        return Did(step, None, None, row.writing)
-    numbers = found.issued, found.saved, found.again
-    return Did(step, numbers, (found.issued_bytes, found.saved_bytes, found.again_bytes), row.writing)
+    (row,) = fastac.report(region).rows
+    return Did(step, row.communication, row.writing)
 
 
 def _every(table: str, names: list[str]) -> dict[str, dict[str, Did]]:
@@ -278,14 +244,11 @@ def _every(table: str, names: list[str]) -> dict[str, dict[str, Did]]:
 
 
 def assert_issued(found: dict[str, Did], again: dict[str, bool], name: str) -> None:
-    """No bit is changed. Collectives in backward are its own, and those of the forward where they are issued again."""
+    """No bit changes. In backward its own collectives run, and those of the forward that are issued again."""
     plain = found["none"].step
     assert plain.forward, name
     for way, did in found.items():
-        try:
-            support.assert_same(did.step.tensors, plain.tensors)
-        except AssertionError as error:
-            raise AssertionError(f"{name}, {way}: {error}") from None
+        support.assert_same(did.step.tensors, plain.tensors)
         assert did.step.forward == plain.forward, f"{name}, {way}: {did.step.forward}"
         expected = plain.backward + plain.forward if again[way] else plain.backward
         assert did.step.backward == expected, f"{name}, {way}: {did.step.backward}, not {expected}"
@@ -297,37 +260,37 @@ def test_exchanges_are_saved_and_gathers_issued_again() -> None:
         for name, found in every.items():
             case, size = CASES[name], CASES[name].returned[rank]
             assert_issued(found, {"none": False, "full": True, "attn_only": not case.saved, "repeated": True}, name)
-            count = found["attn_only"].numbers[0] if found["attn_only"].numbers else 0
-            assert count, name
+            count = found["attn_only"].communication.issued
+            once, never = (count, size), (0, 0)
             for way, saved in (("attn_only", case.saved), ("repeated", False)):
-                assert found[way].numbers == (count, count * saved, count * (not saved)), f"{name}, {way}"
-                assert found[way].sizes == (size, size * saved, size * (not saved)), f"{name}, {way}"
+                expected = (*once, *once, *never) if saved else (*once, *never, *once)
+                assert found[way].communication == Communication(*expected), f"{name}, {way}"
                 assert not found[way].writing
 
 
 def test_pending_results_are_copied_at_their_wait() -> None:
-    """In a Function autograd has no objection to a change, and what is in flight is not there yet."""
+    """A result in flight is not complete, and inside a Function autograd does not notice a change of it."""
     for every in ranks.run(_every, "calls", list(CALLS)):
         for name, found in every.items():
             numbers = CALLS[name][1]
-            assert found["attn_only"].numbers == numbers, name
+            assert steps.numbers(found["attn_only"].communication) == numbers, name
             assert_issued(found, {"none": False, "full": True, "attn_only": numbers[2] > 0, "repeated": True}, name)
 
 
 def test_what_writes_a_buffer_is_never_saved() -> None:
-    """Its result is not what it returns: saved, it would be what the buffer held before."""
+    """Its result is in the buffer: replayed, the buffer would stay unwritten."""
     for every in ranks.run(_every, "writing", list(WRITING)):
         for name, found in every.items():
             assert_issued(found, {way: way != "none" for way in WAYS}, name)
             for way in ("attn_only", "repeated"):
-                assert (found[way].numbers, found[way].writing) == (None, 1), f"{name}, {way}"
+                assert (found[way].communication, found[way].writing) == (None, 1), f"{name}, {way}"
 
 
 # Errors
 
 
 def _changed_in_place(x: torch.Tensor) -> torch.Tensor:
-    """No Function around it: torch's own op without a derivative, on what requires grad."""
+    """torch's own op without a derivative, in no Function, on an input that requires grad."""
     moved = _shard_dim(x)
     with torch.no_grad():
         moved.add_(1)
@@ -343,7 +306,7 @@ REFUSED: dict[str, tuple[Callable[[], Op], str]] = {
     "another op": (lambda: _other_in_recompute(_all_to_all, _all_reduce), "all_to_all.*all_reduce"),
     "changed in place": (lambda: _changed_in_place, "changed in place"),
 }
-"""What is refused -> a call, and what the error says."""
+"""Name -> a call, and what the error says."""
 
 if releases.is_at_least("2.14"):  # the op has a derivative then: the change is exact, or an error of torch's
     del REFUSED["changed in place"]
@@ -360,7 +323,7 @@ def _errors() -> dict[str, str]:
 
 
 def test_a_recompute_that_communicates_otherwise_is_an_error() -> None:
-    """On every rank, before it could hang."""
+    """On every rank, before one hangs."""
     for found in ranks.run(_errors):
         assert found.keys() == REFUSED.keys(), found
         for name, (_, said) in REFUSED.items():
@@ -368,7 +331,7 @@ def test_a_recompute_that_communicates_otherwise_is_an_error() -> None:
 
 
 def _waited_outside(policy: str) -> tuple[support.Tensors, int]:
-    """A region returns what is not waited for yet."""
+    """A region returns a result that nobody has waited for."""
     x = batch_of(dist.get_rank())["x"]
 
     def region(x: torch.Tensor) -> torch.Tensor:
@@ -394,7 +357,7 @@ def test_a_result_that_is_waited_for_after_its_region() -> None:
 
 
 class ShardedAttention(torch.nn.Module):
-    """A block of units of FSDP2 that also sums over the ranks in place."""
+    """A block that also sums over the ranks in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,8 +366,7 @@ class ShardedAttention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = WRITING["all_reduce"](self.first(x))[None, None]
-        out: torch.Tensor = self.second(F.scaled_dot_product_attention(heads, heads * 2, heads)[0, 0])
-        return out
+        return self.second(F.scaled_dot_product_attention(heads, heads * 2, heads)[0, 0])
 
 
 def _sharded(engine: str) -> tuple[int, Any, int]:
@@ -421,12 +383,12 @@ def _sharded(engine: str) -> tuple[int, Any, int]:
 
 @pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
 def test_what_fsdp_gathers_for_itself_is_not_counted(engine: str) -> None:
-    """FSDP1's forward is around the model's own, whose collectives count."""
+    """The model's own collectives count, also inside FSDP1's forward."""
     assert ranks.run(_sharded, engine) == [(1, None, 1)] * 2
 
 
 def _gathered_is_held(policy: str) -> bool:
-    """Whether what was gathered lives on after the forward; without checkpointing the product's backward needs it."""
+    """Whether the gathered tensor lives on after the forward. Without checkpointing backward needs it."""
     gathered = []
 
     def region(x: torch.Tensor) -> torch.Tensor:
@@ -443,6 +405,6 @@ def _gathered_is_held(policy: str) -> bool:
 
 
 def test_gathered_parameters_are_not_held() -> None:
-    """As by SimpleFSDP: saving them would pin unsharded weights."""
+    """As in SimpleFSDP: saving them would pin unsharded weights."""
     assert ranks.run(_gathered_is_held, "none") == [True, True]
     assert ranks.run(_gathered_is_held, "attn_only") == [False, False]

@@ -1,7 +1,4 @@
-"""Context parallelism, diffusers' and torch's: exchanges are saved with attention, gathers of keys are issued again.
-
-Every rank computes the gradient of its own tokens: their sum is that of a single process.
-"""
+"""Context parallelism of diffusers and of torch: exchanges are saved, gathers of keys are issued again."""
 
 from __future__ import annotations
 
@@ -26,20 +23,19 @@ from tests.engine.simulated import simulated
 from tests.ways import recipes
 
 ALL_TO_ALL, ALL_GATHER = "gloo:all_to_all", "gloo:all_gather"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 WAYS: dict[str, Any] = {
-    "single": None,
     "none": "none",
     "full": "full",
     "attn_only": "attn_only",
     "repeated": Policy("attn_only", collectives="recompute"),
     "offloaded": Policy("attn_only", offload=True, keep=1),
 }
-"""Name -> policy; "single" is neither parallel nor checkpointed."""
 
 
 class Trained(NamedTuple):
-    """One step on one rank, and the collectives as `fastac.report` has them: issued, saved, again."""
+    """One step on one rank, and `steps.numbers` of its report."""
 
     step: Measured
     reported: tuple[int, int, int] | None
@@ -47,21 +43,13 @@ class Trained(NamedTuple):
 
 def _trained(model: torch.nn.Module, step: Measured) -> Trained:
     rows = fastac.report(model).rows
-    found = rows[0].communication if rows else None
-    return Trained(step, (found.issued, found.saved, found.again) if found is not None else None)
+    return Trained(step, steps.numbers(rows[0].communication) if rows else None)
 
 
-def assert_parallel(results: list[dict[str, Trained]]) -> None:
-    """The ranks' gradients add up to those of one process, and checkpointing changes no bit on any rank."""
-    summed = dict(results[0]["none"].step.tensors)
-    for name in summed:
-        if name.startswith("gradient"):
-            summed[name] = torch.stack([found["none"].step.tensors[name] for found in results]).sum(0)
-    steps.assert_close(summed, results[0]["single"].step.tensors, 1e-4)
-    for found in results:
-        for way in found:
-            if way != "single":
-                support.assert_same(found[way].step.tensors, found["none"].step.tensors)
+def assert_same(found: dict[str, Trained]) -> None:
+    """Checkpointing changes no bit on this rank."""
+    for one in found.values():
+        support.assert_same(one.step.tensors, found["none"].step.tensors)
 
 
 def _diffusers() -> dict[str, Trained]:
@@ -69,9 +57,8 @@ def _diffusers() -> dict[str, Trained]:
     with ranks.one_accelerator():
         for way, policy in WAYS.items():
             model, batch = recipes.build(recipes.WAN)
-            if way != "single":
-                model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))  # type: ignore[operator]
-            if way not in ("single", "none"):
+            model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
+            if way != "none":
                 fastac.enable(model, policy)
             with simulated() as device:
                 found[way] = _trained(model, steps.measured(model, batch))
@@ -80,14 +67,12 @@ def _diffusers() -> dict[str, Trained]:
 
 
 def test_ulysses_of_diffusers() -> None:
-    """8 exchanges in the forward, 8 of diffusers' own backward; `full` issues the first 8 again, attn_only none.
+    """8 exchanges in the forward, 8 in diffusers' own backward. `full` issues the first 8 again, attn_only none.
 
-    diffusers' backward of native attention runs its forward again, without any checkpointing: twice here.
+    diffusers' backward of native attention runs 2 of the 4 forwards again, also without checkpointing.
     """
-    results = ranks.run(_diffusers)
-    assert_parallel(results)
-    for found in results:
-        del found["single"]
+    for found in ranks.run(_diffusers):
+        assert_same(found)
         for way in found:
             assert found[way].step.forward == Counter({ALL_TO_ALL: 8, ALL_GATHER: 1}), way
         again = {way: found[way].step.backward for way in found}
@@ -110,47 +95,33 @@ def _block() -> torch.nn.Module:
 
 
 def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
-    return out
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
 
 
 _efficient.__name__ = "scaled_dot_product_attention"
 
 
 @contextlib.contextmanager
-def _efficient_on_cpu() -> Iterator[list[int]]:
-    """The kernel that torch's context parallelism knows, for the CPU, counted: one number per call."""
-    calls: list[int] = []
+def _efficient_on_cpu() -> Iterator[None]:
+    """The kernel that torch's context parallelism knows, for the CPU. Its executions are counted."""
 
     def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        calls.append(key.shape[-2])
+        support.executions[EFFICIENT] += 1
         seed = torch.zeros((), dtype=torch.int64)
         return (*support.attention_math(query, key, value), seed, seed)
 
     def backward(grad: Any, query: Any, key: Any, value: Any, _: Any, out: Any, statistics: Any, *__: Any) -> Any:
         return (*support.attention_math_backward(grad, query, key, value, out, statistics), torch.zeros(()))
 
-    name = "_scaled_dot_product_efficient_attention"
     library = torch.library.Library("aten", "IMPL")
-    library.impl(name, forward, "CPU")
-    library.impl(f"{name}_backward", backward, "CPU")
+    library.impl(EFFICIENT, forward, "CPU")
+    library.impl(f"{EFFICIENT}_backward", backward, "CPU")
     before, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _efficient
     try:
-        yield calls
+        yield
     finally:
         F.scaled_dot_product_attention = before
         library._destroy()
-
-
-class _Weighted(torch.nn.Module):
-    """An AttentionStack whose loss weighs every element; the weights are split along the tokens, as the video is."""
-
-    def __init__(self, policy: str) -> None:
-        super().__init__()
-        self.stack = support.stack(block=_block, policy=policy)
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return (self.stack(video, text) * weights).sum()
 
 
 def _torch(rotation: str) -> dict[str, Trained]:
@@ -158,26 +129,21 @@ def _torch(rotation: str) -> dict[str, Trained]:
     _attention._cp_options.enable_load_balance = False  # for causal attention alone
     mesh = init_device_mesh("cpu", (2,))
     found = {}
-    with _efficient_on_cpu() as calls:
-        for way, policy in {"single": "none", "none": "none", "torch": "torch", "attn_only": "attn_only"}.items():
-            model = _Weighted(policy)
+    with _efficient_on_cpu():
+        for policy in ("none", "torch", "attn_only"):
+            model = support.stack(block=_block, policy=policy)
             batch = {name: tensor.detach() for name, tensor in support.stack_inputs().items()}
-            batch["weights"] = torch.randn(batch["video"].shape, generator=torch.Generator().manual_seed(3))
-            buffers = list(batch.values())
-            split = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers))
-            calls.clear()
+            support.executions.clear()
             forward: list[int] = []
 
-            def loss_of(loss: torch.Tensor, forward: list[int] = forward) -> torch.Tensor:
-                forward.append(len(calls))
-                return loss
+            def loss_of(outputs: torch.Tensor, forward: list[int] = forward) -> torch.Tensor:
+                forward.append(support.executions[EFFICIENT])
+                return support.loss_of(outputs)
 
-            with contextlib.nullcontext() if way == "single" else split:
+            with context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1, 1]):
                 step = steps.measured(model, batch, loss_of)
-                step.attention = forward[0], len(calls) - forward[0]
-                # The loss is of this rank's tokens.
-                step.tensors = {k: v for k, v in step.tensors.items() if k.startswith("gradient")}
-                found[way] = _trained(model, step)
+            step.attention = forward[0], support.executions[EFFICIENT] - forward[0]
+            found[policy] = _trained(model, step)
     return found
 
 
@@ -191,11 +157,10 @@ ROTATIONS = {
 @pytest.mark.parametrize("rotation", ROTATIONS)
 def test_ring_of_torch(rotation: str) -> None:
     """Each of the 4 attention calls is 2 kernels and 1 rotation of keys, saved when exchanged, not when gathered."""
-    results = ranks.run(_torch, rotation)
-    assert_parallel(results)
     forward, plain, saved, reported = ROTATIONS[rotation]
-    for found in results:
-        assert [one.step.attention for one in found.values()] == [(4, 0), (8, 0), (8, 8), (8, 0)]
+    for found in ranks.run(_torch, rotation):
+        assert_same(found)
+        assert [one.step.attention for one in found.values()] == [(8, 0), (8, 8), (8, 0)]
         assert all(found[way].step.forward == forward for way in ("none", "torch", "attn_only"))
         assert found["none"].step.backward == plain
         assert found["torch"].step.backward == Counter(plain) + Counter(forward)

@@ -1,17 +1,21 @@
-"""Training on several ranks, each with a part of the batch: FSDP2, DistributedDataParallel, FSDP1."""
+"""Training on several ranks, each with a part of the batch: FSDP2, DistributedDataParallel, FSDP1, accelerate."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import peft
 import pytest
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,9 +23,9 @@ import fastac
 from fastac.engine import releases
 from fastac.models import unwrapped
 from tests import support
-from tests.distributed import ranks
+from tests.conftest import forget_accelerate
 from tests.distributed.models import sharded, sharded_inside
-from tests.distributed.steps import Setup, assert_trained_alike, on_each_rank
+from tests.distributed.steps import Setup, assert_trained_alike
 from tests.engine.simulated import simulated
 from tests.ways.recipes import Batch, narrow
 
@@ -33,38 +37,44 @@ def adapted(model: Any) -> torch.nn.Module:
     return model
 
 
-def offloaded(model: Any) -> torch.nn.Module:
-    return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False), reshard_after_forward=False)
-
-
-def in_bf16(model: Any) -> torch.nn.Module:
-    return sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-
-
 def on_two_by_two(model: Any) -> torch.nn.Module:
     return sharded(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def flat(model: Any) -> torch.nn.Module:
-    """With its original parameters beside the flat ones: Wan's forward asks them for their dtype."""
+    """With the original parameters beside the flat ones: Wan's forward reads their dtype."""
     units = ModuleWrapPolicy({type(model.blocks[0])})
     return FullyShardedDataParallel(model, auto_wrap_policy=units, device_id=torch.device("cpu"), use_orig_params=True)
 
 
-def parallel(model: Any) -> torch.nn.Module:
-    return DistributedDataParallel(model)
+def prepared(model: Any) -> torch.nn.Module:
+    forget_accelerate()
+    return Accelerator(cpu=True).prepare(model)
 
 
-def static(model: Any) -> torch.nn.Module:
-    return DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
+def prepared_by_plugin(model: Any, **plugin: bool) -> torch.nn.Module:
+    """By accelerate's FSDP plugin. With activation_checkpointing it puts blocks into CheckpointWrappers, which stay.
+
+    accelerate does not shard on a CPU: it takes such a process for MULTI_CPU, whatever plugin it gets. So it is told,
+    after it has set up gloo, that it has GPUs.
+    """
+    forget_accelerate()
+    state = PartialState(cpu=True)
+    assert state.distributed_type == DistributedType.MULTI_CPU
+    state.distributed_type = DistributedType.MULTI_GPU
+    options: dict[str, Any] = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", **plugin}
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    assert accelerator.is_fsdp2
+    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = ["WanTransformerBlock"]
+    blocks = len(model.blocks)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    modules = list(model.modules())
+    assert sum(isinstance(module, CheckpointWrapper) for module in modules) == (blocks if plugin else 0)
+    assert sum(isinstance(module, FSDPModule) for module in modules) > blocks
+    return model
 
 
-def unused(model: Any) -> torch.nn.Module:
-    return DistributedDataParallel(model, find_unused_parameters=True)
-
-
-def replicated(model: Any) -> torch.nn.Module:
-    return replicate(model)
+with_wrappers = partial(prepared_by_plugin, activation_checkpointing=True)
 
 
 def synchronized_last(model: Any, last: bool) -> None:
@@ -84,7 +94,7 @@ def compile_blocks(model: Any, policy: str) -> None:
 
 
 def with_host(model: Any, policy: str) -> None:
-    """What the first of two blocks keeps goes to the host."""
+    """The first of two blocks offloads."""
     if policy != "none":
         fastac.enable(model, fastac.Policy(policy, offload=True, keep=1))
 
@@ -98,51 +108,44 @@ def on_host(model: Any, last: bool) -> Iterator[None]:
 
 
 SETUPS = {
-    "fsdp2": Setup(sharded),
+    "fsdp2": Setup(sharded, policies=("none", "full", "attn_only")),
     "fsdp2, units inside blocks": Setup(sharded_inside, order="enable, wrap"),
     "fsdp2, accumulation": Setup(sharded, last=synchronized_last, micro_batches=2),
     "fsdp2, adapters": Setup(sharded, prepare=adapted),
-    "fsdp2, offloaded": Setup(offloaded),
+    "fsdp2, offloaded": Setup(
+        partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False), reshard_after_forward=False)
+    ),
     "fsdp2, on the host": Setup(sharded, enable=with_host, last=on_host),
-    "ddp": Setup(parallel, last=without_sync, micro_batches=2),
-    "ddp, static graph": Setup(static, order="enable, wrap"),
-    "ddp, adapters": Setup(unused, prepare=adapted),
-    "ddp, replicate": Setup(replicated),
-    "ddp, on the host": Setup(parallel, enable=with_host, last=on_host),
+    "fsdp2, in bf16": Setup(partial(sharded, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))),
+    "fsdp2, 2 x 2 ranks": Setup(on_two_by_two, world=4),
+    "fsdp2, compiled blocks": Setup(sharded, enable=compile_blocks, compiles=True),
+    "fsdp1": Setup(flat),
+    "ddp": Setup(DistributedDataParallel, last=without_sync, micro_batches=2, policies=("none", "full", "attn_only")),
+    "ddp, static graph": Setup(
+        partial(DistributedDataParallel, static_graph=True, gradient_as_bucket_view=True), order="enable, wrap"
+    ),
+    "ddp, adapters": Setup(partial(DistributedDataParallel, find_unused_parameters=True), prepare=adapted),
+    "ddp, replicate": Setup(replicate),
+    "accelerate, ddp": Setup(prepared, order="enable, wrap"),
+    "accelerate, fsdp2": Setup(prepared_by_plugin, order="enable, wrap"),
+    "accelerate, fsdp2 with its wrappers": Setup(with_wrappers, order="enable, wrap", plain=prepared_by_plugin),
+    "accelerate, fsdp2 with its wrappers, offloaded": Setup(
+        partial(with_wrappers, activation_checkpointing_offload=True), plain=prepared_by_plugin
+    ),
+}
+MARKS = {
+    "fsdp2, in bf16": pytest.mark.skipif(
+        releases.is_at_least("2.10") and not releases.is_at_least("2.13"),
+        reason="does not cast the inputs again, and raises CheckpointError without fastac as well",
+    ),
+    "fsdp2, 2 x 2 ranks": pytest.mark.slow,
+    "fsdp2, compiled blocks": pytest.mark.slow,
 }
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in SETUPS])
 def test_each_engine(name: str) -> None:
-    setup = SETUPS[name]
-    policies = ("none", "full", "attn_only") if name in ("fsdp2", "ddp") else ("none", "attn_only")
-    assert_trained_alike(ranks.run(on_each_rank, setup, policies), setup)
-
-
-def test_fsdp1() -> None:
-    setup = Setup(flat)
-    assert_trained_alike(ranks.run(on_each_rank, setup), setup, shards=True)
-
-
-@pytest.mark.skipif(
-    releases.is_at_least("2.10") and not releases.is_at_least("2.13"),
-    reason="does not cast the inputs again, and raises CheckpointError without fastac as well",
-)
-def test_fsdp2_in_bf16() -> None:
-    setup = Setup(in_bf16)
-    assert_trained_alike(ranks.run(on_each_rank, setup), setup, rounding=0.1)
-
-
-@pytest.mark.slow
-def test_fsdp2_on_two_by_two_ranks() -> None:
-    setup = Setup(on_two_by_two, world=4)
-    assert_trained_alike(ranks.run(on_each_rank, setup, world=4), setup)
-
-
-@pytest.mark.slow
-def test_fsdp2_of_compiled_blocks() -> None:
-    setup = Setup(sharded, enable=compile_blocks, compiles=True)
-    assert_trained_alike(ranks.run(on_each_rank, setup), setup)
+    assert_trained_alike(SETUPS[name])
 
 
 def uneven(batch: Batch, rank: int) -> Batch:
@@ -154,6 +157,4 @@ def uneven(batch: Batch, rank: int) -> Batch:
 
 
 def test_ranks_that_recompute_unequally() -> None:
-    setup = Setup(sharded, data=uneven)
-    policies = ("none", "attn_only", "attn_only|full")
-    assert_trained_alike(ranks.run(on_each_rank, setup, policies), setup)
+    assert_trained_alike(Setup(sharded, data=uneven, policies=("none", "attn_only", "attn_only|full")))

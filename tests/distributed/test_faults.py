@@ -1,12 +1,8 @@
-"""One rank fails: the others end with an error within the time limit of the group.
-
-The message names what happened where it happened. No rank is left alone in a collective by fastac itself.
-"""
+"""One rank fails: the others end with an error within the time limit of the group, and that rank names the cause."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,12 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import fastac
 from tests import support
 from tests.distributed import ranks
-from tests.distributed.models import part_of_inputs, sharded, sharded_inside, ulysses_stack
+from tests.distributed.models import part_of_inputs, sharded_inside, ulysses_stack
 from tests.support import stack, stack_inputs
 
 LIMIT = 2.5
@@ -30,7 +25,7 @@ SLACK = 30.0
 
 
 class Failing(torch.nn.Module):
-    """Does what a test says when it is called for the n-th time on rank 1, recompute included."""
+    """Raises, or ends its process, in a call on rank 1. Calls of a recompute count."""
 
     def __init__(self, what: str, call: int) -> None:
         super().__init__()
@@ -49,40 +44,26 @@ class Failing(torch.nn.Module):
 FORWARD, RECOMPUTE = 2, 3
 """Of two layers' calls: the second in the forward, the first in recompute."""
 
-ENGINES: dict[str, Callable[[Any], Any]] = {
-    "ddp": DistributedDataParallel,
-    "fsdp2": sharded,
-    "fsdp2 inside blocks": sharded_inside,
-    "ulysses": lambda model: model,
-}
 
-
-def _train(engine: str, what: str, call: int) -> None:
-    if engine == "ulysses":
-        model, inputs = ulysses_stack(), part_of_inputs()
-    else:
-        model, inputs = stack(), stack_inputs(seed=dist.get_rank())
+def _train(what: str, call: int) -> None:
+    model = ulysses_stack()
     failing = Failing(what, call)
     for block in model.blocks:
         block.norms[2] = torch.nn.Sequential(failing, block.norms[2])
-    wrapped = ENGINES[engine](model)
     fastac.enable(model, blocks="blocks")
     for _ in range(2):
-        support.loss_of(wrapped(**inputs)).backward()
+        support.loss_of(model(**part_of_inputs())).backward()
 
 
-@pytest.mark.parametrize(
-    ("engine", "what", "call"),
-    [("ddp", "raises", FORWARD), ("fsdp2", "raises", RECOMPUTE), ("ulysses", "leaves", RECOMPUTE)],
-)
-def test_the_others_end_in_time(engine: str, what: str, call: int) -> None:
-    first, second = ranks.outcomes(_train, engine, what, call, timeout=LIMIT, patience=LIMIT + SLACK)
+@pytest.mark.parametrize(("what", "call"), [("raises", FORWARD), ("leaves", RECOMPUTE)])
+def test_the_others_end_in_time(what: str, call: int) -> None:
+    first, second = ranks.outcomes(_train, what, call, timeout=LIMIT, patience=LIMIT + SLACK)
     assert "RuntimeError" in first.error, f"rank 0 did not notice: {first.error!r}"
     assert ("ValueError: the disk of this rank is full" if what == "raises" else "exit code 9") in second.error
 
 
 def _refused_on_one_rank() -> str:
-    """FSDP2 units inside of the blocks gather while a block runs: what rank 1 finds out it must say without a rerun."""
+    """FSDP2 units inside blocks gather while a block runs: rank 1 must find its error without a rerun."""
     model: Any = stack()
     if dist.get_rank() == 1:
         for block in model.blocks:
@@ -108,7 +89,7 @@ def test_an_error_of_fastac_on_one_rank_ends_all_in_time() -> None:
 
 
 def _reduced_behind(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """A sum over the ranks that only rank 0 needs again for its backward: rank 1's recompute stops before it."""
+    """Only rank 0 needs the sum for its backward: the recompute of rank 1 stops before it."""
     query, key = (tensor.unflatten(-1, (2, -1)).transpose(1, 2) for tensor in (video, text))
     own = F.scaled_dot_product_attention(query, key, key).transpose(1, 2).flatten(2)
     summed = functional.wait_tensor(functional.all_reduce(own.detach(), "sum", dist.group.WORLD))
@@ -127,7 +108,7 @@ def _diverge(policy: str) -> str:
 
 
 def test_ranks_that_recompute_different_amounts_complete() -> None:
-    """torch's own checkpointing issues the sum again on one rank alone; saved, it is issued by none."""
+    """torch's checkpointing issues the sum again on one rank alone. Saved, no rank issues it."""
     full = ranks.results(ranks.outcomes(_diverge, "torch", timeout=LIMIT))
     assert any(full), "the case shows nothing: full checkpointing gets through as well"
     assert ranks.run(_diverge, "attn_only") == ["", ""]

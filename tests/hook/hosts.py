@@ -1,8 +1,8 @@
-"""Models as fastac.enable meets them: a diffusers model, one whose blocks are named, and either with wrapped blocks."""
+"""Models for fastac.enable: of diffusers, with named blocks, and each of these with wrapped blocks."""
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from tests import support
-from tests.support import CPU_ATTENTION, train_step
+from tests.support import Tensors, assert_same, train_step
 
 
 class Diffuser(ModelMixin, ConfigMixin):
-    """The least that diffusers asks of a model with gradient checkpointing. bound: hands over `block.__call__`."""
+    """The smallest diffusers model with gradient checkpointing. bound: checkpoints `block.__call__`."""
 
     _supports_gradient_checkpointing = True
 
@@ -39,7 +39,7 @@ class Diffuser(ModelMixin, ConfigMixin):
 
 
 class CheckpointsItself(Diffuser):
-    """Calls torch's checkpoint, whatever function it was given, as SimpleTuner's."""
+    """Calls torch's checkpoint, whatever function it was given, as SimpleTuner does."""
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -95,21 +95,22 @@ HOSTS = {
 }
 
 
-def plain(found: support.Tensors) -> support.Tensors:
+def plain(found: Tensors) -> Tensors:
     """The names of tensors without those of wrappers."""
     wrappers = ("_checkpoint_wrapped_module.", "_orig_mod.")
     return {name.replace(wrappers[0], "").replace(wrappers[1], ""): tensor for name, tensor in found.items()}
 
 
-def reference() -> support.Tensors:
+@functools.cache
+def reference() -> Tensors:
     """A step of these models without checkpointing: all have the weights of the same seed."""
     return train_step(support.stack(), support.stack_inputs())
 
 
-def step_of(model: torch.nn.Module, executions: Counter[str]) -> int:
-    """How many attention kernels one training step runs, which must be that of the reference."""
-    executions.clear()
-    found = train_step(model, support.stack_inputs())
-    count = executions[CPU_ATTENTION]
-    support.assert_same(plain(found), reference())
-    return count
+def step_of(model: torch.nn.Module) -> int:
+    """How many attention kernels one training step runs. It computes what the reference does."""
+    expected = reference()
+    support.count_cpu_attention()
+    support.executions.clear()
+    assert_same(plain(train_step(model, support.stack_inputs())), expected)
+    return support.executions[support.CPU_ATTENTION]

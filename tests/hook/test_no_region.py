@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,11 +16,11 @@ from fastac import Policy, PolicyNotAppliedError
 from tests import support
 from tests.hook.hosts import HOSTS, CheckpointsItself, Diffuser, alone, diffuser, step_of
 from tests.marks import NEEDS_COMPILED_MODELS
-from tests.support import assert_same, stack, stack_inputs, train_step
+from tests.support import assert_same, executions_of, stack, stack_inputs, train_step
 
 
 class OverridesForward(Diffuser):
-    """A user's subclass, whose forward knows nothing of checkpointing."""
+    """A user's subclass, whose forward does not checkpoint."""
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -29,7 +29,7 @@ class OverridesForward(Diffuser):
 
 
 class PastTheCall(support.AttentionStack):
-    """Calls what its blocks are made of, never a block itself, but without gradients."""
+    """With gradients on it calls the forward of a block's class, never the block."""
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
@@ -48,13 +48,8 @@ class PastTheCall(support.AttentionStack):
     ],
     ids=["diffusers, checkpoints itself", "diffusers, another forward", "blocks, called past"],
 )
-def test_a_forward_that_opened_no_region(
-    make: Any, blocks: Any, advice: str, attention_executions: Counter[str]
-) -> None:
-    """An error in every step with gradients; not without them, not under a disabled model, not under "full".
-
-    Where blocks can be named it says so, and that trains.
-    """
+def test_a_forward_that_opened_no_region(make: Any, blocks: Any, advice: str) -> None:
+    """An error in every step with gradients, unless checkpointing is off. A model whose blocks it names trains."""
     model = make()
     expected = train_step(model, stack_inputs())
     fastac.enable(model, blocks=blocks)
@@ -68,13 +63,13 @@ def test_a_forward_that_opened_no_region(
         model.disable_gradient_checkpointing()
         assert_same(train_step(model, stack_inputs()), expected)
         fastac.enable(model, blocks="blocks")
-        assert step_of(model, attention_executions) == 4
+        assert step_of(model) == 4
     fastac.disable(model)
     assert_same(train_step(model, stack_inputs()), expected)
 
 
 class TwoForwards(Diffuser):
-    """One that opens regions, and one that knows nothing of checkpointing."""
+    """One forward that opens regions, and one that does not."""
 
     plainly = False
 
@@ -87,7 +82,7 @@ class TwoForwards(Diffuser):
 @NEEDS_COMPILED_MODELS
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_trace_speaks_for_the_forward_that_runs_it_alone(backend: str) -> None:
-    """Regions in a compiled graph are not seen to open: one forward is no error for them, and every other still is."""
+    """Regions in a compiled graph open unseen. The forward that runs the graph is no error; every other still is."""
     inputs, compiled, others = (
         stack_inputs(),
         diffuser(TwoForwards),
@@ -110,7 +105,7 @@ def test_a_trace_speaks_for_the_forward_that_runs_it_alone(backend: str) -> None
 
 
 def test_blocks_that_a_trainer_calls_itself() -> None:
-    """Where the model's own forward never runs, a policy that saves nothing is still an error."""
+    """If the model's forward never runs, a policy that saves nothing is still an error."""
     model, inputs = stack(), stack_inputs()
 
     def forward(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -159,10 +154,9 @@ def test_blocks_under_none_in_a_checkpoint_of_the_model_s_own() -> None:
         train_step(model, stack_inputs())
 
 
-@pytest.mark.parametrize("which", ["all", "the last"])
-@pytest.mark.parametrize("own", ["torch", "library"])
+@pytest.mark.parametrize(("own", "which"), [("torch", "all"), ("torch", "the last"), ("library", "all")])
 def test_reentrant_checkpoints_around_blocks(own: str, which: str) -> None:
-    """As trainers have them, torch's or their own, around the blocks that `enable` named."""
+    """torch's or a trainer's own, around the blocks that `enable` named."""
 
     class Reentrant(support.AttentionStack):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -187,19 +181,16 @@ class CheckpointInAttention(support.AttentionBlock):
         return torch_checkpoint(super().forward, video, text, use_reentrant=False)
 
 
-@pytest.mark.parametrize("host", ["diffusers", "blocks"])
-def test_attention_in_a_checkpoint_of_the_block_s_own(host: str) -> None:
-    model = HOSTS[host].make()
-    for i in range(2):
-        model.blocks[i] = CheckpointInAttention()
-    HOSTS[host].enable(model)
+def test_attention_in_a_checkpoint_of_the_block_s_own() -> None:
+    model = stack(block=CheckpointInAttention)
+    fastac.enable(model, blocks="blocks")
     for _ in range(2):
         with pytest.raises(PolicyNotAppliedError, match="checkpoint"):
             train_step(model, stack_inputs())
 
 
 class LibrariesCheckpoint(torch.autograd.Function):
-    """As trainers and libraries have one of their own."""
+    """A reentrant checkpoint, as trainers and libraries write them."""
 
     @staticmethod
     def forward(ctx: Any, run: Any, *args: torch.Tensor) -> torch.Tensor:
@@ -220,7 +211,7 @@ def reentrant(run: Any, *args: torch.Tensor) -> torch.Tensor:
 
 
 class OwnAttentionBlock(support.AttentionBlock):
-    """Its attention runs inside a checkpoint of its own, where it has one."""
+    """Its attention runs inside the checkpoint `own`, if any."""
 
     own: Any = None
 
@@ -230,22 +221,19 @@ class OwnAttentionBlock(support.AttentionBlock):
 
 
 class RingAttention(LibrariesCheckpoint):
-    """No checkpoint by its name: an attention whose own backward runs its forward again."""
+    """Not a checkpoint, by its name: an attention whose backward runs its forward again."""
 
 
 class AttentionCheckpoint(LibrariesCheckpoint):
-    """One by its name."""
+    """A checkpoint, by its name."""
 
 
 @pytest.mark.parametrize("own", [reentrant, LibrariesCheckpoint.apply, AttentionCheckpoint.apply])
-@pytest.mark.parametrize("host", ["diffusers", "blocks"])
 @pytest.mark.parametrize("when", ["in all blocks", "in the last block", "after a forward alone", "later"])
-def test_attention_in_a_checkpoint_without_hooks(when: str, host: str, own: Any) -> None:
-    """Nothing of it shows in the forward: attention that runs in a backward, with no replay open, does."""
-    model = HOSTS[host].make()
-    for i in range(2):
-        model.blocks[i] = OwnAttentionBlock()
-    HOSTS[host].enable(model)
+def test_attention_in_a_checkpoint_without_hooks(when: str, own: Any) -> None:
+    """The forward shows nothing of it. The backward does: attention runs there, and no replay is open."""
+    model = stack(block=OwnAttentionBlock)
+    fastac.enable(model, blocks="blocks")
     if when == "later":
         train_step(model, stack_inputs())
     for i in range(when == "in the last block", 2):
@@ -258,7 +246,7 @@ def test_attention_in_a_checkpoint_without_hooks(when: str, host: str, own: Any)
 
 
 class VisibleCheckpoint(LibrariesCheckpoint):
-    """Made visible, by which its user says that it is no checkpoint."""
+    """Its user made it visible: it is not a checkpoint."""
 
     @staticmethod
     def forward(ctx: Any, *args: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -272,7 +260,7 @@ class VisibleCheckpoint(LibrariesCheckpoint):
 
 
 class Outside(torch.nn.Module):
-    """Attention in a checkpoint before the blocks, with nothing of fastac around it."""
+    """Attention in a checkpoint before the blocks, in no region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +298,7 @@ def visible(run: Any, *qkv: torch.Tensor) -> torch.Tensor:
     ids=["an attention by its name", "made visible", "outside the blocks"],
 )
 def test_attention_that_may_run_in_a_backward(make: Any) -> None:
-    """It is the model's own doing, or nothing that fastac was asked to save."""
+    """The attention's own backward runs it again, or fastac was not asked to save it."""
     fastac.make_visible(VisibleCheckpoint, layout="bhsd", dropout=None)
     expected = train_step(make(), stack_inputs())
     model = make()
@@ -321,7 +309,7 @@ def test_attention_that_may_run_in_a_backward(make: Any) -> None:
 
 
 def test_a_checkpoint_of_somebody_else_in_another_thread() -> None:
-    """Autograd nodes are numbered by thread: those of one that trains without fastac are none of a region's."""
+    """Autograd numbers nodes by thread: a node of another thread is not a node of a region here."""
     model = stack(policy="attn_only")
     train_step(model, stack_inputs())
     other = own_blocks(reentrant)()
@@ -333,8 +321,7 @@ def test_a_checkpoint_of_somebody_else_in_another_thread() -> None:
 def test_attention_in_a_full_region_of_the_block_s_own() -> None:
     class Inner(support.AttentionBlock):
         def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            attended: torch.Tensor = fastac.checkpoint(super()._attention, query, key, value, policy="full")
-            return attended
+            return fastac.checkpoint(super()._attention, query, key, value, policy="full")
 
     with pytest.raises(
         PolicyNotAppliedError, match=r'fastac\'s with policy="full"\)\. Leave that checkpoint out, or give'
@@ -359,61 +346,39 @@ def test_attention_in_a_checkpoint_that_the_policy_recomputes_anyway(use_reentra
         assert_same(train_step(model, stack_inputs()), expected)
 
 
-def test_a_checkpoint_inside_a_block_that_holds_no_attention(attention_executions: Counter[str]) -> None:
-    """Nobody's business."""
-
-    class Checkpointed(torch.nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch_checkpoint(self[0], x, use_reentrant=False)
-
-    class FeedForward(support.AttentionBlock):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ffn = Checkpointed(self.ffn)
-
-    expected = train_step(stack(block=FeedForward), stack_inputs())
-    attention_executions.clear()
-    assert_same(train_step(stack(block=FeedForward, policy="attn_only"), stack_inputs()), expected)
-    assert attention_executions.total() == 4
-
-
-@pytest.mark.parametrize("host", ["diffusers", "blocks"])
-def test_a_checkpoint_around_the_whole_model(host: str) -> None:
+def test_a_checkpoint_around_the_whole_model() -> None:
     """Its recompute runs every region's forward again in backward."""
-    model = HOSTS[host].make()
-    HOSTS[host].enable(model)
+    model = stack()
+    fastac.enable(model, blocks="blocks")
     for _ in range(2):
         with pytest.raises(PolicyNotAppliedError):
             support.loss_of(alone(model)(**stack_inputs())).backward()
 
 
-def test_a_region_around_the_whole_model_keeps_what_its_blocks_save(attention_executions: Counter[str]) -> None:
-    """fastac.checkpoint around enabled blocks is no such thing."""
-    model = support.stack()
+def test_a_region_around_the_whole_model_keeps_what_its_blocks_save() -> None:
+    """fastac.checkpoint around enabled blocks is no such checkpoint."""
+    model = stack()
     fastac.enable(model, blocks="blocks")
-    attention_executions.clear()
-    fastac.checkpoint(model, *stack_inputs().values()).sum().backward()
-    assert attention_executions.total() == 4
+    assert executions_of(functools.partial(fastac.checkpoint, model), stack_inputs()) == 4
 
 
 # A policy that saves nothing
 
 
 @pytest.mark.parametrize("host", ["diffusers", "blocks"])
-def test_a_policy_that_saves_nothing_in_any_block(host: str, attention_executions: Counter[str]) -> None:
-    """An error at the first step of a model; "full" says so itself, and a mapping that saves in one block is fine."""
+def test_a_policy_that_saves_nothing_in_any_block(host: str) -> None:
+    """An error in a model's first step. "full" is fine, and so is a mapping that saves in one block."""
     model = HOSTS[host].make()
     HOSTS[host].enable(model, "long_attn_only")
     with pytest.raises(fastac.FastacError, match="long_attn_only"):
         train_step(model, stack_inputs())
     HOSTS[host].enable(model, {"blocks.0": "attn_only", "*": "long_attn_only"})
-    assert step_of(model, attention_executions) == 6
+    assert step_of(model) == 6
     HOSTS[host].enable(model, "full")
-    assert step_of(model, attention_executions) == 8
+    assert step_of(model) == 8
 
 
 def test_a_policy_that_saves_nothing_in_a_function(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning, once."""
     block = support.AttentionBlock()
     for _ in range(3):
         fastac.checkpoint(block, **stack_inputs(), policy="long_attn_only").sum().backward()

@@ -1,4 +1,4 @@
-"""patch_checkpoint: code that calls torch's checkpoint by its name gets fastac's, and what took it before is told."""
+"""patch_checkpoint: calls of torch's checkpoint by its name are calls of fastac's. A name captured before: an error."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support import (
     CPU_ATTENTION,
     AttentionBlock,
     AttentionStack,
-    assert_same,
     custom_attention,
+    executions_of,
     stack_inputs,
     train_step,
     written_out,
@@ -74,41 +74,32 @@ def caller(call: Callable[..., torch.Tensor]) -> Caller:
 @pytest.mark.parametrize("call", [by_name, by_attribute, without_options])
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter")
 def test_names(call: Callable[..., torch.Tensor], attention_executions: Counter[str]) -> None:
-    """Attention once, inside; as before, bit for bit, outside. A backward may come after the end."""
+    """Attention runs once inside, and twice outside. A backward may come after the end."""
     model, inputs = caller(call), stack_inputs()
     expected = train_step(model, inputs)
-    assert attention_executions == {CPU_ATTENTION: 8}
     with fastac.patch_checkpoint():
         for _ in range(2):
-            attention_executions.clear()
-            assert_same(train_step(model, inputs), expected)
-            assert attention_executions == {CPU_ATTENTION: 4}
+            assert executions_of(model, inputs, expected) == 4
         attention_executions.clear()
         output = model(**inputs)
     output.sum().backward()
     assert attention_executions == {CPU_ATTENTION: 4}
-    attention_executions.clear()
-    assert_same(train_step(model, inputs), expected)
-    assert attention_executions == {CPU_ATTENTION: 8}
+    assert executions_of(model, inputs, expected) == 8
 
 
-def test_what_took_the_name_meanwhile(attention_executions: Counter[str]) -> None:
-    """Is torch's function again when the patch ends; a CheckpointWrapper made meanwhile is one for `enable`."""
+def test_what_took_the_name_meanwhile() -> None:
+    """It is torch's function again when the patch ends. `enable` takes a CheckpointWrapper made meanwhile."""
     with fastac.patch_checkpoint():
         model = caller(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False))
         wrapped = caller(lambda block, *args: block(*args))
         wrapped.blocks = torch.nn.ModuleList(map(checkpoint_wrapper, wrapped.blocks))
         fastac.enable(wrapped, blocks="blocks")
-        train_step(wrapped, stack_inputs())
-        train_step(model, stack_inputs())
-        assert attention_executions == {CPU_ATTENTION: 8}
-    attention_executions.clear()
-    train_step(model, stack_inputs())
-    assert attention_executions == {CPU_ATTENTION: 8}
+        assert executions_of(wrapped, stack_inputs()) == executions_of(model, stack_inputs()) == 4
+    assert executions_of(model, stack_inputs()) == 8
 
 
 def test_functions_that_run_blocks_of_several_classes() -> None:
-    """Each is judged by itself, although one function makes them all: what trainers call create_custom_forward."""
+    """Each class is judged, although one function makes the calls, as trainers' create_custom_forward does."""
 
     def run(block: torch.nn.Module) -> Callable[..., torch.Tensor]:
         return lambda *args: block(*args)
@@ -143,17 +134,23 @@ def test_it_says_what_it_replaced(caplog: pytest.LogCaptureFixture) -> None:
     assert "fastac.checkpoint" not in caplog.text
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    "call",
-    [CAPTURED, LibrariesCheckpoint.apply, torch_s_function, reentrant],
-    ids=["captured", "library", "torch", "reentrant"],
+    ("call", "compiled"),
+    [
+        (CAPTURED, False),
+        (CAPTURED, True),
+        (LibrariesCheckpoint.apply, False),
+        (LibrariesCheckpoint.apply, True),
+        (torch_s_function, False),
+        (reentrant, False),
+    ],
+    ids=["captured", "captured, compiled", "library", "library, compiled", "torch", "reentrant"],
 )
 def test_checkpoints_that_stay_torch_s(call: Any, compiled: bool) -> None:
-    """Names captured before, reentrant ones and those of libraries: an error that says what to switch, no silence."""
+    """Captured before the patch, reentrant, or a library's: an error that says what to switch."""
     model, inputs = caller(call), stack_inputs()
     torch._dynamo.reset()
-    run = torch.compile(model, backend="aot_eager") if compiled and call is not reentrant else model
+    run = torch.compile(model, backend="aot_eager") if compiled else model
     with fastac.patch_checkpoint():
         for _ in range(2):
             with pytest.raises(FastacError, match=r"use_reentrant=False"):
@@ -162,7 +159,7 @@ def test_checkpoints_that_stay_torch_s(call: Any, compiled: bool) -> None:
 
 
 def test_a_kernel_that_came_in_since() -> None:
-    """The patch intercepts it, where no region of fastac ever opens."""
+    """The patch intercepts it, although no region ever opens."""
     attend = custom_attention("came_in")
     model = caller(CAPTURED)
     model.blocks = torch.nn.ModuleList([AttentionBlock(attend=attend)])
@@ -170,29 +167,26 @@ def test_a_kernel_that_came_in_since() -> None:
         train_step(model, stack_inputs())
 
 
-def test_attention_without_any_checkpoint_is_let_alone(attention_executions: Counter[str]) -> None:
-    """Of an encoder beside the model, and of an attention whose own backward runs it again."""
-    model = caller(lambda block, *args: block(*args))
+def test_attention_without_any_checkpoint_is_left_alone() -> None:
+    """That of an encoder beside the model."""
     with fastac.patch_checkpoint():
-        train_step(model, stack_inputs())
-    assert attention_executions == {CPU_ATTENTION: 4}
+        assert executions_of(caller(lambda block, *args: block(*args)), stack_inputs()) == 4
 
 
-def test_what_the_policy_recomputes_may_be_captured(attention_executions: Counter[str]) -> None:
+def test_what_the_policy_recomputes_may_be_captured() -> None:
     with fastac.patch_checkpoint(fastac.Policy("attn_only", min_kv=1000)):
-        train_step(caller(CAPTURED), stack_inputs())
-    assert attention_executions == {CPU_ATTENTION: 8}
+        assert executions_of(caller(CAPTURED), stack_inputs()) == 8
 
 
 def test_a_compiled_model_that_calls_it_is_refused() -> None:
-    """dynamo makes an operator of torch's checkpoint, with torch's own saving. Before torch 2.12 backward shows it."""
+    """dynamo makes an operator of torch's checkpoint. Before torch 2.12 backward raises the error."""
     torch._dynamo.reset()
     with fastac.patch_checkpoint(), pytest.raises(Exception, match=r"makes an operator(.|\n)*fastac\.compile"):
         train_step(torch.compile(caller(by_attribute), backend="aot_eager"), stack_inputs())
 
 
 def test_a_model_that_was_compiled_before_is_refused() -> None:
-    """Its graph has torch's checkpoint in it, and asks for no name."""
+    """Its graph holds torch's checkpoint, and looks up no name."""
     torch._dynamo.reset()
     model = torch.compile(caller(by_attribute), backend="aot_eager")
     train_step(model, stack_inputs())
@@ -205,16 +199,14 @@ def test_verify_would_prove_nothing() -> None:
         fastac.verify(caller(by_attribute), **stack_inputs())
 
 
-def test_beside_enable(attention_executions: Counter[str]) -> None:
-    """Also under a torch.compile of the whole model."""
+def test_beside_enable() -> None:
+    """Also inside a torch.compile of the whole model."""
     model = caller(lambda block, *args: block(*args))
     fastac.enable(model, blocks="blocks")
     torch._dynamo.reset()
     with fastac.patch_checkpoint():
         for run in (model, torch.compile(model, backend="aot_eager")):
-            attention_executions.clear()
-            train_step(run, stack_inputs())
-            assert attention_executions == {CPU_ATTENTION: 4}
+            assert executions_of(run, stack_inputs()) == 4
         fastac.verify(model, **stack_inputs())
 
 

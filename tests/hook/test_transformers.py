@@ -1,10 +1,8 @@
-"""transformers' models under `enable`: what transformers and peft derive from "gradient checkpointing is on" holds."""
+"""transformers' models under `enable`: transformers and peft take gradient checkpointing to be on."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-from collections import Counter
 from typing import Any
 
 import peft
@@ -25,7 +23,7 @@ import fastac
 from fastac import FastacError
 from tests import support
 from tests.model_state import state_of
-from tests.support import CPU_ATTENTION, assert_same, train_step
+from tests.support import assert_same, executions_of, pickled, train_step
 
 SIZES = {
     "vocab_size": 16,
@@ -66,9 +64,7 @@ def test_what_is_derived_from_the_flag(kind: str, attention_executions: Counter[
         fastac.enable(model)
         assert model.is_activation_checkpointing
         for _ in range(2):
-            attention_executions.clear()
-            assert_same(train_step(model, inputs()), expected)
-            assert attention_executions == {CPU_ATTENTION: 2}
+            assert executions_of(model, inputs(), expected) == 2
     assert_same(train_step(copy.deepcopy(model), inputs()), expected)
     fastac.disable(model)
     assert state_of(model) == before
@@ -82,26 +78,8 @@ def test_activated_lora_without_gradients_of_its_inputs() -> None:
         train_step(model, inputs())
 
 
-class Holding(torch.nn.Module):
-    """A model that trains blocks beside a text encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.blocks = made("llama"), support.stack().blocks
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        text = text + self.encoder(**inputs())[0].mean()
-        for block in self.blocks:
-            video = block(video, text)
-        return video
-
-
 def test_only_what_the_blocks_are_in_is_switched_on() -> None:
-    """Not an encoder beside them, nor T5's attention, which lets its mask require grad by a flag of its own."""
-    model = Holding()
-    fastac.enable(model, blocks="blocks")
-    model.encoder.activation_checkpointing_enable()
-    train_step(model, support.stack_inputs())
+    """Not T5's attention, whose own flag makes its mask require grad."""
     config = T5Config(**dict.fromkeys(("vocab_size", "d_model", "d_ff"), 16), d_kv=8, num_layers=1, num_heads=2)
     encoder = T5EncoderModel(config)
     before = state_of(encoder)
@@ -112,8 +90,8 @@ def test_only_what_the_blocks_are_in_is_switched_on() -> None:
     assert state_of(encoder) == before
 
 
-def test_a_transformer_without_embeddings(attention_executions: Counter[str]) -> None:
-    """As Open-Sora's, a PreTrainedModel; LoRA of another kind than the activated changes nothing of the inputs."""
+def test_a_transformer_without_embeddings() -> None:
+    """A PreTrainedModel, as Open-Sora's. Only an activated LoRA makes inputs require grad."""
 
     class Video(PreTrainedModel):
         config_class = PretrainedConfig
@@ -129,16 +107,13 @@ def test_a_transformer_without_embeddings(attention_executions: Counter[str]) ->
     model = Video(PretrainedConfig())
     expected = train_step(model, support.stack_inputs())
     fastac.enable(model, blocks="blocks")
-    attention_executions.clear()
-    assert_same(train_step(model, support.stack_inputs()), expected)
-    assert attention_executions == {CPU_ATTENTION: 4}
+    assert executions_of(model, support.stack_inputs(), expected) == 4
     lora = peft.get_peft_model(made("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     fastac.enable(lora)
-    assert_same(train_step(pickle.loads(pickle.dumps(lora)), inputs()), train_step(lora, inputs()))
+    assert_same(train_step(pickled(lora), inputs()), train_step(lora, inputs()))
 
 
 def test_its_own_switch_after_enable() -> None:
-    """Blocks would be checkpointed twice."""
     model = made("llama")
     fastac.enable(model)
     model.activation_checkpointing_enable()
@@ -148,7 +123,7 @@ def test_its_own_switch_after_enable() -> None:
         fastac.enable(model)
     model.activation_checkpointing_disable()
     fastac.enable(model)
-    model.activation_checkpointing_disable()  # not of what fastac does
+    model.activation_checkpointing_disable()  # it does not switch off fastac
     train_step(model, {**inputs(), "use_cache": False})
     found = fastac.report(model)
     assert (found.active, found.rows[0].saved) == (True, 2)

@@ -1,8 +1,7 @@
-"""The report: what was saved and recomputed in the latest forward, to the byte, and what is wrong if something is."""
+"""The report: what the latest forward saved and recomputed, to the byte, and what is wrong, if anything."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from fastac import Policy
 from tests import compiler, support
 from tests.hook.hosts import diffuser
 from tests.marks import NEEDS_COMPILED_MODELS
-from tests.support import CPU_ATTENTION, train_step
+from tests.support import executions_of, train_step
 
 WAN = "WanTransformer3DModel"
 CPU_OP = "aten._scaled_dot_product_flash_attention_for_cpu"
@@ -82,29 +81,26 @@ def test_what_a_bound_on_the_keys_left_to_recomputation(wan: Any) -> None:
 
 
 class Masked(support.AttentionBlock):
-    """Attends to the text tokens that a mask leaves, as Mochi does: how many keys there are no shape tells."""
+    """Attends to the text tokens that a mask leaves, as Mochi does: no shape says how many keys there are."""
 
     def forward(self, video: torch.Tensor, text: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return super().forward(video, text[:, mask])
 
 
-def test_lengths_that_depend_on_values_are_reported_as_they_are(attention_executions: Counter[str]) -> None:
+def test_lengths_that_depend_on_values() -> None:
     model = torch.nn.ModuleList([Masked()])
     model.forward = lambda **inputs: model[0](*inputs.values())
-    policy = Policy("attn_only", min_kv=4)
-    fastac.enable(model, policy, blocks="0")
+    fastac.enable(model, Policy("attn_only", min_kv=4), blocks="0")
     for valid, saved in ((5, 2), (3, 1), (5, 2), (4, 2)):
         inputs = support.stack_inputs() | {"mask": torch.arange(support.TEXT_TOKENS) < valid}
-        attention_executions.clear()
-        train_step(model, inputs)
+        assert executions_of(model, inputs) == 4 - saved
         (row,) = fastac.report(model).rows
         assert (row.attention_calls, row.saved) == (2, saved)
         assert row.saved_bytes == saved * bytes_of(queries=support.VIDEO_TOKENS, dim=8)
-        assert attention_executions == {CPU_ATTENTION: 4 - saved}
 
 
 def test_bytes_are_those_of_the_latest_forward() -> None:
-    """With gradients: a validation in between changes nothing, and "full" saves nothing."""
+    """Of the latest with gradients: a validation in between changes nothing. "full" saves nothing."""
     model = diffuser()
     fastac.enable(model)
     sizes = []
@@ -155,35 +151,25 @@ def test_a_model_that_calls_fastac_checkpoint_itself() -> None:
 
 @NEEDS_COMPILED_MODELS
 class TestCompiledModel:
-    """Nothing is seen while a graph runs: the report says what was decided while it was traced."""
-
-    def compiled(self, policy: Any = "attn_only") -> Any:
-        compiler.reset()
-        model = diffuser()
-        fastac.enable(model, policy)
-        model.compile(backend="aot_eager", dynamic=False)
-        return model
+    """Nothing is seen while a graph runs. The report says what was decided while it was traced."""
 
     def test_counts_and_bytes(self) -> None:
-        model = self.compiled(Policy("attn_only", min_kv=support.TEXT_TOKENS + 1))
+        compiler.reset()
+        model = diffuser()
+        fastac.enable(model, {"blocks.0": "full", "*": Policy("attn_only", min_kv=support.TEXT_TOKENS + 1)})
+        model.compile(backend="aot_eager", dynamic=False)
         assert fastac.report(model).rows[0].blocks_seen == 0
         train_step(model, support.stack_inputs())
         report = fastac.report(model)
         (row,) = report.rows
         assert report.problem == ""
-        assert (row.blocks_seen, row.blocks_compiled) == (2, 2)
-        assert (row.attention_calls, row.saved, row.recomputed, row.ops) == (4, 2, 2, (CPU_OP,))
-        assert row.saved_bytes == 2 * bytes_of(queries=support.VIDEO_TOKENS, dim=8)
+        assert (row.blocks_seen, row.blocks_full, row.blocks_compiled) == (1, 1, 1)
+        assert (row.attention_calls, row.saved, row.recomputed, row.ops) == (2, 1, 1, (CPU_OP,))
+        assert row.saved_bytes == bytes_of(queries=support.VIDEO_TOKENS, dim=8)
         assert "compiled" in str(report)
 
-    def test_policies_per_block(self) -> None:
-        model = self.compiled({"blocks.0": "full", "*": "attn_only"})
-        train_step(model, support.stack_inputs())
-        (row,) = fastac.report(model).rows
-        assert (row.blocks_full, row.blocks_compiled, row.saved, row.recomputed) == (1, 1, 2, 0)
-
     def test_of_a_model_that_was_trained_eagerly_before(self) -> None:
-        """What the compiled model does is the newer, for the sizes it was traced with; and the other way round."""
+        """The later run counts: the compiled model's, with the sizes of its trace, or the eager one's."""
         compiler.reset()
         model = diffuser()
         fastac.enable(model)

@@ -1,7 +1,7 @@
-"""What the ways of training share: the models, a run that counts attention step by step, and the comparison of runs.
+"""What the ways of training share: models, runs that count attention step by step, and their comparison.
 
-A way is a recipe: a function that builds a model, calls `run.enable` where a script would call `fastac.enable`, and
-trains by `run.step`. It is run without checkpointing, under `attn_only` and under `full`.
+A way is a recipe: a function that builds a model, calls `run.enable` where a script calls `fastac.enable`, and trains
+by `run.train` or `run.step`. It runs without checkpointing, under `attn_only` and under `full`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tests.support import CPU_ATTENTION, Tensors, assert_same
 
 WAN = "WanTransformer3DModel"
 COGVIDEOX = "CogVideoXTransformer3DModel"
-
 
 ATTENTION = {WAN: 4, COGVIDEOX: 2}
 """Attention calls in one forward of a tiny model, all of them in checkpointed blocks."""
@@ -97,7 +96,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 class Run:
-    """One training under a policy, None for none: the numbers of every step and the attention kernels that it ran."""
+    """One training under a policy, None for none: the numbers of every step, and how many attention kernels it ran."""
 
     def __init__(self, policy: str | None) -> None:
         self.policy = policy
@@ -110,6 +109,12 @@ class Run:
         if self.policy is not None:
             fastac.enable(model, policy if policy is not None and self.policy == "attn_only" else self.policy)
 
+    def train(self, model: torch.nn.Module, batch: Batch, steps: int = 3, **options: Any) -> None:
+        """Steps with one optimizer, each on a batch of its own. options: those of `step`."""
+        optimizer = adamw(model)
+        for one in batches(batch, steps):
+            self.step(model, one, optimizer=optimizer, **options)
+
     def step(
         self,
         model: torch.nn.Module,
@@ -118,10 +123,10 @@ class Run:
         forward: Callable[..., Any] | None = None,
         backward: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
-        """One optimizer step, kept: losses, outputs, gradients and parameters.
+        """One optimizer step. Keeps losses, outputs, gradients and parameters.
 
         Random numbers go on from step to step: a recompute that draws one too many changes every later step.
-        forward: called with a micro-batch in the place of the model. backward: called with its loss.
+        forward: called with a micro-batch instead of the model. backward: called with its loss.
         """
         number = len(self.executions)
         optimizer.zero_grad()
@@ -137,7 +142,7 @@ class Run:
         self.keep(f"step {number} parameter", dict(model.named_parameters()))
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy what must be the same in every run."""
+        """Copy tensors that must be the same in every run."""
         copies = {f"{name}: {key}": tensor.detach().clone() for key, tensor in tensors.items()}
         assert not copies.keys() & self.tensors.keys(), "kept twice under one name"
         self.tensors |= copies
@@ -156,10 +161,9 @@ def assert_exact_and_saved(
 ) -> Run:
     """Run a recipe with and without checkpointing: every number is the same, bit for bit, and attention runs once.
 
-    forwards: how often a step calls the model. again: the attention calls that a step runs a second time under `full`,
-    all of those in blocks when left out. They show that the recipe's blocks are checkpointed and its kernels counted.
-    saved_again: the same for the run that saves, where the recipe saves less than all. Both may differ by step.
-    with_full: False to leave the run under `full` out, where it takes long.
+    forwards: how often a step calls the model. again: how many attention calls a step runs a second time under `full`;
+    by default all in blocks. They show that blocks are checkpointed and kernels counted. saved_again: the same under
+    `attn_only`. Both may differ by step. with_full: False leaves out the run under `full`, where it takes long.
     """
     plain, saved, full = Run(None), Run("attn_only"), Run("full")
     for run in (plain, saved, full) if with_full else (plain, saved):
@@ -187,5 +191,5 @@ def untrained(run: Run) -> list[str]:
         if is_gradient:
             seen.add(parameter)
             moved |= {parameter} if tensor.any() else set()
-    # A key bias adds the same to all scores of a query, which softmax does not see: its gradient is rounding noise.
+    # A softmax does not see the bias of a key: its gradient is rounding noise.
     return sorted(parameter for parameter in seen - moved if not parameter.endswith(("_k.bias", "_k_proj.bias")))

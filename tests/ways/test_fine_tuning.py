@@ -1,58 +1,65 @@
-"""Full fine-tuning, LoRA, a frozen base, gradient accumulation, half precision: every number is as without fastac."""
+"""Training one model: every number is as without fastac, bit for bit.
+
+Full fine-tuning, LoRA, a frozen base, gradient accumulation, half precision, a base in float8, samples in between, a
+policy that changes, and the files that are written.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
 
+import fastac
 from fastac.models.published import LORA_TARGETS
 from tests import support
 from tests.ways.recipes import (
+    ATTENTION,
     COGVIDEOX,
     FEED_FORWARD,
     WAN,
     Run,
     adamw,
+    adapt,
     assert_exact_and_saved,
     batches,
     build,
     narrow,
     repeated,
+    sampled,
 )
 
 
 @pytest.mark.parametrize("name", [WAN, COGVIDEOX])
 def test_full_fine_tuning(name: str) -> None:
-    """Ten AdamW steps, in which a single differing bit would grow; text in cross-attention, and in the sequence."""
+    """Ten AdamW steps, in which one wrong bit would grow. Text in cross-attention, and in the sequence."""
 
     def recipe(run: Run) -> None:
         model, batch = build(name)
         run.enable(model)
-        optimizer = adamw(model)
-        for one in batches(batch, 10):
-            run.step(model, one, optimizer=optimizer)
+        run.train(model, batch, 10)
 
     assert_exact_and_saved(recipe, name)
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize(
-    ("through", "targets", "dropout"),
+    ("through", "targets", "dropout", "order"),
     [
-        ("add_adapter", list(LORA_TARGETS), 0.3),
-        ("get_peft_model", FEED_FORWARD, 0.0),
-        ("get_peft_model", "all-linear", 0.3),
+        ("add_adapter", list(LORA_TARGETS), 0.3, "before"),
+        ("get_peft_model", FEED_FORWARD, 0.0, "before"),
+        ("get_peft_model", "all-linear", 0.3, "after"),
     ],
     ids=["attention", "feed-forward", "all-linear"],
 )
 def test_lora(through: str, targets: Any, dropout: float, order: str) -> None:
-    """Adapters alone train, over inputs without gradient: attention of the first block has nothing before it to train.
+    """Adapters alone train, and inputs have no gradient: nothing before the first attention trains.
 
-    Their dropout draws numbers inside the recomputed part. order: of the adapter, against fastac.enable.
+    Their dropout draws numbers in what is recomputed. order: whether they come before fastac.enable, or after.
     """
 
     def recipe(run: Run) -> None:
@@ -69,9 +76,7 @@ def test_lora(through: str, targets: Any, dropout: float, order: str) -> None:
         support.fill_zeros(model)  # the second factor, behind which the first has no gradient
         if order == "before":
             run.enable(model)
-        optimizer = adamw(trained)
-        for one in batches(batch, 3):
-            run.step(trained, one, optimizer=optimizer)
+        run.train(trained, batch)
 
     saved = assert_exact_and_saved(recipe)
     gradients = {key.partition("gradient of ")[2] for key in saved.tensors if "gradient of" in key}
@@ -84,12 +89,12 @@ PARTS = {
     "last block": (r"blocks\.1\.", 2),
     "output projection": (r"^proj_out\.", 0),
 }
-"""Patterns of parameters, and the attention calls in the blocks that a gradient reaches when these are trained."""
+"""Trained parameters, and how many attention calls are in the blocks that a gradient reaches then."""
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_frozen_base_with_a_trained_part(part: str) -> None:
-    """Which parameters train decides what autograd keeps, and whether it guards the output of the first attention."""
+    """It decides what autograd keeps, and whether it guards the output of the first attention."""
     pattern, again = PARTS[part]
 
     def recipe(run: Run) -> None:
@@ -97,15 +102,13 @@ def test_a_frozen_base_with_a_trained_part(part: str) -> None:
         for key, parameter in model.named_parameters():
             parameter.requires_grad_(re.search(pattern, key) is not None)
         run.enable(model)
-        optimizer = adamw(model)
-        for one in batches(batch, 3):
-            run.step(model, one, optimizer=optimizer)
+        run.train(model, batch)
 
     assert_exact_and_saved(recipe, again=again)
 
 
 def test_gradient_accumulation() -> None:
-    """Micro-batches of aspect-ratio buckets: each shape has a census of its own; coming back to one is no surprise."""
+    """Micro-batches of aspect-ratio buckets: regions of each shape are a kind of their own."""
 
     def recipe(run: Run) -> None:
         model, batch = build()
@@ -121,19 +124,114 @@ def test_gradient_accumulation() -> None:
 
 @pytest.mark.parametrize("way", ["autocast", "pure"])
 def test_bf16(way: str) -> None:
-    """Autocast: forward and recompute see the same casts, and attention is kept in bfloat16."""
+    """Autocast: forward and recompute cast alike."""
     dtype = torch.float32 if way == "autocast" else torch.bfloat16
 
     def recipe(run: Run) -> None:
         model, batch = build(dtype=dtype)
         run.enable(model)
-        optimizer = adamw(model)
-
-        def forward(**inputs: Any) -> Any:
-            with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-                return model(**inputs)
-
-        for one in batches(batch, 3):
-            run.step(model, one, optimizer=optimizer, forward=forward)
+        run.train(model, batch, forward=torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast")(model))
 
     assert_exact_and_saved(recipe)
+
+
+@pytest.mark.parametrize(("order", "adapter"), [("before", "first"), ("after", "last")])
+def test_layerwise_casting(order: str, adapter: str) -> None:
+    """Each layer of the frozen base is cast to bfloat16 for its own forward.
+
+    order: whether enable_layerwise_casting comes before or after fastac.enable. adapter: before both, or after.
+    """
+
+    def recipe(run: Run) -> None:
+        model, batch = build(dtype=torch.bfloat16)
+        if adapter == "first":
+            # diffusers then switches off that peft casts its inputs
+            adapt(model, LORA_TARGETS, dtype=torch.bfloat16)
+        if order == "after":
+            run.enable(model)
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+        if order == "before":
+            run.enable(model)
+        if adapter == "last":
+            adapt(model, LORA_TARGETS)
+        stored = {key for key, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn}
+        assert any("to_k.base_layer.weight" in key for key in stored)
+        run.train(model, batch)
+
+    assert_exact_and_saved(recipe)
+
+
+@pytest.mark.parametrize(
+    ("mode", "training"), [(torch.no_grad, False), (torch.inference_mode, True)], ids=["no_grad", "inference_mode"]
+)
+def test_sampling_between_steps(mode: Any, training: bool) -> None:
+    """A sample runs every attention once, as without fastac, and does not change the next step."""
+
+    def recipe(run: Run) -> None:
+        model, batch = build()
+        adapt(model)  # with dropout
+        run.enable(model)
+        optimizer = adamw(model)
+        for number, one in enumerate(batches(batch, 3)):
+            model.train(training)
+            run.keep(f"sample {number}", {"before": sampled(model, one, mode)})
+            model.train()
+            run.step(model, one, optimizer=optimizer)
+            model.train(training)
+            run.keep(f"sample {number}", {"after": sampled(model, one, mode)})
+
+    assert_exact_and_saved(recipe)
+
+
+@pytest.mark.parametrize("disables", [False, True])
+def test_a_policy_counts_from_the_next_forward_on(disables: bool) -> None:
+    """Switched, or disabled, between forward and backward: the step goes on as its forward began."""
+    other = {"attn_only": "full", "full": "attn_only"}
+
+    def recipe(run: Run) -> None:
+        model, batch = build()
+        run.enable(model)
+
+        def switch_and_backward(loss: torch.Tensor) -> None:
+            if disables:
+                fastac.disable(model)
+            elif run.policy is not None:
+                fastac.enable(model, other[run.policy])
+            loss.backward()
+
+        run.train(model, batch, 2, backward=switch_and_backward)
+
+    calls = ATTENTION[WAN]
+    assert_exact_and_saved(recipe, again=[calls, 0], saved_again=[0, 0 if disables else calls])
+
+
+def content_of(file: Path) -> tuple[Any, bytes]:
+    """The header of a file, and its tensors. A header of safetensors has no fixed order."""
+    content = file.read_bytes()
+    if file.suffix != ".safetensors":
+        return json.loads(content), b""
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["model", "adapters"])
+def test_files_are_those_of_a_model_without_fastac(adapters: bool, tmp_path: Path) -> None:
+    """Weights, config and adapters that an enabled model writes."""
+
+    def recipe(run: Run) -> None:
+        model, batch = build()
+        if adapters:
+            adapt(model, "all-linear", dropout=0.0)
+        run.enable(model)
+        run.step(model, batch, optimizer=adamw(model))
+        save = model.save_lora_adapter if adapters else model.save_pretrained
+        save(tmp_path / str(run.policy))
+
+    assert_exact_and_saved(recipe)
+    plain, saved, full = (
+        {file.name: content_of(file) for file in (tmp_path / policy).iterdir()}
+        for policy in ("None", "attn_only", "full")
+    )
+    assert any(len(weights) > 1_000 for _, weights in plain.values())
+    assert saved == plain
+    assert full == plain

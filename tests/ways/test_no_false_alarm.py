@@ -1,13 +1,12 @@
-"""What is no change before backward raises nothing, in steps whose values are compared and in those between.
+"""Nothing changes before backward, and nothing raises, in steps whose values are compared and in those between.
 
-Gradients are those without checkpointing, bit for bit; where the block itself computes with noise, but for the noise.
-In each case a real change is shown to be an error. Offloaded weights raise nothing in test_block_swap.py and
-test_memory.py, FSDP2 in mixed precision in distributed/test_data_parallel.py: values are compared there as well.
+Gradients are those without checkpointing, bit for bit; with noise in the block, up to the noise. In each case a real
+change is an error. Offloaded weights: test_block_swap.py. FSDP2 in mixed precision:
+distributed/test_data_parallel.py.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,20 +21,16 @@ from tests import support
 from tests.support import TEXT_TOKENS, VIDEO_TOKENS, WIDTH, AttentionBlock, Tensors, loss_of, run_checkpointed
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
-Call = Callable[..., torch.Tensor]
-Way = Callable[["Block", Call, Mapping[str, torch.Tensor]], object]
 
 STEPS = 5
 """Of these, the values of 0, 1, 2 and 4 are compared."""
 
-of_policies = pytest.mark.parametrize("policy", ["attn_only", "full"])
-
 
 class Block(AttentionBlock):
-    """A block that begins with an operation. multiplier: what a test changes before backward."""
+    """A block that begins with an operation. failing_call: runs out of memory."""
 
-    multiplier = 1.0
-    failing_calls: tuple[int, ...] = ()
+    multiplier = 1.0  # changed by a test before backward
+    failing_call = 0
     calls = 0
 
     def __init__(self, operation: Operation) -> None:
@@ -44,7 +39,7 @@ class Block(AttentionBlock):
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        if self.calls in self.failing_calls:
+        if self.calls == self.failing_call:
             raise torch.OutOfMemoryError("of the test")
         return super().forward(self.operation(video * self.multiplier), text)
 
@@ -52,73 +47,11 @@ class Block(AttentionBlock):
         return self(**inputs)
 
 
-# Ways of a step
-
-
-def step(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
-    loss_of(call(**inputs)).backward()
-
-
-def after_sampling(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        call(**inputs)
-    step(block, call, inputs)
-
-
-def accumulated(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
-    step(block, call, inputs)
-    step(block, call, {name: tensor * 2 for name, tensor in inputs.items()})
-
-
-def two_forwards(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
-    output = call(**inputs)
-    (loss_of(output) + loss_of(call(output, inputs["text"] * 2))).backward()
-
-
-def two_backwards(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
-    loss = loss_of(call(**inputs))
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def nested(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
-    step(block, functools.partial(fastac.checkpoint, lambda **tensors: call(**tensors) * 2, policy="full"), inputs)
-
-
-def autocast(block: Block, call: Call, inputs: Mapping[str, torch.Tensor]) -> None:
-    step(block, torch.autocast("cpu", torch.bfloat16)(call), inputs)
-
-
-def retried(block: Block, call: Call, inputs: Mapping[str, torch.Tensor], failing_call: int) -> None:
-    """The step begins again when memory ran out, in its forward (call 1) or in its recompute (call 2)."""
-    block.calls, block.failing_calls = 0, (failing_call,)
-    for _ in range(2):
-        for tensor in support.leaves_of(block, inputs).values():
-            tensor.grad = None
-        try:
-            return step(block, call, inputs)
-        except torch.OutOfMemoryError:
-            continue
-    raise AssertionError("memory ran out twice")
-
-
-WAYS: list[Way] = [
-    after_sampling,
-    accumulated,
-    two_forwards,
-    two_backwards,
-    nested,
-    autocast,
-    functools.partial(retried, failing_call=1),
-    functools.partial(retried, failing_call=2),
-]
-
-
 # Operations, made anew for each training
 
 
 class Dequantized(torch.nn.Module):
-    """A frozen linear layer of int8, or of pairs of 4 bits in uint8."""
+    """A frozen linear layer in int8, or in uint8 with two numbers of 4 bits."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -134,7 +67,7 @@ class Dequantized(torch.nn.Module):
 
 
 class Clamped(torch.nn.Linear):
-    """A layer that writes its own weight: keeps it within bounds, which changes nothing the second time."""
+    """A layer that clamps its own weight, which changes nothing the second time."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -146,9 +79,9 @@ class Clamped(torch.nn.Linear):
 
 
 class Added(torch.autograd.Function):
-    """The product with a matrix, in parts that are added up in another order at each call.
+    """A product with a matrix, in parts that each call adds up in another order.
 
-    in_float32: parts are added up in float32, as kernels do it, or rounded before.
+    in_float32: whether parts are added up in float32, as in kernels, or rounded before.
     """
 
     order = torch.Generator()  # and other things that differ at each call
@@ -197,7 +130,7 @@ class Saves(torch.autograd.Function):
 
 
 def random_state(hidden: torch.Tensor) -> torch.Tensor:
-    """Without dropout, CUDA kernels of attention save seed and offset as `at::empty`: whatever is in that memory."""
+    """CUDA attention kernels without dropout save seed and offset unset: whatever is in that memory."""
     for shape, dtype in (((), torch.int64), ((2,), torch.uint64)):
         hidden = Saves.apply(hidden, torch.randint(2**62, shape, generator=Added.order).to(dtype))
     return hidden
@@ -218,14 +151,14 @@ def rotate(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def masked(hidden: torch.Tensor) -> torch.Tensor:
-    """Scores of minus infinity, that are saved; a NaN that is ignored is saved too."""
+    """Saves scores of minus infinity, and a NaN that is ignored."""
     scores = hidden @ hidden.mT + torch.full((VIDEO_TOKENS, VIDEO_TOKENS), -math.inf).triu(1).to(hidden.dtype)
     background = torch.full_like(hidden, math.nan)
     return torch.fmax(hidden, background) + torch.logsumexp(scores, -1, keepdim=True) * scores.sigmoid().mean(-1, True)
 
 
 def indexed(hidden: torch.Tensor) -> torch.Tensor:
-    """Saves int64 and bool, and where there is nothing."""
+    """Saves int64, bool, and an empty tensor."""
     order = hidden.detach().argsort(1)
     largest, _ = torch.where(hidden > 0, hidden, hidden / 2).gather(1, order).topk(WIDTH)
     return torch.cat([largest, hidden[:, :0] * hidden[:, :0].exp()], 1)
@@ -272,41 +205,47 @@ def made(
     return Block(operation()).to(dtype), support.stack_inputs(seed, dtype=dtype)
 
 
+def step(block: Block, inputs: Mapping[str, torch.Tensor], policy: str) -> None:
+    for tensor in support.leaves_of(block, inputs).values():
+        tensor.grad = None
+    loss_of(run_checkpointed(block, policy=policy, **inputs)).backward()
+
+
 def train(
-    operation: Callable[[], Operation], policy: str, dtype: torch.dtype = torch.float32, way: Way = step, seed: int = 0
+    operation: Callable[[], Operation], policy: str, dtype: torch.dtype = torch.float32, seed: int = 0, failing: int = 0
 ) -> Tensors:
-    """The gradients of every step."""
+    """The gradients of every step. failing: the call of the block in which each step runs out of memory, at first."""
     block, inputs = made(operation, dtype, seed)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
-    leaves, found = support.leaves_of(block, inputs), {}
+    found = {}
     for number in range(STEPS):
-        for tensor in leaves.values():
-            tensor.grad = None
-        way(block, functools.partial(run_checkpointed, block, policy=policy), inputs)
-        found |= {f"step {number}: {name}": tensor for name, tensor in support.gradients(leaves).items()}
+        if failing:
+            block.calls, block.failing_call = 0, failing
+            with pytest.raises(torch.OutOfMemoryError):
+                step(block, inputs, policy)
+        step(block, inputs, policy)
+        gradients = support.gradients(support.leaves_of(block, inputs))
+        found |= {f"step {number}: {name}": tensor for name, tensor in gradients.items()}
         optimizer.step()
     return found
 
 
-@of_policies
-@pytest.mark.parametrize("way", WAYS)
-def test_ways(way: Way, policy: str) -> None:
-    retries = isinstance(way, functools.partial)  # and so would draw other numbers
-    operation = hooked if retries else OPERATIONS["dropout"][0]
-    support.assert_same(train(operation, policy, way=way), train(operation, "none", way=way))
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+@pytest.mark.parametrize("failing", [1, 2], ids=["forward", "recompute"])
+def test_a_step_that_runs_out_of_memory_and_is_repeated(failing: int, policy: str) -> None:
+    support.assert_same(train(hooked, policy, failing=failing), train(hooked, "none"))
 
 
-@of_policies
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operations(name: str, policy: str) -> None:
+def test_operations(name: str) -> None:
     operation, dtype = OPERATIONS[name]
-    found, expected = train(operation, policy, dtype), train(operation, "none", dtype)
+    found, expected = train(operation, "attn_only", dtype), train(operation, "none", dtype)
     if not name.startswith("noise"):
         support.assert_same(found, expected)
     for key, gradient in found.items():
         assert support.relative_error(gradient, expected[key]) < torch.finfo(dtype).eps ** 0.5, key
     block, inputs = made(operation, dtype)
-    loss = loss_of(fastac.checkpoint(block, **inputs, policy=policy))
+    loss = loss_of(fastac.checkpoint(block, **inputs))
     block.multiplier = 1.5
     with pytest.raises(fastac.FastacError, match="does not compute what the forward did"):
         loss.backward()
@@ -336,23 +275,21 @@ def test_how_far_noise_reaches(
     assert max(reached) > 0
 
 
-@of_policies
-def test_everything_is_nan(policy: str) -> None:
-    """Training that diverged is not reported as a change."""
-    found = train(lambda: lambda hidden: hidden / 0 - math.inf, policy)
+def test_everything_is_nan() -> None:
+    """A training that diverged is no change."""
+    found = train(lambda: lambda hidden: hidden / 0 - math.inf, "attn_only")
     assert found["step 4: gradient of ffn.0.weight"].isnan().all()
 
 
-CALLS: dict[str, Callable[[Block], Call]] = {
+CALLS: dict[str, Callable[[Block], Callable[..., torch.Tensor]]] = {
     "function": lambda block: lambda **inputs: block(**inputs),
     "method": lambda block: block.other,
 }
 
 
-@of_policies
 @pytest.mark.parametrize("called", CALLS)
-def test_weight_in_place_of_several_layers(called: str, policy: str) -> None:
-    """What runs them is code that they share, as in trainers that checkpoint by themselves."""
+def test_weight_in_place_of_several_layers(called: str) -> None:
+    """One code runs them all, as in trainers that checkpoint by themselves."""
 
     def trained(policy: str) -> Tensors:
         blocks, found = [made(Clamped, torch.float32, seed)[0] for seed in range(2)], {}
@@ -367,11 +304,11 @@ def test_weight_in_place_of_several_layers(called: str, policy: str) -> None:
                 found |= {f"step {number}: {index}.{name}": one for name, one in gradients.items()}
         return found
 
-    support.assert_same(trained(policy), trained("none"))
+    support.assert_same(trained("attn_only"), trained("none"))
 
 
 class CachedBlock(AttentionBlock):
-    """Writes its tokens into a cache, in place, and attends to those before them too."""
+    """Writes its tokens into a cache, in place, and attends to the earlier ones too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,8 +320,7 @@ class CachedBlock(AttentionBlock):
         return super().forward(video, torch.cat([self.cache[:, :start], video], 1))
 
 
-@of_policies
-def test_cache_that_is_appended_to(policy: str) -> None:
+def test_cache_that_is_appended_to() -> None:
     """Three chunks of a video, then one backward."""
 
     def trained(policy: str) -> Tensors:
@@ -400,4 +336,4 @@ def test_cache_that_is_appended_to(policy: str) -> None:
             found |= {f"step {number}: {name}": tensor for name, tensor in gradients.items()}
         return found
 
-    support.assert_same(trained(policy), trained("none"))
+    support.assert_same(trained("attn_only"), trained("none"))

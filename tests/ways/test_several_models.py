@@ -5,36 +5,41 @@ from __future__ import annotations
 from typing import Any
 
 import peft
+import pytest
 import torch
 
 from tests import support
-from tests.ways.recipes import ATTENTION, WAN, Run, adamw, adapt, assert_exact_and_saved, batches, build
+from tests.ways.recipes import ATTENTION, WAN, Run, adamw, assert_exact_and_saved, batches, build
 
 
-def test_a_student_and_its_teacher() -> None:
-    """The teacher is enabled under another policy, and only looks on: it makes N calls more, and never any again."""
+@pytest.mark.parametrize("reference", ["a teacher", "the model without its adapter"])
+def test_a_reference_without_gradients(reference: str) -> None:
+    """Distillation, and preference training: it runs between the model's forward and its backward.
+
+    Its attention runs in the forward alone, whatever its policy.
+    """
 
     def recipe(run: Run) -> None:
-        student, batch = build()
+        model, batch = build()
+        trained = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
+        support.fill_zeros(trained)
+        run.enable(trained)
         teacher, _ = build(seed=5)
-        run.enable(student)
         run.enable(teacher, "full")
-        optimizer = adamw(student)
 
         def forward(**inputs: Any) -> torch.Tensor:
-            with torch.no_grad():
-                (target,) = teacher(**inputs)
-            (output,) = student(**inputs)
+            (output,) = trained(**inputs)
+            with torch.no_grad(), trained.disable_adapter():
+                (target,) = (teacher if reference == "a teacher" else trained)(**inputs)
             return (output - target).square()
 
-        for one in batches(batch, 3):
-            run.step(student, one, optimizer=optimizer, forward=forward)
+        run.train(trained, batch, forward=forward)
 
     assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN])
 
 
 def test_generator_and_discriminator() -> None:
-    """They take turns; the generator's gradient comes through the discriminator, which recomputes its attention."""
+    """They take turns. The generator's gradient comes through the discriminator, which is under "full"."""
 
     def recipe(run: Run) -> None:
         generator, batch = build()
@@ -61,49 +66,3 @@ def test_generator_and_discriminator() -> None:
 
     blocks = ATTENTION[WAN]
     assert_exact_and_saved(recipe, forwards=2, again=[2 * blocks, blocks] * 2, saved_again=[blocks] * 4)
-
-
-def test_two_adapters_of_one_model() -> None:
-    """As in distribution matching: each step trains one of them, over the same frozen base."""
-
-    def recipe(run: Run) -> None:
-        model, batch = build()
-        for adapter in ("generator", "critic"):
-            adapt(model, name=adapter)
-        run.enable(model)
-        optimizers = {}
-        for adapter in ("generator", "critic"):
-            model.set_adapter(adapter)
-            optimizers[adapter] = adamw(model)
-        for number, one in enumerate(batches(batch, 4)):
-            adapter = ("generator", "critic")[number % 2]
-            model.set_adapter(adapter)
-            run.step(model, one, optimizer=optimizers[adapter])
-
-    saved = assert_exact_and_saved(recipe)
-    for number, adapter in enumerate(("generator", "critic") * 2):
-        trained = [key for key in saved.tensors if key.startswith(f"step {number}: gradient of")]
-        assert trained
-        assert all(adapter in key for key in trained)
-
-
-def test_a_reference_that_is_the_model_without_its_adapter() -> None:
-    """As in preference training: the adapter is switched off for a moment, between the forward and its backward."""
-
-    def recipe(run: Run) -> None:
-        model, batch = build()
-        trained = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
-        support.fill_zeros(trained)
-        run.enable(trained)
-        optimizer = adamw(trained)
-
-        def forward(**inputs: Any) -> torch.Tensor:
-            (output,) = trained(**inputs)
-            with torch.no_grad(), trained.disable_adapter():
-                (reference,) = trained(**inputs)
-            return (output - reference).square()
-
-        for one in batches(batch, 3):
-            run.step(trained, one, optimizer=optimizer, forward=forward)
-
-    assert_exact_and_saved(recipe, forwards=2, again=ATTENTION[WAN])
