@@ -271,6 +271,45 @@ def train_step(
     return found | gradients(leaves)
 
 
+def assert_alike(
+    run: Callable[[Any], Tensors],
+    counts: Counter[str] | None = None,
+    again: int = 0,
+    policy: str | fastac.Policy = "attn_only",
+    steps: int = 2,
+) -> None:
+    """`run(policy)` returns what `run("none")` does, bit for bit, and leaves the generator where that does.
+
+    counts: of kernels, of which `again` more run than under "none". steps: in the first a region of its kind is
+    watched, in later ones it is not.
+    """
+    counts = Counter() if counts is None else counts
+    counts.clear()
+    expected = run("none")
+    generator, needed = torch.get_rng_state(), counts.total()
+    for _ in range(steps):
+        counts.clear()
+        assert_same(run(policy), expected)
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert counts.total() == needed + again
+
+
+def assert_region(
+    region: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    counts: Counter[str] | None = None,
+    again: int = 0,
+    policy: str | fastac.Policy = "attn_only",
+    **options: Any,
+) -> None:
+    """A checkpointed function trains as without checkpointing. counts, again: as above. options: of `train_step`."""
+
+    def run(policy: str | fastac.Policy) -> Tensors:
+        return train_step(functools.partial(run_checkpointed, region, policy=policy), inputs, **options)
+
+    assert_alike(run, counts, again, policy)
+
+
 def leaves_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensors:
     """Every parameter and input that requires grad, by name."""
     leaves = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else {}
@@ -323,15 +362,21 @@ def attention_inputs(
 
 
 def attention_math(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep: torch.Tensor | None = None,
+    scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention over (..., sequence, dim): output and logsumexp. keep: what a dropout leaves, scaled."""
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    """Softmax attention over (..., sequence, dim): output and logsumexp.
+
+    keep: what a dropout leaves of the probabilities, as factors. bias: is added to the scores.
+    """
+    scores = _scores(query, key, scale, bias)
     statistics = scores.logsumexp(-1)
     probabilities = (scores - statistics[..., None]).exp()
-    if keep is not None:
-        probabilities = probabilities * keep
-    return probabilities @ value, statistics
+    return (probabilities if keep is None else probabilities * keep) @ value, statistics
 
 
 def attention_math_backward(
@@ -342,16 +387,21 @@ def attention_math_backward(
     output: torch.Tensor,
     statistics: torch.Tensor,
     keep: torch.Tensor | None = None,
+    scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value from what the forward returned: a wrong output or statistic shows in them."""
-    scale = query.shape[-1] ** -0.5
-    probabilities = (query @ key.transpose(-1, -2) * scale - statistics[..., None]).exp()
-    dropped = probabilities if keep is None else probabilities * keep
-    grad_probabilities = grad @ value.transpose(-1, -2)
-    if keep is not None:
-        grad_probabilities = grad_probabilities * keep
-    grad_scores = probabilities * (grad_probabilities - (grad * output).sum(-1, keepdim=True)) * scale
-    return grad_scores @ key, grad_scores.transpose(-1, -2) @ query, dropped.transpose(-1, -2) @ grad
+    probabilities = (_scores(query, key, scale, bias) - statistics[..., None]).exp()
+    kept = 1 if keep is None else keep
+    grad_probabilities = grad @ value.transpose(-1, -2) * kept
+    grad_scores = probabilities * (grad_probabilities - (grad * output).sum(-1, keepdim=True))
+    grad_scores = grad_scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return grad_scores @ key, grad_scores.transpose(-1, -2) @ query, (probabilities * kept).transpose(-1, -2) @ grad
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, scale: float | None, bias: torch.Tensor | None) -> torch.Tensor:
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return scores if bias is None else scores + bias
 
 
 KINDS = {
@@ -379,14 +429,25 @@ def custom_attention(name: str, kind: str = "plain", dropout: str | None = None)
     kind: of KINDS. dropout: what the row says about random numbers.
     """
     op = define_attention_op(name, kind)
-    fastac.register(fastac.AttentionOp(backend="tests", namespace=NAMESPACE, name=name, layout="bhsd", dropout=dropout))
+    register_row(name, dropout)
     return attention_function(op)
+
+
+def define_op(schema: str, kernel: Callable[..., Any]) -> torch.library.Library:
+    """Define `fastac_tests::<schema>` with a kernel for the CPU. The op is gone once the library is destroyed."""
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(schema)
+    library.impl(schema.partition("(")[0], kernel, "CPU")
+    return library
+
+
+def register_row(name: str, dropout: str | None = None) -> None:
+    """Register a row for an op of the tests' own."""
+    fastac.register(fastac.AttentionOp(backend="tests", namespace=NAMESPACE, name=name, layout="bhsd", dropout=dropout))
 
 
 def define_attention_op(name: str, kind: str = "plain") -> torch._ops.OpOverload:
     """The op of `custom_attention` alone, without a row: (output, logsumexp, what dropout kept) on the CPU."""
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    library.define(f"{name}(Tensor query, Tensor key, Tensor value{KINDS[kind]}) -> (Tensor, Tensor, Tensor)")
 
     def kernel(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, extra: Any = None
@@ -403,8 +464,8 @@ def define_attention_op(name: str, kind: str = "plain") -> torch._ops.OpOverload
             extra.copy_(output)
         return output, statistics, keep
 
-    library.impl(name, kernel, "CPU")
-    _libraries.append(library)
+    arguments = f"Tensor query, Tensor key, Tensor value{KINDS[kind]}"
+    _libraries.append(define_op(f"{name}({arguments}) -> (Tensor, Tensor, Tensor)", kernel))
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
