@@ -57,58 +57,32 @@ class Attention:
     dropout_p: float = 0.0
     seed: int = 0
 
-    def scale_of(self, query: torch.Tensor) -> float:
-        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
-
-    def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        scores = query @ key.transpose(-1, -2) * self.scale_of(query)
-        if self.bias is not None:
-            scores = scores + self.bias
+    def options(self, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
+        """Further arguments of `support.attention_math`."""
+        queries, keys = query.shape[-2], key.shape[-2]
+        bias, keep = self.bias, None
         if self.causal:
-            queries, keys = scores.shape[-2:]
-            scores = scores.masked_fill(torch.ones(queries, keys).triu(1 + keys - queries).bool(), float("-inf"))
-        return scores
-
-    def kept(self, scores: torch.Tensor) -> torch.Tensor:
-        """What dropout leaves of the probabilities, as factors."""
-        if not self.dropout_p:
-            return torch.ones_like(scores)
-        drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(self.seed))
-        return (drawn >= self.dropout_p).to(scores.dtype) / (1 - self.dropout_p)
+            mask = torch.full((queries, keys), -torch.inf).triu(1 + keys - queries)
+            bias = mask if bias is None else bias + mask
+        if self.dropout_p:
+            drawn = torch.rand(*query.shape[:-1], keys, generator=torch.Generator().manual_seed(self.seed))
+            keep = (drawn >= self.dropout_p).float() / (1 - self.dropout_p)
+        return {"scale": self.scale, "bias": bias, "keep": keep}
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and logsumexp."""
-        wide, (wide_key, wide_value) = _wide(query), _for_each_query_head(query, key, value)
-        scores = self.scores(wide, wide_key)
-        logsumexp = scores.logsumexp(-1)
-        output = ((scores - logsumexp[..., None]).exp() * self.kept(scores)) @ wide_value
+        tensors = _wide(query), *_for_each_query_head(query, key, value)
+        output, logsumexp = support.attention_math(*tensors, **self.options(query, key))
         return output.to(query.dtype), logsumexp
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of query, key, value. Output and logsumexp are used as given: a wrong replay shows in them."""
-        wide, wide_grad, wide_out = _wide(query), _wide(grad), _wide(out)
-        wide_key, wide_value = _for_each_query_head(query, key, value)
-        scores = self.scores(wide, wide_key)
-        probabilities = (scores - logsumexp[..., None]).exp()
-        keep = self.kept(scores)
-        grad_probabilities = (wide_grad @ wide_value.transpose(-1, -2)) * keep
-        grad_scores = probabilities * (grad_probabilities - (wide_grad * wide_out).sum(-1, keepdim=True))
-        grad_scores = grad_scores * self.scale_of(query)
-        grad_key = grad_scores.transpose(-1, -2) @ wide
-        grad_value = (probabilities * keep).transpose(-1, -2) @ wide_grad
-        heads = key.shape[1]
-        return (
-            (grad_scores @ wide_key).to(query.dtype),
-            grad_key.unflatten(1, (heads, -1)).sum(2).to(key.dtype),
-            grad_value.unflatten(1, (heads, -1)).sum(2).to(value.dtype),
+    def backward(self, grad: torch.Tensor, *call: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of query, key, value. call: these, output and logsumexp, used as given: a wrong replay shows."""
+        query, key, value, out, logsumexp = call
+        tensors = _wide(query), *_for_each_query_head(query, key, value), _wide(out), logsumexp
+        grads = support.attention_math_backward(_wide(grad), *tensors, **self.options(query, key))
+        return grads[0].to(query.dtype), *(
+            one.unflatten(1, (like.shape[1], -1)).sum(2).to(like.dtype)
+            for one, like in zip(grads[1:], (key, value), strict=True)
         )
 
 
@@ -174,20 +148,12 @@ class Layout:
         whole = parts[0] if not self.packed else torch.cat([part[0] for part in parts], dim=-1)
         return whole[None] if self.batch_of_one else whole
 
-    def backward(
-        self,
-        attention: Attention,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """Gradients of query, key and value of a call."""
-        queries, keys, values = self.apart(query), self.apart(key, True), self.apart(value, True)
-        statistics = self.statistics_apart(logsumexp, queries)
-        parts = zip(self.apart(grad), queries, keys, values, self.apart(out), statistics, strict=True)
+    def backward(self, attention: Attention, grad: torch.Tensor, *call: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Gradients of query, key and value of a call: these, output and logsumexp."""
+        query, key, value, out, logsumexp = call
+        queries = self.apart(query)
+        tensors = self.apart(grad), queries, self.apart(key, True), self.apart(value, True), self.apart(out)
+        parts = zip(*tensors, self.statistics_apart(logsumexp, queries), strict=True)
         return tuple(map(self.together, zip(*(attention.backward(*part) for part in parts), strict=True)))
 
 

@@ -15,8 +15,7 @@ import fastac
 from fastac.engine import releases
 from tests import support
 from tests.models import figures
-from tests.models.tiny import TINY
-from tests.models.tiny_images import IMAGES
+from tests.models.tiny import IMAGES, TINY
 from tests.support import CPU_ATTENTION, assert_same, train_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,8 +56,7 @@ def test_every_line_of_the_table_is_a_model() -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_parity_of_image_models(name: str) -> None:
-    """Most of them have no row: their blocks are found by structure."""
-    assert figures.measured(name, IMAGES[name]).again == 0
+    assert figures.measured(name).again == 0
 
 
 @pytest.mark.parametrize("name", TINY)

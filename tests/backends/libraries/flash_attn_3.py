@@ -18,7 +18,7 @@ import fastac
 from fastac.backends import flash_attn_3
 from tests import support
 from tests.backends import flash_on_cpu, packages
-from tests.backends.parity import DIM, HEADS, KEY_LENGTHS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, op_of, swapped
+from tests.backends.parity import DIM, HEADS, LENGTHS, QUERIES, Case, Parity, op_of, swapped
 from tests.support import assert_same, train_step
 
 packages.use("flash_attn_3")
@@ -46,13 +46,6 @@ JULY = "flash_attn"
 _first, _causal, _rest = LATER_ARGUMENTS.replace("out_", "out").partition("bool causal")
 JULY_ARGUMENTS = _first.replace(" = None", "") + _causal + _rest.replace(" = False", "", 1)
 FIRST, HUB = "flash_attn_3", "_flash_attn3_48fe103"
-
-LENGTHS: dict[str, Any] = {
-    "cu_seqlens_q": ends(QUERY_LENGTHS),
-    "cu_seqlens_k": ends(KEY_LENGTHS),
-    "max_seqlen_q": max(QUERY_LENGTHS),
-    "max_seqlen_k": max(KEY_LENGTHS),
-}
 
 
 def define_later_generation(namespace: str, arguments: str = LATER_ARGUMENTS) -> Callable[..., torch.Tensor]:
