@@ -43,8 +43,8 @@ def nabla(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, noise: to
 class TestFlex(Parity):
     cases = (
         Case(OP, lambda q, k, v, _: flex_attention(q, k, v, enable_gqa=True), heads=4, kv_heads=2),
-        Case(OP, lambda q, k, v, _: flex_attention(q, k, v, score_mod=nearer_is_better), "score_mod", sparse=True),
-        Case(OP, lambda q, k, v, _: nabla(q, k, v, 0.0), "nabla", queries=TOKENS, keys=TOKENS, sparse=True),
+        Case(OP, lambda q, k, v, _: flex_attention(q, k, v, score_mod=nearer_is_better), "score_mod"),
+        Case(OP, lambda q, k, v, _: nabla(q, k, v, 0.0), "nabla", queries=TOKENS, keys=TOKENS),
     )
     test_flops = None  # type: ignore[assignment]  # torch's counter fails on it: see tests/test_flops.py
     rows = ROWS[:1]  # the other, of compiled code: tests/compile/test_flex.py

@@ -340,52 +340,30 @@ def test_what_verify_shows(device: Simulated) -> None:
 # The guards, taken out
 
 
-def wrong_bytes(device: Simulated, model: Any, expected: Tensors) -> None:
-    assert_same(train(model), expected)
-    assert not device.faults
+begin = Transport.begin
+GUARDS = {
+    "no wait": (Copies, "wait", lambda copies: None),
+    # What comes back does not wait for having left.
+    "no order": (Transport, "begin", lambda self, pairs, to_host, after, moved: begin(self, pairs, to_host, (), moved)),
+    "freed early": (Copies, "__post_init__", lambda copies: setattr(copies, "device", [])),
+}
+"""Each taken out: whose attribute, and what stands there then."""
 
 
-def no_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Copies, "wait", lambda copies: None)
-
-
-def no_order(patch: pytest.MonkeyPatch) -> None:
-    """What comes back does not wait for having left."""
-    begin = Transport.begin
-
-    def begin_at_once(self: Any, pairs: Any, to_host: bool, after: Any, transfers: Any) -> Copies:
-        return begin(self, pairs, to_host, (), transfers)
-
-    patch.setattr(Transport, "begin", begin_at_once)
-
-
-def freed_early(patch: pytest.MonkeyPatch) -> None:
-    def forget(copies: Copies, *_: Any) -> None:
-        copies.device = []
-
-    patch.setattr(Copies, "__post_init__", forget)
-
-
-def host_freed_early(patch: pytest.MonkeyPatch) -> None:
-    def forget(copies: Copies, *_: Any) -> None:
-        copies.host = []
-
-    patch.setattr(Copies, "__post_init__", forget)
-
-
-@pytest.mark.parametrize("guard", [no_wait, no_order, freed_early])
-def test_a_step_without_a_guard(guard: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_step_without_a_guard(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(stack(layers=LAYERS))
-    guard(monkeypatch)
-    with simulated() as device, pytest.raises((AssertionError, FastacError)):
-        wrong_bytes(device, stack(layers=LAYERS, policy=Policy("attn_only", offload=True)), expected)
+    monkeypatch.setattr(*GUARDS[guard])
+    with simulated() as device, contextlib.suppress(FastacError):  # which may come first
+        found = train(stack(layers=LAYERS, policy=Policy("attn_only", offload=True)))
+        assert device.faults or any(not torch.equal(found[name], one) for name, one in expected.items())
 
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_host_memory_is_not_handed_out_while_it_is_written(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a forward that no backward follows: its copies are late, and its memory is free."""
     if not guarded:
-        host_freed_early(monkeypatch)
+        monkeypatch.setattr(Copies, "__post_init__", lambda copies: setattr(copies, "host", []))
     model = stack(layers=LAYERS, policy=Policy("attn_only", offload=True))
     expected = train(stack(layers=LAYERS))
     with simulated() as device:

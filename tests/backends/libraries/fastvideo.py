@@ -89,10 +89,8 @@ class TestFastVideo(Parity):
             heads=4,
             kv_heads=2,
         ),
-        Case(
-            "fastvideo::_flash_attn_no_pad_forward", of_qkv, kernel=PACKED, keys=QUERIES, pairs=OWN_PAIRS, sparse=True
-        ),
-        Case("fastvideo::_flash_attn_varlen_qk_no_pad_forward", of_both, kernel=PACKED, pairs=PAIRS, sparse=True),
+        Case("fastvideo::_flash_attn_no_pad_forward", of_qkv, kernel=PACKED, keys=QUERIES, pairs=OWN_PAIRS),
+        Case("fastvideo::_flash_attn_varlen_qk_no_pad_forward", of_both, kernel=PACKED, pairs=PAIRS),
         Case(
             "fastvideo::_flash_attn_cute_forward",
             swapped(lambda q, k, v, _: cute.flash_attn_func(q, k, v)),

@@ -91,7 +91,6 @@ case = functools.partial(
     keys=TOKENS,
     dim=16,
     pairs=11 * BLOCK**2,
-    sparse=True,
     dtype=torch.bfloat16,  # its kernels take nothing else
 )
 

@@ -69,7 +69,6 @@ class TestFlashAttn4(Parity):
             queries=2 * BLOCK,
             keys=3 * BLOCK,
             pairs=7 * BLOCK**2,
-            sparse=True,
         ),
     )
     rows = (*flash_attn_4.FUNCTIONS, *(row for row in fastvideo.FUNCTIONS if row.backend == "vsa"))

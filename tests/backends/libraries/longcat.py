@@ -62,7 +62,7 @@ class TestLongCat(Parity):
             keys=BLOCK * BLOCKS,
             dim=16,
             counts_backward=False,
-            sparse=True,  # it chooses inside the Function: FLOPs are counted as if it were dense
+            # It chooses inside the Function: FLOPs are counted as if it were dense.
             chooser=(bsa_interface, "cal_score"),
         ),
     )

@@ -66,7 +66,6 @@ case = functools.partial(
     dim=DIM,
     pairs=12 * BLOCK**2,
     counts_backward=False,
-    sparse=True,
 )
 
 

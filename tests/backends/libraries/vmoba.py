@@ -47,7 +47,6 @@ class TestVMoBA(Parity):
             query_lengths=LENGTHS,
             key_lengths=LENGTHS,
             seen=(max(LENGTHS), CHUNK),
-            sparse=True,
             without_flops="how many pairs there are depends on its choice",
             chooser=(torch, chooser),
             turned=turned,

@@ -66,7 +66,6 @@ class TestVsa(Parity):
             keys=TOKENS,
             dim=16,
             pairs=2 * TOKENS * TOP * BLOCK,
-            sparse=True,
             dtype=torch.bfloat16,  # its kernels take nothing else
             chooser=(torch, "topk"),
         )
