@@ -33,9 +33,6 @@ CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 executions: Counter[str] = Counter()
 """How often each counting kernel ran, by qualified op name. The fixture `attention_executions` empties it."""
 
-executed_keys: Counter[int] = Counter()
-"""How often torch's CPU attention ran, by the number of keys. Whoever reads it empties it."""
-
 _libraries: list[torch.library.Library] = []  # a Library takes its kernels along when it goes
 
 
@@ -45,8 +42,6 @@ def _counted(op: str, device: str, counts: Counter[str], name: str) -> torch.lib
 
     def counted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         counts[name] += 1
-        if op == CPU_ATTENTION:
-            executed_keys[args[1].shape[-2]] += 1
         return kernel.call_boxed(keyset, *args, **kwargs)
 
     library = torch.library.Library(op.partition("::")[0], "IMPL")
@@ -308,6 +303,17 @@ def assert_region(
         return train_step(functools.partial(run_checkpointed, region, policy=policy), inputs, **options)
 
     assert_alike(run, counts, again, policy)
+
+
+def assert_model(model: Any, inputs: Mapping[str, Any], counts: Counter[str] | None = None, **options: Any) -> None:
+    """A model trains as before once it is enabled. options: of `assert_alike`."""
+
+    def run(policy: str | fastac.Policy) -> Tensors:
+        if policy != "none":
+            fastac.enable(model, policy)
+        return train_step(model, inputs)
+
+    assert_alike(run, counts, **options)
 
 
 def leaves_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensors:

