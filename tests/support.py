@@ -33,11 +33,11 @@ CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 executions: Counter[str] = Counter()
 """How often each counting kernel ran, by qualified op name. The fixture `attention_executions` empties it."""
 
-_libraries: list[torch.library.Library] = []  # a Library takes its kernels along when it goes
+_libraries: list[torch.library.Library] = []  # kernels are removed with their Library
 
 
 def _counted(op: str, device: str, counts: Counter[str], name: str) -> torch.library.Library:
-    """Put a counting kernel in the place of the one an op has for a device, which it calls, until the library goes."""
+    """Replace an op's kernel for a device by one that counts and calls it, until the library is destroyed."""
     kernel = torch.library.get_kernel(op, device)
 
     def counted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,8 +55,8 @@ def _counted(op: str, device: str, counts: Counter[str], name: str) -> torch.lib
 def count_kernel(op: str, device: str) -> None:
     """Count the executions of an op's kernel for a device. Once per process.
 
-    It is counted below everything fastac does (BackendSelect), where a replayed call never arrives. The GIL is held
-    while it runs, so tests with collectives must do without it.
+    It counts below everything fastac does (BackendSelect), where a replayed call never arrives. It runs with the GIL
+    held, so tests with collectives cannot use it.
 
     op: `namespace::name`. device: a dispatch key, "CPU" or "CUDA".
     """
@@ -65,7 +65,7 @@ def count_kernel(op: str, device: str) -> None:
 
 @contextmanager
 def counting(*ops: str) -> Iterator[Counter[str]]:
-    """Count the executions of CPU kernels by the names of their ops, here alone: of what every test calls often."""
+    """Count executions of CPU kernels inside, by op: for ops that every test calls often."""
     counts: Counter[str] = Counter()
     libraries = [_counted(op, "CPU", counts, op.removeprefix("aten::")) for op in ops]
     try:
@@ -417,7 +417,7 @@ KINDS = {
     "always_writes": ", Tensor(a!) out",
     "nested": "",
 }
-"""What a test's attention op does beside attention -> its further arguments.
+"""What a test's attention op does in addition -> its further arguments.
 
 dropout: draws a mask from the default generator when dropout_p > 0. writes, always_writes: copies the output into
 `out`. nested: its kernel calls torch's attention op.

@@ -1,11 +1,11 @@
-"""The real packages that tests/backends/libraries, tests/trainers/trainers and tests/models test, and how each is had.
+"""The real packages that tests/backends/libraries, tests/trainers/trainers and tests/models use, and their downloads.
 
 They are downloaded and unpacked, not installed: an installed flash_attn without CUDA breaks `import diffusers`, and two
 of them share a name. Only their Python files are used, so wheels for another Python or another machine will do.
 
     python -m tests.backends.packages FOLDER
 
-puts each into FOLDER/<name>-<version>, those that are there already aside. What cannot be had is named on stderr.
+puts each that is not there yet into FOLDER/<name>-<version>, and names on stderr what is not available.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def use(library: str) -> None:
 def download(name: str, folder: Path) -> None:
     """Unpack a package into FOLDER/<name>-<version>, which is there only when it is complete.
 
-    Raises CalledProcessError, with pip's output, when it cannot be had.
+    Raises CalledProcessError, with pip's output, when it is not available.
     """
     package, unpacked_at = PACKAGES[name], place(name, folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
@@ -189,7 +189,7 @@ def download(name: str, folder: Path) -> None:
         try:
             unpacked.rename(unpacked_at)
         except OSError:
-            if not unpacked_at.is_dir():  # else somebody else was first
+            if not unpacked_at.is_dir():  # else another process was first
                 raise
 
 
@@ -210,7 +210,7 @@ def main() -> None:
         except (subprocess.CalledProcessError, OSError) as error:
             complete = False
             reason = getattr(error, "stdout", None) or str(error)
-            print(f"cannot be had, so not covered: {name} {package.version}\n{reason.strip()}", file=sys.stderr)
+            print(f"not available, so not covered: {name} {package.version}\n{reason.strip()}", file=sys.stderr)
     if complete and arguments.stamp is not None:
         arguments.stamp.touch()
 

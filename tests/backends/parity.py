@@ -60,7 +60,7 @@ LENGTHS: dict[str, Any] = {
     "max_seqlen_q": max(QUERY_LENGTHS),
     "max_seqlen_k": max(KEY_LENGTHS),
 }
-"""How most libraries are told of packed sequences."""
+"""How most libraries describe packed sequences."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Parity:
             assert attention_executions == case.executions(times), f"min_kv={min_kv}"
 
     def test_flops(self, case: Case) -> None:
-        """What torch's counter finds, beside the matrix products that are ops of their own."""
+        """What torch's counter finds, without matrix products that are ops of their own."""
         inputs = case.inputs()
         fastac.checkpoint(case.region, **inputs)  # the first of a process looks for ops, and gives them formulas
         products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
@@ -280,7 +280,7 @@ class Parity:
         assert any(not torch.equal(full[name], reference[name]) for name in reference), "no matter what it chooses"
 
     def test_refused(self, function: Callable[..., Any]) -> None:
-        """No gradient would come through it, and nobody would say so."""
+        """Gradients before it would silently be None."""
 
         def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
             return function(torch.tanh(query), key, value) + query

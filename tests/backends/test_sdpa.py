@@ -118,7 +118,7 @@ def test_every_overload_is_run() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_cuda_kernels(backend: SDPBackend, op: str, dropout_p: float, attention_executions: Counter[str]) -> None:
-    """Executions 1 / 2 / 1 of the CUDA kernel, and equal gradients; torch is told to take deterministic backwards."""
+    """Executions 1 / 2 / 1 of the CUDA kernel, and equal gradients; torch uses deterministic backwards."""
     support.count_kernel(f"aten::{op}", "CUDA")
     torch.manual_seed(0)
     inputs = {name: torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for name in "qkv"}

@@ -31,7 +31,7 @@ class Run:
     """One run of a case: blocks, inputs and random numbers are the same in each.
 
     policy: "none" without checkpointing, "torch" for torch's own, else one of fastac. calls: of what is checkpointed
-    and of the modules. found: gradients beside those of the leaves.
+    and of the modules. found: gradients of what is no leaf.
     """
 
     def __init__(self, policy: str) -> None:

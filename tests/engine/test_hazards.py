@@ -51,7 +51,7 @@ CHANGES = pytest.mark.parametrize("change", cases.CHANGES)
 
 @CHANGES
 def test_output_changed_in_place(change: Change) -> None:
-    """Not legal without checkpointing either. An alias with a version counter of its own would not notice."""
+    """Not legal without checkpointing either. An alias with its own version counter would not notice."""
     model = stack(policy="attn_only", block=lambda: OneAttention(change=change))
     with pytest.raises(RuntimeError, match=r"in-?place|in place"):
         train_step(model, stack_inputs())
@@ -59,7 +59,7 @@ def test_output_changed_in_place(change: Change) -> None:
 
 @CHANGES
 def test_output_of_a_function_changed_in_place(change: Change, attention_executions: Counter[str]) -> None:
-    """Inside an autograd.Function nobody guards the output, and outside it is the user's: a copy must be kept."""
+    """Autograd does not guard an output inside an autograd.Function, and outside the user may write it: keep a copy."""
     assert_exact(lambda: OneAttention(custom_attention("written_after"), change), attention_executions)
 
 
@@ -106,8 +106,7 @@ def dropout_attention(name: str, row_says: str | None) -> Attend:
 @pytest.mark.parametrize(("policy", "again"), [("attn_only", 0), (OWN_ALONE, 2)], ids=str)
 @pytest.mark.parametrize("row_says", ["always", "dropout_p"])
 def test_kernel_that_draws(row_says: str, policy: Any, again: int, attention_executions: Counter[str]) -> None:
-    """A saved kernel does not run in recompute; a dropout after it, and a kernel that runs again, must draw what they
-    drew in forward."""
+    """A saved kernel does not run in recompute. Dropout after it, or a kernel that runs again, must draw as before."""
     attend = dropout_attention(f"draws_{row_says}", row_says)
     assert_exact(lambda: AttentionBlock(attend=attend, dropout=0.2), attention_executions, again, policy)
 
@@ -117,7 +116,7 @@ def test_row_that_says_nothing_is_taken_to_draw() -> None:
 
 
 def test_row_that_denies_drawing() -> None:
-    """What draws after the kernel would draw other numbers in recompute: noticed in the first region of a kind."""
+    """Later draws would differ in recompute. The first region of a kind notices."""
     attend = dropout_attention("draws_in_secret", None)
     model = stack(policy="attn_only", block=functools.partial(AttentionBlock, attend=attend, dropout=0.2))
     with pytest.raises(FastacError, match=r"draws_in_secret.* drew .*dropout=None"):
@@ -125,8 +124,8 @@ def test_row_that_denies_drawing() -> None:
 
 
 def test_generator_where_torch_does_not_guard_it() -> None:
-    """With preserve_rng_state=False torch restores nothing after a recompute: a state that replay sets would stay, and
-    the next noise, the next timestep would be drawn a second time."""
+    """With preserve_rng_state=False torch restores no generator after a recompute. If replay set its state, the next
+    noise and timestep would repeat earlier draws."""
     attend = dropout_attention("draws_unguarded", "dropout_p")
     output = fastac.checkpoint(OneAttention(attend), **stack_inputs(), preserve_rng_state=False)
     noise = torch.rand(8)
@@ -135,7 +134,7 @@ def test_generator_where_torch_does_not_guard_it() -> None:
 
 
 def test_generator_of_kernels_that_do_not_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading its state costs time in every call, and on CUDA it is illegal while a graph is captured."""
+    """Reading its state takes time in every call, and is illegal while a CUDA graph is captured."""
     attend = custom_attention("does_not_draw", "dropout", "dropout_p")
     get_rng_state = torch.get_rng_state
     reads = []
@@ -212,7 +211,7 @@ def test_recompute_on_another_path(ways: tuple[str, ...], message: str) -> None:
 
 
 def test_recompute_with_other_strides() -> None:
-    """As a cache gives them, which the forward filled: the message says in what two calls differ."""
+    """A cache that the forward filled may do this. The message shows the difference."""
     calls: list[int] = []
 
     def attend(*heads: torch.Tensor) -> torch.Tensor:
@@ -327,7 +326,7 @@ def test_op_that_was_unknown_is_saved_once_it_is_registered(attention_executions
 
 
 def test_row_registered_between_forward_and_backward(attention_executions: Counter[str]) -> None:
-    """The forward made no entry for its op, so that the recompute must not ask for one."""
+    """The forward made no entry for its op, so the recompute must not look for one."""
     name, block = op_before_sdpa()
     expected = train_step(stack(block=block), stack_inputs())
 
@@ -343,7 +342,7 @@ def test_row_registered_between_forward_and_backward(attention_executions: Count
 
 
 def test_registrations_stay() -> None:
-    """Taking them off is an internal assertion of the dispatcher in another thread."""
+    """Removing one crashes another thread that is inside a call."""
     model = stack()
     fastac.enable(model, blocks="blocks")
     fastac.disable(model)
@@ -351,7 +350,7 @@ def test_registrations_stay() -> None:
 
 
 def test_another_package_at_backend_select() -> None:
-    """The later registration shadows the earlier without a word. In a process of its own: it cannot be undone."""
+    """The later registration replaces the earlier silently. It cannot be undone, so it needs a process of its own."""
     program = """
         import torch, fastac
         library = torch.library.Library("aten", "IMPL")
@@ -378,7 +377,7 @@ def test_another_package_at_backend_select() -> None:
 
 
 def test_views_in_the_forward_alone(attention_executions: Counter[str]) -> None:
-    """What wrappers of parameters do: torch's selective checkpointing hands out wrong tensors on replay."""
+    """Parameter wrappers do this. torch's selective checkpointing then returns wrong tensors on replay."""
     calls = []
 
     def change(output: torch.Tensor) -> torch.Tensor:
@@ -391,7 +390,7 @@ def test_views_in_the_forward_alone(attention_executions: Counter[str]) -> None:
 
 
 def test_higher_order_op_inside_a_region(attention_executions: Counter[str]) -> None:
-    """One without a rule of torch's selective checkpointing."""
+    """torch's selective checkpointing has no rule for this one."""
     torch._dynamo.reset()
 
     def change(output: torch.Tensor) -> torch.Tensor:
@@ -407,7 +406,7 @@ def test_higher_order_op_inside_a_region(attention_executions: Counter[str]) -> 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_no_alarm_without_gradients(mode: Any, attention_executions: Counter[str]) -> None:
-    """torch opens no region then. Before the first step, and after; it must not count as the first region either."""
+    """No region opens, before the first step or after it. Such a forward must not count as the first region."""
     inputs = stack_inputs()
     model = stack(policy="attn_only")
     reference = train_step(stack(), inputs)
@@ -422,14 +421,14 @@ def test_no_alarm_without_gradients(mode: Any, attention_executions: Counter[str
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_around_a_region_that_is_not_of_fastac(reentrant: bool) -> None:
-    """It runs the region again in backward, attention too: the region alone cannot keep what it was to save."""
+    """It runs the region again in backward, attention included, so saving in the region has no effect: an error."""
     inner = stack(policy="attn_only")
     with pytest.raises(fastac.PolicyNotAppliedError, match="backward"):
         train_step(lambda **args: torch_checkpoint(inner, *args.values(), use_reentrant=reentrant), stack_inputs())
 
 
 def test_checkpoint_of_the_block_s_own() -> None:
-    """Around a saved attention: torch would run that again in backward, and nobody would be told. At any step."""
+    """It would run a saved attention again in backward: an error, at any step."""
     attend = [sdpa]
     model = stack(policy="attn_only", block=lambda: AttentionBlock(attend=lambda *heads: attend[0](*heads)))
     train_step(model, stack_inputs())
@@ -439,7 +438,7 @@ def test_checkpoint_of_the_block_s_own() -> None:
 
 
 def test_no_alarm_in_a_region_without_attention(caplog: pytest.LogCaptureFixture) -> None:
-    """A feed-forward of the user's own, given to fastac.checkpoint beside blocks that attend."""
+    """A feed-forward that the user checkpoints, as well as blocks that attend."""
     torch.manual_seed(0)
     block, feed_forward = AttentionBlock(), torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Softmax(-1))
 
@@ -466,7 +465,7 @@ def test_inference_tensors_inside_a_region(attention_executions: Counter[str]) -
 
 
 def test_checkpoint_debug_mode() -> None:
-    """torch replaces the contexts then, and nothing would be saved."""
+    """It would replace the contexts, and nothing would be saved."""
     inputs = stack_inputs()
     with pytest.raises(ValueError, match="debug=True"):
         fastac.checkpoint(AttentionBlock(), **inputs, debug=True)
@@ -480,7 +479,7 @@ def test_checkpoint_debug_mode() -> None:
 
 
 def test_autocast_below_the_observer() -> None:
-    """Below a dispatch mode torch leaves autocast out: a kernel in Python would compute in another dtype there."""
+    """Under a dispatch mode torch switches autocast off, so a kernel in Python would compute in another dtype."""
     states: list[bool] = []
 
     @torch.library.custom_op(f"fastac_tests::mixing_{uuid.uuid4().hex[:8]}", mutates_args=())
@@ -548,7 +547,7 @@ def define(name: str, arguments: str, runs: list[bool], *options: Any) -> tuple[
 
 
 def test_an_op_that_is_defined_anew_with_other_arguments() -> None:
-    """A cell of a notebook that runs again: its calls are read by the new schema, else generators go unnoticed."""
+    """A notebook cell that runs again. Calls must be read by the new schema, or random draws are missed."""
     register_row("anew", "dropout_p")
 
     def before(query: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -568,7 +567,7 @@ def test_an_op_that_is_defined_anew_with_other_arguments() -> None:
 
 
 def test_an_op_that_is_defined_without_an_import() -> None:
-    """Between two steps. The first region misses it; the next one, which is watched for that, saves it."""
+    """Between two steps. The first region misses it; the next one is watched, and saves it."""
     register_row("late", "always")
     attend = [sdpa]
     runs: list[bool] = []

@@ -218,7 +218,7 @@ ATTENTION = 2 * (INPUT + VIDEO_TOKENS * 2 * 4)
 
 
 class Leading(torch.nn.Module):
-    """Blocks behind what makes the input of the first one, which is nobody else's then."""
+    """Blocks after an op, so that the caller does not hold the input of the first one."""
 
     def __init__(self, policy: Any, layers: int, block: Callable[[], torch.nn.Module] = AttentionBlock) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Leading(torch.nn.Module):
 
 def memory(policy: Any, layers: int = 4) -> tuple[int, int]:
     model = Leading(policy, layers).requires_grad_(False)  # gradients would be most of the peak
-    Memory([*model.parameters()]).step(model)
+    model(**stack_inputs()).sum().backward()
     return Memory([*model.parameters()]).step(model)
 
 

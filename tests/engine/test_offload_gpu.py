@@ -1,4 +1,4 @@
-"""Offload on a CUDA device: exact, less memory, beside what is computed, and without waiting for any of it."""
+"""Offload on a CUDA device: exact, less memory, copies that overlap with kernels, no waiting."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_memory_of_the_host_does_not_grow() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_nothing_waits(policy: Policy) -> None:
-    """The host never waits for the device in a warm step, and most of the copies' time goes by beside kernels."""
+    """The host never waits for the device in a warm step, and most copies overlap with kernels."""
     model, given = blocks(policy), inputs()
     for _ in range(WARM):
         step(model, given)

@@ -55,7 +55,7 @@ def function(**options: Any) -> Any:
                 if dropout_p or options.get("draws"):
                     output = output * (torch.rand_like(output) > 0.3)
             statistics = statistics + q.new_zeros(())  # outside no_grad, so that marking it matters
-            half = q * 0.5  # what a quantized kernel keeps besides: as large as the query
+            half = q * 0.5  # as a quantized kernel keeps for backward: as large as the query
             ctx.save_for_backward(q, k, v, None, blocks, statistics, output, half)
             ctx.settings = settings
             ctx.mark_non_differentiable(statistics)
@@ -193,7 +193,7 @@ def test_autocast_of_a_function(counted: Counter[str]) -> None:
 
 
 class Scaled(torch.autograd.Function):
-    """What its backward needs beside tensors stands on the context."""
+    """Keeps on the context what its backward needs other than tensors."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:

@@ -230,7 +230,7 @@ def test_held_bytes_are_those_of_outputs_and_statistics(policy: Any, calls: int,
 
 
 def test_held_bytes_of_outputs_that_nobody_guards() -> None:
-    """A copy is kept in the place of the output, not beside it."""
+    """A copy is kept instead of the output, not in addition."""
     attend = custom_attention("held")
     dropout_mask_bytes = 2 * support.VIDEO_TOKENS * ROW_BYTES  # the third output of this op
     expected = CALL_BYTES + dropout_mask_bytes
@@ -279,7 +279,7 @@ def test_graph_of_a_recompute_goes_with_it() -> None:
 def test_entries_that_stay_cost_nothing_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry lives as long as its region's graph. In backward the recomputed graph holds the same memory, so that to
     free each entry at its first replay would gain no byte."""
-    model, inputs = stack(layers=4, policy="attn_only"), stack_inputs()
+    model, inputs = stack(policy="attn_only"), stack_inputs()
     hand_out = Entry.hand_out
 
     def freeing(entry: Entry) -> Any:

@@ -121,7 +121,7 @@ def test_a_choice_under_full() -> None:
 
 
 def test_a_recompute_that_chooses_in_another_order() -> None:
-    """Choices are told apart by the order of their calls alone: anything else is an error, not a guess."""
+    """Choices are matched by the order of their calls. A difference is an error."""
     attend, orders = attention(), itertools.cycle([1, -1])
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_sparse_calls_of_which_only_some_are_saved() -> None:
     ids=["as many", "padded", "more", "fewer", "alone"],
 )
 def test_coarse_attention_is_recomputed(blocks: int, claimed: int, sparse_too: bool, legal: bool, counted: Any) -> None:
-    """Attention in small ops over one key per block, beside the sparse one that is told of so many blocks."""
+    """Attention in small ops over one key per block, next to sparse attention over as many blocks as it claims."""
     op = sparse_op(f"coarse_{uuid.uuid4().hex[:8]}")
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

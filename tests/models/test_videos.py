@@ -102,7 +102,7 @@ class Part(types.SimpleNamespace):
 class Pipeline:
     """One pipeline of diffusers, and how it is asked for a video.
 
-    model: a name of TINY; changes: of its configuration. components: of the pipeline, beside the transformer; the
+    model: a name of TINY; changes: of its configuration. components: of the pipeline, without the transformer; the
     others are None. text: argument of the embedded text, and its width. mask: the dtype of its mask. sizes: its names
     for height, width and frames. arguments: of the call, made from the video.
     """

@@ -128,7 +128,7 @@ def test_a_hub_kernel_that_is_loaded_after_enable(
 
 
 def test_flash_3_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises in backward, as nobody told autograd how: refused under every policy."""
+    """It raises in backward, for lack of an autograd formula: refused under every policy."""
     monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN_3", True)
     dispatch._wrapped_flash_attn_3.register_kernel("cpu")(
         forward_kernel("", op_of(FLASH_3), "bshd", ("out", "logsumexp"))

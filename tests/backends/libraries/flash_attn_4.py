@@ -19,7 +19,7 @@ from tests.backends import flash_4_on_cpu, triton_on_cpu
 
 triton_on_cpu.takes_for_cuda("fastvideo_kernel")
 interface = flash_4_on_cpu.flash_attn_4()
-apply = interface.FlashAttnFunc.apply  # as somebody holds it who took it before fastac came
+apply = interface.FlashAttnFunc.apply  # taken before fastac was imported
 
 import fastvideo_kernel.block_sparse_attn_cute_fwd as cute
 from fastvideo_kernel import block_sparse_attn_256
@@ -34,7 +34,7 @@ def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float)
 
 
 def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float, of: int) -> Any:
-    """of: how many of the lengths it is told; with two of them nobody knows the longest."""
+    """of: how many of the lengths are passed. The first two do not say the longest."""
     return interface.flash_attn_varlen_func(query, key, value, **dict(list(LENGTHS.items())[:of]))[0]
 
 

@@ -66,7 +66,7 @@ def variants(
 ) -> list[Case]:
     """Every kernel's two layouts. lengths: of packed sequences of queries."""
     case = functools.partial(Case, op, kernel=counted_as, drops=drops, dim=dim)
-    # ck is not told the longest sequence of keys: the keys of all of them count.
+    # ck does not get the longest sequence of keys: keys of all sequences count.
     seen = (sum(KEY_LENGTHS),) if kernel is ck else ()
     return [
         case(dense(kernel), queries=queries, without_flops=SWAPPED if kernel is cutlass else ""),
