@@ -34,20 +34,15 @@ CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 executions: Counter[str] = Counter()
 """How often each counting kernel ran, by qualified op name. The fixture `attention_executions` empties it."""
 
-executed_keys: Counter[int] = Counter()
-"""How often torch's CPU attention ran, by the number of keys. Whoever reads it empties it."""
-
-_libraries: list[torch.library.Library] = []  # a Library takes its kernels along when it goes
+_libraries: list[torch.library.Library] = []  # kernels are removed with their Library
 
 
 def _counted(op: str, device: str, counts: Counter[str], name: str) -> torch.library.Library:
-    """Put a counting kernel in the place of the one an op has for a device, which it calls, until the library goes."""
+    """Replace an op's kernel for a device by one that counts and calls it, until the library is destroyed."""
     kernel = torch.library.get_kernel(op, device)
 
     def counted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         counts[name] += 1
-        if op == CPU_ATTENTION:
-            executed_keys[args[1].shape[-2]] += 1
         return kernel.call_boxed(keyset, *args, **kwargs)
 
     library = torch.library.Library(op.partition("::")[0], "IMPL")
@@ -61,8 +56,8 @@ def _counted(op: str, device: str, counts: Counter[str], name: str) -> torch.lib
 def count_kernel(op: str, device: str) -> None:
     """Count the executions of an op's kernel for a device. Once per process.
 
-    It is counted below everything fastac does (BackendSelect), where a replayed call never arrives. The GIL is held
-    while it runs, so tests with collectives must do without it.
+    It counts below everything fastac does (BackendSelect), where a replayed call never arrives. It runs with the GIL
+    held, so tests with collectives cannot use it.
 
     op: `namespace::name`. device: a dispatch key, "CPU" or "CUDA".
     """
@@ -71,7 +66,7 @@ def count_kernel(op: str, device: str) -> None:
 
 @contextmanager
 def counting(*ops: str) -> Iterator[Counter[str]]:
-    """Count the executions of CPU kernels by the names of their ops, here alone: of what every test calls often."""
+    """Count executions of CPU kernels inside, by op: for ops that every test calls often."""
     counts: Counter[str] = Counter()
     libraries = [_counted(op, "CPU", counts, op.removeprefix("aten::")) for op in ops]
     try:
@@ -272,6 +267,7 @@ def train_step(
     return found | gradients(leaves)
 
 
+<<<<<<< HEAD
 def pickled(model: Any) -> Any:
     """A copy, by way of pickle."""
     return pickle.loads(pickle.dumps(model))
@@ -285,6 +281,56 @@ def executions_of(model: Callable[..., Any], inputs: Mapping[str, Any], expected
     if expected is not None:
         assert_same(found, expected)
     return executions[CPU_ATTENTION]
+=======
+def assert_alike(
+    run: Callable[[Any], Tensors],
+    counts: Counter[str] | None = None,
+    again: int = 0,
+    policy: str | fastac.Policy = "attn_only",
+    steps: int = 2,
+) -> None:
+    """`run(policy)` returns what `run("none")` does, bit for bit, and leaves the generator where that does.
+
+    counts: of kernels, of which `again` more run than under "none". steps: in the first a region of its kind is
+    watched, in later ones it is not.
+    """
+    counts = Counter() if counts is None else counts
+    counts.clear()
+    expected = run("none")
+    generator, needed = torch.get_rng_state(), counts.total()
+    for _ in range(steps):
+        counts.clear()
+        assert_same(run(policy), expected)
+        assert torch.equal(torch.get_rng_state(), generator)
+        assert counts.total() == needed + again
+
+
+def assert_region(
+    region: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    counts: Counter[str] | None = None,
+    again: int = 0,
+    policy: str | fastac.Policy = "attn_only",
+    **options: Any,
+) -> None:
+    """A checkpointed function trains as without checkpointing. counts, again: as above. options: of `train_step`."""
+
+    def run(policy: str | fastac.Policy) -> Tensors:
+        return train_step(functools.partial(run_checkpointed, region, policy=policy), inputs, **options)
+
+    assert_alike(run, counts, again, policy)
+
+
+def assert_model(model: Any, inputs: Mapping[str, Any], counts: Counter[str] | None = None, **options: Any) -> None:
+    """A model trains as before once it is enabled. options: of `assert_alike`."""
+
+    def run(policy: str | fastac.Policy) -> Tensors:
+        if policy != "none":
+            fastac.enable(model, policy)
+        return train_step(model, inputs)
+
+    assert_alike(run, counts, **options)
+>>>>>>> 0efc09846a8da220f71d31a50bf8f6bfe8989050
 
 
 def leaves_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensors:
@@ -339,15 +385,21 @@ def attention_inputs(
 
 
 def attention_math(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep: torch.Tensor | None = None,
+    scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention over (..., sequence, dim): output and logsumexp. keep: what a dropout leaves, scaled."""
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    """Softmax attention over (..., sequence, dim): output and logsumexp.
+
+    keep: what a dropout leaves of the probabilities, as factors. bias: is added to the scores.
+    """
+    scores = _scores(query, key, scale, bias)
     statistics = scores.logsumexp(-1)
     probabilities = (scores - statistics[..., None]).exp()
-    if keep is not None:
-        probabilities = probabilities * keep
-    return probabilities @ value, statistics
+    return (probabilities if keep is None else probabilities * keep) @ value, statistics
 
 
 def attention_math_backward(
@@ -358,16 +410,21 @@ def attention_math_backward(
     output: torch.Tensor,
     statistics: torch.Tensor,
     keep: torch.Tensor | None = None,
+    scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value from what the forward returned: a wrong output or statistic shows in them."""
-    scale = query.shape[-1] ** -0.5
-    probabilities = (query @ key.transpose(-1, -2) * scale - statistics[..., None]).exp()
-    dropped = probabilities if keep is None else probabilities * keep
-    grad_probabilities = grad @ value.transpose(-1, -2)
-    if keep is not None:
-        grad_probabilities = grad_probabilities * keep
-    grad_scores = probabilities * (grad_probabilities - (grad * output).sum(-1, keepdim=True)) * scale
-    return grad_scores @ key, grad_scores.transpose(-1, -2) @ query, dropped.transpose(-1, -2) @ grad
+    probabilities = (_scores(query, key, scale, bias) - statistics[..., None]).exp()
+    kept = 1 if keep is None else keep
+    grad_probabilities = grad @ value.transpose(-1, -2) * kept
+    grad_scores = probabilities * (grad_probabilities - (grad * output).sum(-1, keepdim=True))
+    grad_scores = grad_scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return grad_scores @ key, grad_scores.transpose(-1, -2) @ query, (probabilities * kept).transpose(-1, -2) @ grad
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, scale: float | None, bias: torch.Tensor | None) -> torch.Tensor:
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return scores if bias is None else scores + bias
 
 
 KINDS = {
@@ -377,7 +434,7 @@ KINDS = {
     "always_writes": ", Tensor(a!) out",
     "nested": "",
 }
-"""What a test's attention op does beside attention -> its further arguments.
+"""What a test's attention op does in addition -> its further arguments.
 
 dropout: draws a mask from the default generator when dropout_p > 0. writes, always_writes: copies the output into
 `out`. nested: its kernel calls torch's attention op.
@@ -395,14 +452,25 @@ def custom_attention(name: str, kind: str = "plain", dropout: str | None = None)
     kind: of KINDS. dropout: what the row says about random numbers.
     """
     op = define_attention_op(name, kind)
-    fastac.register(fastac.AttentionOp(backend="tests", namespace=NAMESPACE, name=name, layout="bhsd", dropout=dropout))
+    register_row(name, dropout)
     return attention_function(op)
+
+
+def define_op(schema: str, kernel: Callable[..., Any]) -> torch.library.Library:
+    """Define `fastac_tests::<schema>` with a kernel for the CPU. The op is gone once the library is destroyed."""
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(schema)
+    library.impl(schema.partition("(")[0], kernel, "CPU")
+    return library
+
+
+def register_row(name: str, dropout: str | None = None) -> None:
+    """Register a row for an op of the tests' own."""
+    fastac.register(fastac.AttentionOp(backend="tests", namespace=NAMESPACE, name=name, layout="bhsd", dropout=dropout))
 
 
 def define_attention_op(name: str, kind: str = "plain") -> torch._ops.OpOverload:
     """The op of `custom_attention` alone, without a row: (output, logsumexp, what dropout kept) on the CPU."""
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    library.define(f"{name}(Tensor query, Tensor key, Tensor value{KINDS[kind]}) -> (Tensor, Tensor, Tensor)")
 
     def kernel(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, extra: Any = None
@@ -419,8 +487,8 @@ def define_attention_op(name: str, kind: str = "plain") -> torch._ops.OpOverload
             extra.copy_(output)
         return output, statistics, keep
 
-    library.impl(name, kernel, "CPU")
-    _libraries.append(library)
+    arguments = f"Tensor query, Tensor key, Tensor value{KINDS[kind]}"
+    _libraries.append(define_op(f"{name}({arguments}) -> (Tensor, Tensor, Tensor)", kernel))
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

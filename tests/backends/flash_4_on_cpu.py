@@ -11,7 +11,7 @@ import importlib
 import importlib.abc
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -19,7 +19,7 @@ import torch
 
 from tests import support
 from tests.backends import packages
-from tests.backends.kernels_on_cpu import Attention, Layout
+from tests.backends.kernels_on_cpu import Call
 from tests.backends.sparse import map_of
 
 KERNEL = "flash_attn.cute._flash_attn_fwd"
@@ -65,63 +65,43 @@ def flash_attn_4() -> Any:
     return with_kernels(importlib.import_module("flash_attn.cute.interface"))
 
 
+BACKWARD = ("q", "k", "v", "out", "dout", "lse", "scale", "causal")
+"""Arguments of its backward by position; one more is for soft caps."""
+
+
 def with_kernels(interface: Any, counted_as: str = KERNEL) -> Any:
     """Put CPU kernels into a module with the code of that one. Forwards count themselves in `support.executions`."""
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[Any, ...]:
         support.executions[counted_as] += 1
-        attention, tensors = _attention(q, k, options), _layout(q, options)
-        parts = zip(tensors.apart(q), tensors.apart(k, True), tensors.apart(v, True), strict=True)
-        outs, statistics = zip(*(attention.forward(*part) for part in parts), strict=True)
-        return tensors.together(outs), tensors.statistics_together(statistics), None, None, None
+        found = Call({"q": q, "k": k, "v": v, "bias": _bias(q, k, options)} | options, "bshd").forward()
+        return found["out"], found["logsumexp"], None, None, None
 
-    def backward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        dout: torch.Tensor,
-        lse: torch.Tensor,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        softcap: float = 0.0,
-        **options: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        options |= {"softmax_scale": softmax_scale, "causal": causal}
-        attention, tensors = _attention(q, k, options, by_keys=True), _layout(q, options)
-        return tensors.backward(attention, dout, q, k, v, out, lse)
+    def backward(*args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        given = dict(zip(BACKWARD, args, strict=False)) | options
+        bias = _bias(given["q"], given["k"], options, by_keys=True)
+        return Call(given | {"bias": bias}, "bshd").backward()
 
     interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward
     return interface
 
 
-def _layout(q: torch.Tensor, options: dict[str, Any]) -> Layout:
-    ends = {"cum_seq_q": options.get("cu_seqlens_q"), "cum_seq_k": options.get("cu_seqlens_k")}
-    return Layout(SimpleNamespace(query=q, **ends), "bshd")
+def _bias(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any], by_keys: bool = False) -> torch.Tensor | None:
+    """Where blocks are chosen, that of tokens that do not attend. Lists name blocks of keys, or by_keys of queries.
 
-
-def _attention(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any], by_keys: bool = False) -> Attention:
-    bias = None
-    if (chosen := options.get("block_sparse_tensors")) is not None:
-        mask = _mask(chosen, options["aux_tensors"][0], q.shape[1], k.shape[1], by_keys)
-        bias = torch.zeros(()).masked_fill(~mask, float("-inf"))
-    return Attention(scale=options.get("softmax_scale"), causal=bool(options.get("causal")), bias=bias)
-
-
-def _mask(chosen: Any, sizes: torch.Tensor, queries: int, keys: int, by_keys: bool) -> torch.Tensor:
-    """Which tokens attend. chosen: lists of whole blocks of keys, and of others, of which so many keys count.
-
-    by_keys: these are lists of blocks of queries, for each block of keys.
+    There are lists of whole blocks, and of others, of which so many keys count.
     """
+    if (chosen := options.get("block_sparse_tensors")) is None:
+        return None
     query_block, key_block = chosen.block_size
-    shape = (queries // query_block, keys // key_block)
-    counts = (torch.arange(key_block) < sizes[:, None]).flatten()
-    found = torch.zeros(())
+    shape = (q.shape[1] // query_block, k.shape[1] // key_block)
+    counts = (torch.arange(key_block) < options["aux_tensors"][0][:, None]).flatten()
+    attend = torch.zeros(())
     for number, index, whole in (
         (chosen.full_block_cnt, chosen.full_block_idx, torch.ones_like(counts)),
         (chosen.mask_block_cnt, chosen.mask_block_idx, counts),
     ):
         blocks = map_of(index, number, shape[0] if by_keys else shape[1])
         blocks = blocks.transpose(-1, -2) if by_keys else blocks
-        found = found + (blocks.repeat_interleave(query_block, -2).repeat_interleave(key_block, -1) & whole)
-    return found.bool()
+        attend = attend + (blocks.repeat_interleave(query_block, -2).repeat_interleave(key_block, -1) & whole)
+    return torch.zeros(()).masked_fill(attend == 0, -torch.inf)

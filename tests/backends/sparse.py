@@ -1,20 +1,13 @@
-"""What the tests of sparse attention share: choices of blocks that recompute would make otherwise, and block maps."""
+"""What the tests of sparse attention share: kernels, and which blocks attend."""
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch.utils.checkpoint import CheckpointError
 
-import fastac
 from tests import support
-from tests.backends.parity import Case
-from tests.support import assert_same, train_step
 
 
 def run_on_cpu(op: Any, counts: bool = False) -> None:
@@ -66,37 +59,3 @@ def extension(kernels: Any, inverted: Callable[..., Any]) -> tuple[Callable[...,
         return tuple(gradient.float() for gradient in found)
 
     return forward, backward
-
-
-def _times(scores: torch.Tensor, sign: int) -> torch.Tensor:
-    return scores * sign
-
-
-def assert_choice_is_kept(
-    case: Case, chooser: tuple[Any, str], turn: Callable[[torch.Tensor, int], torch.Tensor] = _times
-) -> None:
-    """Gradients are right although recompute would choose the other way around.
-
-    chooser: whose function of that name chooses; its first argument is turned, by the sign -1, at every second call.
-    """
-    region, inputs = case.region, case.inputs()
-    reference = train_step(region, inputs)
-    choose, calls = getattr(*chooser), Counter[str]()
-
-    def choose_otherwise(scores: torch.Tensor, *args: Any, **options: Any) -> Any:
-        calls["choices"] += 1
-        return choose(turn(scores, 1 if calls["choices"] % 2 else -1), *args, **options)
-
-    def step(policy: str) -> support.Tensors:
-        calls.clear()
-        return train_step(functools.partial(fastac.checkpoint, region, policy=policy), inputs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(*chooser, choose_otherwise)
-        try:
-            full = step("full")
-        except CheckpointError:
-            pass  # another choice of another size
-        else:
-            assert any(not torch.equal(full[name], reference[name]) for name in reference), "no matter what it chooses"
-        assert_same(step("attn_only"), reference)

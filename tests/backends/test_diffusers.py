@@ -13,7 +13,6 @@ from fastac.backends.diffusers import BACKENDS, backend_uses
 from fastac.backends.verdicts import Verdict
 from tests import support
 from tests.model_state import state_of
-from tests.support import assert_same, train_step
 
 EVERY = [backend.value for backend in AttentionBackendName]
 SERVED = [name for name in EVERY if name in BACKENDS and BACKENDS[name].verdict in (Verdict.SAVABLE, Verdict.OPAQUE)]
@@ -69,10 +68,7 @@ def test_a_backend_that_cannot_be_honoured_is_refused_and_the_model_left_as_it_w
 
 
 def test_full_saves_nothing_so_the_math_kernel_will_do() -> None:
-    model, inputs = wan("_native_math")
-    expected = train_step(model, inputs)
-    fastac.enable(model, "full")
-    assert_same(train_step(model, inputs), expected)
+    support.assert_model(*wan("_native_math"), policy="full")
 
 
 def test_a_mapping_asks_only_where_something_is_saved() -> None:

@@ -16,22 +16,22 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
-import fastac
 from fastac.backends import sdpa
 from fastac.engine import releases
 from fastac.registry import find_op, present_ops
 from tests import support
 from tests.backends import aten_on_cpu
-from tests.backends.parity import DIM, HEADS, KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, swapped
+from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, op_of, swapped
 from tests.engine.cases import OneAttention, assert_exact
 from tests.marks import needs_torch
-from tests.support import assert_same, train_step
+from tests.support import assert_region
 
-aten = torch.ops.aten
 ENDS = ends(QUERY_LENGTHS), ends(KEY_LENGTHS)
 LONGEST = max(QUERY_LENGTHS), max(KEY_LENGTHS)
 SWAPPED = "torch's formula takes sequences for heads: test_what_torch_counts_otherwise"
 DECOMPOSITION = "_safe_softmax"
+DROPOUT = object()
+"""Stands for the dropout of a call, among the arguments of an op."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,93 +40,40 @@ def _cpu_kernels() -> Iterator[None]:
         yield
 
 
+def case(op: str, *arguments: Any, by_tokens: bool = False, batched: bool = False, **options: Any) -> Case:
+    """arguments: behind query, key and value. by_tokens: tokens before heads. batched: packed, in a batch of one."""
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> torch.Tensor:
+        heads = [one[None] if batched else one for one in (query, key, value)]
+        found = op_of(f"aten::{op}")(*heads, *(dropout_p if one is DROPOUT else one for one in arguments))
+        output: torch.Tensor = found[0]
+        return output[0] if batched else output
+
+    return Case(f"aten::{op}", swapped(call) if by_tokens else call, drops=DROPOUT in arguments, **options)
+
+
+packed = functools.partial(case, packed=True, way="packed")
+by_tokens = functools.partial(case, by_tokens=True, without_flops=SWAPPED)
+without_backward = functools.partial(case, differentiable=False)
+quantized = functools.partial(without_backward, packed=True)
+
+
 class TestSdpa(Parity):
     cases = (
-        Case(
-            "aten::_scaled_dot_product_flash_attention",
-            lambda q, k, v, p: aten._scaled_dot_product_flash_attention(q, k, v, p)[0],
-            drops=True,
-        ),
-        Case(
-            "aten::_scaled_dot_product_flash_attention.quantized",
-            lambda q, k, v, p: aten._scaled_dot_product_flash_attention.quantized(q, k, v, None, None, None, p)[0],
-            differentiable=False,
-        ),
-        Case(
-            "aten::_scaled_dot_product_efficient_attention",
-            lambda q, k, v, p: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p)[0],
-            drops=True,
-        ),
-        Case(
-            "aten::_scaled_dot_product_cudnn_attention",
-            lambda q, k, v, p: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, p)[0],
-            drops=True,
-        ),
-        Case(
-            "aten::_scaled_dot_product_fused_attention_overrideable",
-            lambda q, k, v, p: aten._scaled_dot_product_fused_attention_overrideable(q, k, v, None, p)[0],
-            drops=True,
-        ),
-        Case(
-            "aten::_scaled_dot_product_flash_attention_for_cpu",
-            lambda q, k, v, p: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
-        ),
-        Case(
-            "aten::_scaled_dot_product_attention_math_for_mps",
-            lambda q, k, v, p: aten._scaled_dot_product_attention_math_for_mps(q, k, v)[0],
-            differentiable=False,
-        ),
-        Case(
-            "aten::_flash_attention_forward",
-            swapped(
-                lambda q, k, v, p: aten._flash_attention_forward(q, k, v, None, None, QUERIES, KEYS, p, False, False)[0]
-            ),
-            without_flops=SWAPPED,
-        ),
-        Case(
-            "aten::_flash_attention_forward",
-            lambda q, k, v, p: aten._flash_attention_forward(q, k, v, *ENDS, *LONGEST, p, False, False)[0],
-            packed=True,
-            way="packed",
-            drops=True,
-        ),
-        Case(
-            "aten::_flash_attention_forward.quantized",
-            lambda q, k, v, p: aten._flash_attention_forward.quantized(
-                q, k, v, *ENDS, *LONGEST, p, False, False, None, None, None
-            )[0],
-            packed=True,
-            differentiable=False,
-        ),
-        Case(
-            "aten::_efficient_attention_forward",
-            swapped(
-                lambda q, k, v, p: aten._efficient_attention_forward(q, k, v, None, None, None, None, None, p, 0, True)[
-                    0
-                ]
-            ),
-            without_flops=SWAPPED,
-        ),
-        Case(
-            "aten::_efficient_attention_forward",
-            lambda q, k, v, p: aten._efficient_attention_forward(
-                q[None], k[None], v[None], None, *ENDS, *LONGEST, p, 0, True
-            )[0][0],
-            packed=True,
-            way="packed",
-            drops=True,
-        ),
-        Case(
-            "aten::_cudnn_attention_forward",
-            lambda q, k, v, p: aten._cudnn_attention_forward(q, k, v, None, None, None, QUERIES, KEYS, True, p)[0],
-        ),
-        Case(
-            "aten::_cudnn_attention_forward",
-            lambda q, k, v, p: aten._cudnn_attention_forward(q, k, v, None, *ENDS, *LONGEST, True, p)[0],
-            packed=True,
-            way="packed",
-            drops=True,
-        ),
+        case("_scaled_dot_product_flash_attention", DROPOUT),
+        without_backward("_scaled_dot_product_flash_attention.quantized", None, None, None, 0.0),
+        case("_scaled_dot_product_efficient_attention", None, True, DROPOUT),
+        case("_scaled_dot_product_cudnn_attention", None, True, DROPOUT),
+        case("_scaled_dot_product_fused_attention_overrideable", None, DROPOUT),
+        case("_scaled_dot_product_flash_attention_for_cpu"),
+        without_backward("_scaled_dot_product_attention_math_for_mps"),
+        by_tokens("_flash_attention_forward", None, None, QUERIES, KEYS, 0.0, False, False),
+        packed("_flash_attention_forward", *ENDS, *LONGEST, DROPOUT, False, False),
+        quantized("_flash_attention_forward.quantized", *ENDS, *LONGEST, 0.0, False, False, None, None, None),
+        by_tokens("_efficient_attention_forward", None, None, None, None, None, 0.0, 0, True),
+        packed("_efficient_attention_forward", None, *ENDS, *LONGEST, DROPOUT, 0, True, batched=True),
+        case("_cudnn_attention_forward", None, None, None, QUERIES, KEYS, True, 0.0),
+        packed("_cudnn_attention_forward", None, *ENDS, *LONGEST, True, DROPOUT),
     )
     cases = tuple(case for case in cases if find_op(case.op))
     rows = tuple(row for row in sdpa.ROWS if row.name != DECOMPOSITION)
@@ -138,7 +85,7 @@ def test_a_query_without_heads(attention_executions: Counter[str]) -> None:
         flat = F.scaled_dot_product_attention(*[one.flatten(0, 1) for one in heads])
         return flat.unflatten(0, heads[0].shape[:2])
 
-    assert_exact(lambda: OneAttention(attend), attention_executions, {support.CPU_ATTENTION: 2})
+    assert_exact(lambda: OneAttention(attend), attention_executions)
 
 
 @needs_torch("2.12")  # before, it refuses the shapes
@@ -148,7 +95,7 @@ def test_what_torch_counts_otherwise(name: str) -> None:
     sequences are given. A formula that is there stays; xFormers' cutlass kernel is such a call."""
     query, key = torch.empty(2, 24, 3, 8), torch.empty(2, 12, 3, 8)
     ends_and_longest = (None,) * (4 if name == "_flash_attention_forward" else 5)
-    counted = flop_registry[getattr(aten, name)](query, key, key, *ends_and_longest)
+    counted = flop_registry[getattr(torch.ops.aten, name)](query, key, key, *ends_and_longest)
     mended = name == "_flash_attention_forward" and releases.is_at_least("2.15")
     assert counted == 4 * 2 * 24 * (3 * 12 if mended else 3 * 3) * 8
 
@@ -157,38 +104,6 @@ def test_every_overload_is_run() -> None:
     ops = {op.qualified_name for op in present_ops() if op.row in sdpa.ROWS}
     assert {row.name for row in sdpa.ROWS} == {name.partition("::")[2].partition(".")[0] for name in ops}
     assert ops - {f"aten::{DECOMPOSITION}"} == {case.op for case in TestSdpa.cases}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"is_causal": True, "scale": 0.3},
-        {"attn_mask": torch.randn(QUERIES, QUERIES)},
-        {"attn_mask": torch.ones(QUERIES, QUERIES).tril().bool()},
-        {"enable_gqa": True},
-    ],
-    ids=["causal", "float mask", "bool mask", "grouped queries"],
-)
-def test_sdpa_on_the_cpu(options: dict[str, Any], attention_executions: Counter[str]) -> None:
-    """scaled_dot_product_attention itself, and the op that it ends in."""
-    heads = {"query": HEADS} | dict.fromkeys(("key", "value"), 1 if "enable_gqa" in options else HEADS)
-    inputs = {name: torch.randn(2, count, QUERIES, DIM, requires_grad=True) for name, count in heads.items()}
-
-    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(F.scaled_dot_product_attention(torch.tanh(query), key, value, **options))
-
-    reference = train_step(region, inputs)
-    attention_executions.clear()
-    assert_same(train_step(functools.partial(fastac.checkpoint, region), inputs), reference)
-    assert attention_executions == {support.CPU_ATTENTION: 1}
-
-
-def test_math_fallback_is_told_from_attention() -> None:
-    """The decomposition row: a call of aten::_safe_softmax means that an attention had nothing to save."""
-    inputs = {name: torch.randn(1, HEADS, QUERIES, DIM, requires_grad=True) for name in ("query", "key", "value")}
-    region = functools.partial(fastac.checkpoint, F.scaled_dot_product_attention)
-    with sdpa_kernel(SDPBackend.MATH), pytest.raises(fastac.PolicyNotAppliedError, match="math kernel"):
-        train_step(region, inputs)
 
 
 @pytest.mark.gpu
@@ -203,26 +118,20 @@ def test_math_fallback_is_told_from_attention() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_cuda_kernels(backend: SDPBackend, op: str, dropout_p: float, attention_executions: Counter[str]) -> None:
-    """Executions 1 / 2 / 1 of the CUDA kernel, and equal gradients; torch is told to take deterministic backwards."""
+    """Executions 1 / 2 / 1 of the CUDA kernel, and equal gradients; torch uses deterministic backwards."""
     support.count_kernel(f"aten::{op}", "CUDA")
     torch.manual_seed(0)
-    inputs = {
-        name: torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for name in ("query", "key", "value")
-    }
+    inputs = {name: torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for name in "qkv"}
 
-    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def region(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(backend):
-            output = F.scaled_dot_product_attention(torch.tanh(query), key, value, dropout_p=dropout_p)
+            output = F.scaled_dot_product_attention(torch.tanh(q), k, v, dropout_p=dropout_p)
         return F.dropout(torch.tanh(output), dropout_p)
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        reference = train_step(region, inputs)
-        for policy, executions in (("full", 2), ("attn_only", 1)):
-            attention_executions.clear()
-            found = train_step(functools.partial(fastac.checkpoint, region, policy=policy), inputs)
-            assert_same(found, reference)
-            assert attention_executions == {f"aten::{op}": executions}
+        for policy, again in (("full", 1), ("attn_only", 0)):
+            assert_region(region, inputs, attention_executions, again, policy)
+        assert attention_executions == {f"aten::{op}": 1}
     finally:
         torch.use_deterministic_algorithms(False)

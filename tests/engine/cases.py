@@ -1,7 +1,8 @@
-"""Blocks of one attention, and the assertion that a policy changes nothing but how often kernels run."""
+"""Blocks with one attention, what tests do to its output, and the assertion that a policy changes no gradient."""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 import torch.nn.functional as F
 
 import fastac
+from fastac.engine.blocks import record_of
+from fastac.engine.kinds import state as kinds
 from tests import support
-from tests.support import assert_same, stack, stack_inputs, train_step
+from tests.live_bytes import allocated
+from tests.support import stack, stack_inputs, train_step
 
 Attend = Callable[..., torch.Tensor]
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -30,11 +34,9 @@ class OneAttention(torch.nn.Module):
         self.attend = attend
         self.change = change
 
-    def heads(self, video: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.qkv(video).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind()
-
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        output = self.attend(*self.heads(video))
+        heads = self.qkv(video).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind()
+        output = self.attend(*heads)
         if self.change is not None:
             output = self.change(output)
         return self.out(output.transpose(1, 2).flatten(2))
@@ -42,28 +44,47 @@ class OneAttention(torch.nn.Module):
 
 def assert_exact(
     block: Callable[[], torch.nn.Module],
-    executions: Counter[str],
-    expected: dict[str, int],
+    counts: Counter[str] | None = None,
+    again: int = 0,
     policy: str | fastac.Policy = "attn_only",
     backward: Callable[..., Any] | None = None,
     **inputs_options: Any,
 ) -> None:
-    """Two layers of a block train as without checkpointing, bit for bit, with so many kernel executions per step.
-
-    Twice: the first region of its kind is watched, later ones are not.
-    """
+    """Two layers of a block train as without checkpointing. counts, again: as in `support.assert_alike`."""
     inputs = stack_inputs(**inputs_options)
-    reference = train_step(stack(block=block), inputs, backward=backward)
-    model = stack(block=block, policy=policy)
-    for _ in range(2):
-        executions.clear()
-        assert_same(train_step(model, inputs, backward=backward), reference)
-        assert executions == expected
+    model = functools.cache(lambda policy: stack(block=block, policy=policy))
+    support.assert_alike(lambda policy: train_step(model(policy), inputs, backward=backward), counts, again, policy)
+
+
+def held_bytes(block: torch.nn.Module, policy: Any, known: bool = True) -> tuple[int, int, int]:
+    """Bytes that a region holds after its forward, its output not counted; after a backward; and once it was dropped.
+
+    known: the region is not the first of its kind, which is watched.
+    """
+    inputs = stack_inputs()
+
+    def forward() -> torch.Tensor:
+        # Without the generator's state, which torch keeps for each region.
+        return fastac.checkpoint(block, *inputs.values(), policy=policy, preserve_rng_state=False)
+
+    def step() -> None:
+        support.loss_of(forward()).backward()
+
+    def dropped() -> None:
+        forward()
+
+    step()
+    held = []
+    for run in (forward, step, dropped):
+        if not known:
+            kinds.reset()
+            record_of(block).key = None
+        held.append(allocated(run))
+    return held[0] - inputs["video"].nbytes, held[1], held[2]
 
 
 def add_one(output: torch.Tensor) -> torch.Tensor:
-    output += 1
-    return output
+    return output.add_(1)
 
 
 def add_one_to_a_view(output: torch.Tensor) -> torch.Tensor:
@@ -73,8 +94,11 @@ def add_one_to_a_view(output: torch.Tensor) -> torch.Tensor:
 
 def add_one_without_grad(output: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        output.add_(1)
-    return output
+        return output.add_(1)
+
+
+CHANGES: tuple[Change, ...] = (add_one, add_one_to_a_view, add_one_without_grad)
+"""In-place changes of an output."""
 
 
 def twice(loss: torch.Tensor) -> None:

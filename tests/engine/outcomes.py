@@ -31,7 +31,7 @@ class Run:
     """One run of a case: blocks, inputs and random numbers are the same in each.
 
     policy: "none" without checkpointing, "torch" for torch's own, else one of fastac. calls: of what is checkpointed
-    and of the modules. found: gradients beside those of the leaves.
+    and of the modules. found: gradients of what is no leaf.
     """
 
     def __init__(self, policy: str) -> None:
@@ -154,6 +154,8 @@ def in_two_threads(function: Callable[[Any], Any], values: Any) -> list[Any]:
 CASES: dict[str, Callable[[Any], Any]] = {
     "a block": Run.region,
     "a bound forward": lambda run: run(run.block.forward, run.video, run.text),
+    "a bound call": lambda run: run(run.block.__call__, run.video, run.text),
+    "a frozen block": lambda run: run(run.block.requires_grad_(False), run.video, run.text),
     "a partial": lambda run: run(functools.partial(run.other, text=run.text), run.region()),
     "a closure": lambda run: run(lambda: run.block(run.video, run.text) * run.scale),
     "no argument requires grad": lambda run: run(run.block, run.video.detach(), run.text.detach()),
@@ -277,11 +279,15 @@ class Cases(Run):
     def gradients_taken_inside(self) -> Any:
         def function(video: torch.Tensor) -> torch.Tensor:
             hidden = self.attention(video).sin()
+            leaf = hidden.detach().requires_grad_()
+            (penalty,) = torch.autograd.grad(self.attention(leaf).square().sum(), leaf)
             (inner,) = torch.autograd.grad(hidden.sum(), video, retain_graph=True)
             (freed,) = torch.autograd.grad(video.sin().cos().sum(), video)
             (smooth,) = torch.autograd.grad(self.smooth(video).sum(), video, create_graph=True)
             return (
-                self.block(hidden, self.text) * inner * freed + self.attention(smooth) + self(self.smooth, video).sum()
+                self.block(hidden, self.text) * inner * freed * penalty
+                + self.attention(smooth)
+                + self(self.smooth, video).sum()
             )
 
         return self(function, self.video)
@@ -307,6 +313,11 @@ class Cases(Run):
     # Hooks, contexts and functions of the user's own, inside
 
     def hooks_that_change_gradients(self) -> Any:
+        def attend(*heads: torch.Tensor) -> torch.Tensor:
+            output = F.scaled_dot_product_attention(*heads)
+            output.register_hook(lambda gradient: self.count() or gradient * 17)
+            return output
+
         def function(video: torch.Tensor) -> torch.Tensor:
             hidden, output = self.parts(video)
             hidden.register_hook(lambda gradient: self.count() or gradient * 3)
@@ -316,6 +327,7 @@ class Cases(Run):
             return output
 
         seen: list[torch.Tensor] = []
+        self.block.attend = attend
         ffn = self.block.ffn
         ffn.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
         ffn[0].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 5,))

@@ -29,7 +29,7 @@ NAN = 0xFF  # as each byte of a number of any floating-point type
 
 
 class Bytes:
-    """A tensor of bytes that somebody else holds."""
+    """A view of bytes, by a weak reference to their storage."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())

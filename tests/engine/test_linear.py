@@ -1,4 +1,4 @@
-"""Outputs of Linear modules on the tape: exact, run once, held to the byte, or refused with the module's name.
+"""Saved outputs of Linear modules: exact, not run again, their bytes exact, or refused with the module's name.
 
 Products are counted by the kernel of aten::addmm, in which a Linear module with a bias ends and no backward does.
 """
@@ -27,22 +27,16 @@ from fastac import FastacError, Policy, PolicyNotAppliedError
 from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.errors import readable_bytes
 from tests import support
-from tests.engine.cases import twice
-from tests.live_bytes import allocated
+from tests.engine.cases import Change, assert_exact, held_bytes, twice
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.model_state import state_of
-from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, stack, stack_inputs, train_step
+from tests.support import AttentionBlock, assert_same, stack, stack_inputs, train_step
 
 W = support.WIDTH
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 ALL = Policy("attn_only", linear=("*",))
 ALONE = Policy("linear_only", linear=("*",))
 FIRST = Policy("linear_only", linear=("first",))
-
-NONE, FULL = 2 * 7, 2 * (7 + 6)
-"""How often two AttentionBlocks multiply in a step without checkpointing, and under full: torch ends a recompute
-before the last of the seven Linear modules."""
 
 
 @pytest.fixture
@@ -76,58 +70,28 @@ class One(torch.nn.Module):
         return video + self.out(torch.tanh(output))
 
 
-def assert_exact(
-    block: Callable[[], torch.nn.Module],
-    policy: Any = ALL,
-    again: int | None = None,
-    backward: Callable[..., Any] | None = None,
-    products: Counter[str] | None = None,
-    **inputs_options: Any,
-) -> None:
-    """Two layers train as without checkpointing, bit for bit. again: how many products of any kind run again."""
-    inputs, counts = stack_inputs(**inputs_options), Counter() if products is None else products
-    counts.clear()
-    reference = train_step(stack(block=block), inputs, backward=backward)
-    generator, needed = torch.get_rng_state(), counts.total()
-    model = stack(block=block, policy=policy)
-    for _ in range(2):
-        counts.clear()
-        assert_same(train_step(model, inputs, backward=backward), reference)
-        assert torch.equal(torch.get_rng_state(), generator)
-        assert again is None or counts.total() == needed + again
-
-
 # Exact, and run once
 
 
 @pytest.mark.parametrize(
-    ("dtype", "policy", "multiplied", "attended"),
+    ("policy", "products_again", "attention_again"),
     [
-        (torch.float32, "attn_only", FULL, 4),
-        (torch.float32, ALL, NONE, 4),
-        (torch.bfloat16, ALL, NONE, 4),
-        (torch.float32, ALONE, NONE, 8),
-        (torch.float32, Policy("attn_only", min_kv=10, linear=("q", "qkv")), FULL - 4, 6),
+        ("attn_only", 2 * 6, 0),  # a recompute ends before the last of the seven Linear modules
+        (ALL, 0, 0),
+        (ALONE, 0, 4),
+        (Policy("attn_only", min_kv=10, linear=("q", "qkv")), 2 * 4, 2),
     ],
     ids=str,
 )
 def test_steps_are_exact_and_saved_products_run_once(
-    dtype: torch.dtype,
     policy: Any,
-    multiplied: int,
-    attended: int,
+    products_again: int,
+    attention_again: int,
     products: Counter[str],
     attention_executions: Counter[str],
 ) -> None:
-    inputs = stack_inputs(dtype=dtype, batch=2)
-    reference = train_step(stack(dtype=dtype), inputs)
-    model = stack(policy=policy, dtype=dtype)
-    for _ in range(2):
-        products.clear()
-        attention_executions.clear()
-        assert_same(train_step(model, inputs), reference)
-        assert products["addmm"] == multiplied
-        assert attention_executions == {CPU_ATTENTION: attended}
+    assert_exact(AttentionBlock, products, products_again, policy, batch=2)
+    assert_exact(AttentionBlock, attention_executions, attention_again, policy, batch=2)
 
 
 def crossed(video: torch.Tensor) -> torch.Tensor:
@@ -148,7 +112,7 @@ def frozen(module: torch.nn.Linear) -> torch.nn.Linear:
 @pytest.mark.parametrize("before", [None, crossed, first_token], ids=["plain", "crossed", "vector"])
 def test_every_way_to_multiply(bias: bool, first: Any, before: Any, products: Counter[str]) -> None:
     """In one op with the bias; in mm, to which the bias is added in place; frozen and not to be flattened, in bmm."""
-    assert_exact(lambda: One(bias=bias, first=first, before=before), FIRST, 0, products=products, batch=2)
+    assert_exact(lambda: One(bias=bias, first=first, before=before), products, 0, FIRST, batch=2)
 
 
 # What becomes of the output
@@ -169,7 +133,7 @@ CHANGES = pytest.mark.parametrize("change", [double, double_without_grad])
 
 @CHANGES
 def test_in_place_change_of_an_output(change: Change) -> None:
-    """Legal without checkpointing: the product is the input of no backward."""
+    """Legal without checkpointing: no backward needs the product."""
     if not WHOLE_PRODUCT:
         pytest.skip("since torch 2.15 it shares no version: the next test")
     model = stack(policy=FIRST, block=lambda: One(change))
@@ -183,13 +147,13 @@ def test_in_place_change_of_an_output_that_shares_no_version(
     change: Change, bias: bool, before: Any, products: Counter[str]
 ) -> None:
     """aten::_unsafe_view gives it another counter than the product's: silently wrong by 0.5 without a copy."""
-    assert_exact(lambda: One(change, before, bias), FIRST, 0, products=products, batch=2)
-    assert_exact(lambda: One(change, before, bias), FIRST, 0, backward=twice, products=products, batch=2)
+    for backward in (None, twice):
+        assert_exact(lambda: One(change, before, bias), products, 0, FIRST, backward, batch=2)
 
 
 @CHANGES
 def test_in_place_change_of_an_output_outside_the_graph(change: Change) -> None:
-    assert_exact(lambda: One(change, before=torch.Tensor.detach, first=frozen), FIRST, 0)
+    assert_exact(lambda: One(change, before=torch.Tensor.detach, first=frozen), policy=FIRST)
 
 
 def test_autocast(products: Counter[str]) -> None:
@@ -198,7 +162,7 @@ def test_autocast(products: Counter[str]) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 return super().forward(video, text).float()
 
-    assert_exact(Mixed, ALL, 0, products=products)
+    assert_exact(Mixed, products, 0, ALL)
 
 
 def test_low_rank_adapters() -> None:
@@ -208,11 +172,11 @@ def test_low_rank_adapters() -> None:
         config = LoraConfig(r=2, target_modules=["qkv", "ffn.2"], lora_dropout=0.3, init_lora_weights=False)
         return get_peft_model(AttentionBlock(dropout=0.3), config).train().base_model.model
 
-    assert_exact(block, ALL, batch=2)
+    assert_exact(block, policy=ALL, batch=2)
 
 
 def test_products_that_are_no_linear_modules_run_again() -> None:
-    """Before, between and after: only what a hook announced is on the tape."""
+    """Before, between and after Linear modules. Only products inside their hooks are saved."""
 
     class Between(One):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -221,13 +185,13 @@ def test_products_that_are_no_linear_modules_run_again() -> None:
             output = torch.mm(self.first(video)[0], weight)[None]
             return video + self.out(torch.tanh(output))
 
-    assert_exact(Between, Policy("linear_only", linear=("first", "out")))
+    assert_exact(Between, policy=Policy("linear_only", linear=("first", "out")))
     # torch ends the first recompute inside the last module, which does not run any more when the second begins.
-    assert_exact(Between, ALONE, backward=twice)
+    assert_exact(Between, policy=ALONE, backward=twice)
 
 
 def test_linear_that_raises_and_is_caught(products: Counter[str]) -> None:
-    """The product after it is another's."""
+    """The product after it is another's, and runs again."""
 
     class FallsBack(One):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -235,26 +199,22 @@ def test_linear_that_raises_and_is_caught(products: Counter[str]) -> None:
                 self.first(video[..., :3])
             return super().forward(torch.mm(video[0], self.out.weight)[None], text)
 
-    assert_exact(FallsBack, ALONE)
+    assert_exact(FallsBack, products, 4, ALONE)  # in the recompute of each layer that raises as well
 
 
 # What users do around it
 
 
-def test_second_backward(products: Counter[str]) -> None:
-    assert_exact(AttentionBlock, ALL, 0, backward=twice, products=products)
+def test_recompute_on_another_path() -> None:
+    """Two modules of one shape take turns."""
 
-
-@pytest.mark.parametrize("way", ["order", "fewer"])
-def test_recompute_on_another_path(way: str) -> None:
     class Other(AttentionBlock):
+        calls = 0
+
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            again, self.called = getattr(self, "called", False), True
-            modules = [self.self_out, self.q]
-            if again:
-                modules = {"order": [self.q, self.self_out], "fewer": [self.self_out]}[way]
+            self.calls += 1
             with torch.no_grad():  # autograd keeps nothing of it, so that torch's own check counts nothing
-                for module in modules:
+                for module in (self.self_out, self.q)[:: 1 if self.calls == 1 else -1]:
                     module(video)
             return torch.tanh(video)
 
@@ -264,23 +224,6 @@ def test_recompute_on_another_path(way: str) -> None:
 
 
 # Memory
-
-
-def held_by(block: torch.nn.Module, policy: Any, inputs: dict[str, torch.Tensor]) -> tuple[int, int, int]:
-    """Bytes that a region holds after its forward beside its output; after a backward; and a dropped forward."""
-
-    def forward() -> torch.Tensor:
-        return fastac.checkpoint(block, *inputs.values(), policy=policy, preserve_rng_state=False)
-
-    def step() -> None:
-        support.loss_of(forward()).backward()
-
-    def dropped() -> None:
-        forward()
-
-    step()
-    output = inputs["video"].untyped_storage().nbytes()
-    return allocated(forward) - output, allocated(step), allocated(dropped)
 
 
 def rows_of(columns: int, rows: int = support.VIDEO_TOKENS) -> int:
@@ -294,13 +237,13 @@ BYTES["*"] = sum(BYTES.values()) + 3 * rows_of(W)
 @pytest.mark.parametrize("name", BYTES)
 def test_held_bytes_are_those_of_the_outputs(name: str) -> None:
     """To the byte, and nothing is left after a backward, or where none comes."""
-    assert held_by(AttentionBlock(), Policy("linear_only", linear=(name,)), stack_inputs()) == (BYTES[name], 0, 0)
+    assert held_bytes(AttentionBlock(), Policy("linear_only", linear=(name,))) == (BYTES[name], 0, 0)
 
 
 @pytest.mark.parametrize(("bias", "before"), [(False, None), (True, crossed)])
 def test_held_bytes_of_copies(bias: bool, before: Any) -> None:
-    """A copy is kept in the place of the output, not beside it."""
-    assert held_by(One(before=before, bias=bias), FIRST, stack_inputs()) == (rows_of(W), 0, 0)
+    """A copy is kept instead of the output, not in addition."""
+    assert held_bytes(One(before=before, bias=bias), FIRST) == (rows_of(W), 0, 0)
 
 
 def test_report_and_verify_say_what_is_held() -> None:
@@ -308,6 +251,7 @@ def test_report_and_verify_say_what_is_held() -> None:
     policy = Policy("attn_only", linear=("ffn.*",))
     verified = fastac.verify(model, **inputs, policy=policy)
     assert verified.linear_saved == 4
+    assert verified.policy_executions == (verified.reference_executions[0], 0), "of attention alone"
     fastac.enable(model, policy)
     train_step(model, inputs)
     (row,) = fastac.report(model).rows
@@ -340,7 +284,7 @@ def test_a_function_that_is_no_block(function: Any) -> None:
 
 
 class Quantized(torch.nn.Linear):
-    """Computes with its weight in a way of its own."""
+    """Does not compute as Linear does."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return (input[..., None, :] * self.weight).sum(-1) + self.bias
@@ -368,7 +312,7 @@ def test_a_module_whose_product_is_not_seen(way: str) -> None:
 
     with pytest.raises(FastacError, match="'first'"):
         fastac.checkpoint(Around(first=first), **stack_inputs(), policy=FIRST)
-    assert_exact(lambda: Around(first=first), Policy("linear_only", linear=("out",)))
+    assert_exact(lambda: Around(first=first), policy=Policy("linear_only", linear=("out",)))
 
 
 def test_modules_that_are_not_used_are_no_error() -> None:
@@ -379,13 +323,13 @@ def test_modules_that_are_not_used_are_no_error() -> None:
             self.tied.weight = self.first.weight
             self.alias = self.first
 
-    assert_exact(Spare, ALONE)
-    assert_exact(Spare, Policy("linear_only", linear=("alias",)))
+    for names in ("*", "alias"):
+        assert_exact(Spare, policy=Policy("linear_only", linear=(names,)))
 
 
-@pytest.mark.parametrize("change", ["adapter", "exchanged"])
-def test_a_module_that_is_exchanged_later(change: str) -> None:
-    """What is not saved runs again; gradients are right. A module of the same name is saved from the next step on."""
+@pytest.mark.parametrize("change", ["adapter", "replaced"])
+def test_a_module_that_is_replaced_later(change: str) -> None:
+    """Until the next step it runs again, and gradients are right. Then a module of the same name is saved."""
     model = stack(block=lambda: One(first=lambda one: torch.nn.Sequential(one)))
     fastac.enable(model, ALONE, blocks="blocks")
     train_step(model, stack_inputs())
@@ -400,7 +344,7 @@ def test_a_module_that_is_exchanged_later(change: str) -> None:
     found = train_step(model, stack_inputs())
     saved = fastac.report(model).rows[0].linear_saved
     assert_same(train_step(model, stack_inputs()), found)
-    assert fastac.report(model).rows[0].linear_saved - saved == (change == "exchanged")
+    assert fastac.report(model).rows[0].linear_saved - saved == (change == "replaced")
     fastac.enable(model, ALONE, blocks="blocks")
     assert_same(train_step(model, stack_inputs()), found)
     fastac.disable(model)
@@ -422,11 +366,11 @@ def test_compiled_code_is_refused(how: str) -> None:
 
 
 def test_hooks_come_and_go(products: Counter[str]) -> None:
-    """State-dict keys stay, hooks until disable; what one policy saved the next does not."""
-    model, inputs = support.build("WanTransformer3DModel")
+    """State-dict keys never change, hooks are removed by disable, and each policy saves only what it names."""
+    model, inputs = stack(), stack_inputs()
     before, keys, executed = state_of(model), list(model.state_dict()), []
     for policy in ("attn_only", ALL, "attn_only"):
-        fastac.enable(model, policy)
+        fastac.enable(model, policy, blocks="blocks")
         for _ in range(2):
             products.clear()
             train_step(model, inputs)
@@ -438,7 +382,7 @@ def test_hooks_come_and_go(products: Counter[str]) -> None:
 
 
 def test_a_module_in_a_checkpoint_of_the_block_s_own_is_refused() -> None:
-    """Its product would be saved, and run again all the same."""
+    """Its product would be saved, and run again anyway."""
 
     class Inner(One):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -460,7 +404,7 @@ def test_disable_between_forward_and_backward_is_an_error() -> None:
 
 
 def test_products_are_intercepted_only_where_a_policy_needs_it() -> None:
-    """From then on every product of the process costs a few microseconds more."""
+    """It makes every product of the process a few microseconds slower."""
     program = """
         import torch, fastac
         def intercepted():
@@ -479,15 +423,9 @@ def test_products_are_intercepted_only_where_a_policy_needs_it() -> None:
     assert run.stdout.strip() == "[False, False, True]", run.stderr
 
 
-def test_verify_counts_attention_alone() -> None:
-    found = fastac.verify(stack(), **stack_inputs(), blocks="blocks", policy=Policy("attn_only", linear=("ffn.*",)))
-    assert found.linear_saved == 4
-    assert found.policy_executions == (found.reference_executions[0], 0)
-
-
 @pytest.mark.parametrize("name", ["attn_only", "linear_only"])
-def test_attention_that_nobody_knows_beside_linear_outputs(name: str) -> None:
-    """A policy of attention saves none: what it saves of Linear modules is no excuse."""
+def test_unknown_attention_is_an_error_although_linear_outputs_are_saved(name: str) -> None:
+    """Where the policy saves attention."""
     attend = support.attention_function(support.define_attention_op(f"mixes_beside_{len(name)}"))
     model = stack(block=lambda: AttentionBlock(attend=attend))
     fastac.enable(model, Policy(name, linear=("ffn.*",)), blocks="blocks")

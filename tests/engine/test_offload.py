@@ -21,6 +21,7 @@ from fastac.engine import host_memory, offload
 from fastac.engine.transport import Copies, Transport
 from fastac.verify import Offloaded
 from tests import support
+from tests.engine.cases import twice
 from tests.engine.outcomes import CASES, Cases
 from tests.engine.simulated import Simulated, simulated
 from tests.engine.test_outcomes import expected_of, parameters
@@ -51,33 +52,19 @@ def train(model: Any, backward: Callable[[torch.Tensor], Any] | None = None, **o
 # Exact
 
 
-def twice(loss: torch.Tensor) -> None:
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
 @pytest.mark.parametrize("backward", [None, twice])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_step(policy: Policy, backward: Any, device: Simulated) -> None:
     expected = train(stack(layers=LAYERS), backward)
     model = stack(layers=LAYERS, policy=policy)
+    allocated = []
     for _ in range(3):
         assert_same(train(model, backward), expected)
-    assert device.allocated > 0
+        allocated.append(device.allocated)
+    assert 0 < allocated[0] == allocated[-1], "later steps take no more"
     device.release()  # of the last recompute, which no copies followed
     gc.collect()
     assert device.in_use == 0
-
-
-class Together(torch.nn.Module):
-    """Several forwards of one model before one backward, as in RL."""
-
-    def __init__(self, policy: Any, count: int = 3) -> None:
-        super().__init__()
-        self.model, self.count = stack(layers=LAYERS, policy=policy), count
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> Any:
-        return [self.model(video * number, text) for number in range(1, self.count)]
 
 
 class Interleaved(torch.nn.Module):
@@ -93,20 +80,6 @@ class Interleaved(torch.nn.Module):
             left = support.run_checkpointed(one, left, text, policy=self.one.policy)
             right = support.run_checkpointed(other, right, text, policy=self.one.policy)
         return left, right
-
-
-class Nested(torch.nn.Module):
-    """Blocks inside a checkpoint of their own, in a checkpointed block."""
-
-    def __init__(self, policy: Any) -> None:
-        super().__init__()
-        self.inner = torch.nn.ModuleList(stack(number, layers=2, policy=policy) for number in range(3))
-        self.policy = policy
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> Any:
-        for one in self.inner:
-            video = support.run_checkpointed(one, video, text=text, policy=self.policy)
-        return video
 
 
 class Views(torch.nn.Module):
@@ -125,7 +98,7 @@ class Views(torch.nn.Module):
         return video
 
 
-@pytest.mark.parametrize("make", [Together, Interleaved, Nested, Views], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("make", [Interleaved, Views], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
 def test_models(policy: Policy, make: Callable[[Any], torch.nn.Module], device: Simulated) -> None:
     torch.manual_seed(0)
@@ -245,7 +218,7 @@ ATTENTION = 2 * (INPUT + VIDEO_TOKENS * 2 * 4)
 
 
 class Leading(torch.nn.Module):
-    """Blocks behind what makes the input of the first one, which is nobody else's then."""
+    """Blocks after an op, so that the caller does not hold the input of the first one."""
 
     def __init__(self, policy: Any, layers: int, block: Callable[[], torch.nn.Module] = AttentionBlock) -> None:
         super().__init__()
@@ -260,7 +233,7 @@ class Leading(torch.nn.Module):
 
 def memory(policy: Any, layers: int = 4) -> tuple[int, int]:
     model = Leading(policy, layers).requires_grad_(False)  # gradients would be most of the peak
-    Memory([*model.parameters()]).step(model)
+    model(**stack_inputs()).sum().backward()
     return Memory([*model.parameters()]).step(model)
 
 
@@ -285,36 +258,6 @@ def test_bytes_on_the_device(policy: Policy, blocks: int) -> None:
     assert device.in_use == 0
 
 
-def test_attention_on_the_host_holds_less_than_full_checkpointing() -> None:
-    with simulated(late=False):
-        offloaded = memory(Policy("attn_only", offload=True), 8)
-    full = memory("full", 8)
-    assert offloaded[0] < full[0]
-    assert offloaded[1] < full[1]
-
-
-def test_wan_on_the_device() -> None:
-    """Held after the forward of four blocks, the last kept: less than under full checkpointing, without its FLOPs."""
-    model, inputs = support.build("WanTransformer3DModel", num_layers=4)
-    inputs = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
-    held: dict[Any, int] = {}
-    expected = None
-    offloaded = [Policy(name, offload=True, keep=1) for name in ("full", "attn_only")]
-    for policy in ("full", "attn_only", *offloaded):
-        with simulated(late=False) as device:
-            fastac.enable(model, policy)
-            found = support.train_step(model, inputs)
-            meter = LiveBytes([*model.parameters(), *inputs.values()])
-            with meter:
-                outputs = model(**inputs)
-            held[policy] = meter.now
-            del outputs
-        assert bool(device.allocated) == isinstance(policy, Policy)
-        expected = expected or found
-        assert_same(found, expected)
-    assert held[offloaded[0]] < held[offloaded[1]] < held["full"] < held["attn_only"], held
-
-
 def test_late_copies_hold_no_more_than_what_is_under_way() -> None:
     """Two regions on their way to the host, and one on its way back."""
     with simulated() as device:
@@ -324,15 +267,6 @@ def test_late_copies_hold_no_more_than_what_is_under_way() -> None:
     assert not device.faults
     assert late[0] - prompt[0] <= 2 * INPUT
     assert late[1] - prompt[1] <= 2 * INPUT
-
-
-def test_host_memory_does_not_grow(device: Simulated) -> None:
-    model = stack(layers=LAYERS, policy=Policy("attn_only", offload=True))
-    train(model)
-    allocated, in_use = device.allocated, device.in_use
-    for _ in range(50):
-        train(model)
-        assert (device.allocated, device.in_use) == (allocated, in_use)
 
 
 class OneOp(torch.nn.Module):
@@ -355,8 +289,7 @@ def test_a_tensor_goes_once(device: Simulated) -> None:
 
 def test_an_output_changed_in_place_is_an_error(device: Simulated) -> None:
     """The saved output of a block, which is the next one's input, by the caller."""
-    blocks, (video, text) = stack(layers=5, block=OneOp).blocks, stack_inputs().values()
-    hidden = video * 1
+    blocks, (hidden, text) = stack(layers=5, block=OneOp).blocks, stack_inputs().values()
     for number, block in enumerate(blocks):
         hidden = fastac.checkpoint(block, hidden, text, policy=Policy(offload="attention"))
         if number == 1:
@@ -407,52 +340,30 @@ def test_what_verify_shows(device: Simulated) -> None:
 # The guards, taken out
 
 
-def wrong_bytes(device: Simulated, model: Any, expected: Tensors) -> None:
-    assert_same(train(model), expected)
-    assert not device.faults
+begin = Transport.begin
+GUARDS = {
+    "no wait": (Copies, "wait", lambda copies: None),
+    # What comes back does not wait for having left.
+    "no order": (Transport, "begin", lambda self, pairs, to_host, after, moved: begin(self, pairs, to_host, (), moved)),
+    "freed early": (Copies, "__post_init__", lambda copies: setattr(copies, "device", [])),
+}
+"""Each taken out: whose attribute, and what stands there then."""
 
 
-def no_wait(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Copies, "wait", lambda copies: None)
-
-
-def no_order(patch: pytest.MonkeyPatch) -> None:
-    """What comes back does not wait for having left."""
-    begin = Transport.begin
-
-    def begin_at_once(self: Any, pairs: Any, to_host: bool, after: Any, transfers: Any) -> Copies:
-        return begin(self, pairs, to_host, (), transfers)
-
-    patch.setattr(Transport, "begin", begin_at_once)
-
-
-def freed_early(patch: pytest.MonkeyPatch) -> None:
-    def forget(copies: Copies, *_: Any) -> None:
-        copies.device = []
-
-    patch.setattr(Copies, "__post_init__", forget)
-
-
-def host_freed_early(patch: pytest.MonkeyPatch) -> None:
-    def forget(copies: Copies, *_: Any) -> None:
-        copies.host = []
-
-    patch.setattr(Copies, "__post_init__", forget)
-
-
-@pytest.mark.parametrize("guard", [no_wait, no_order, freed_early])
-def test_a_step_without_a_guard(guard: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_step_without_a_guard(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(stack(layers=LAYERS))
-    guard(monkeypatch)
-    with simulated() as device, pytest.raises((AssertionError, FastacError)):
-        wrong_bytes(device, stack(layers=LAYERS, policy=Policy("attn_only", offload=True)), expected)
+    monkeypatch.setattr(*GUARDS[guard])
+    with simulated() as device, contextlib.suppress(FastacError):  # which may come first
+        found = train(stack(layers=LAYERS, policy=Policy("attn_only", offload=True)))
+        assert device.faults or any(not torch.equal(found[name], one) for name, one in expected.items())
 
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_host_memory_is_not_handed_out_while_it_is_written(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a forward that no backward follows: its copies are late, and its memory is free."""
     if not guarded:
-        host_freed_early(monkeypatch)
+        monkeypatch.setattr(Copies, "__post_init__", lambda copies: setattr(copies, "host", []))
     model = stack(layers=LAYERS, policy=Policy("attn_only", offload=True))
     expected = train(stack(layers=LAYERS))
     with simulated() as device:

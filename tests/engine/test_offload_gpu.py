@@ -1,7 +1,8 @@
-"""Offload on a CUDA device: exact, less memory, beside what is computed, and without waiting for any of it."""
+"""Offload on a CUDA device: exact, less memory, copies that overlap with kernels, no waiting."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import hidden_seconds, is_copy
 from fastac import Policy
 from tests import support
-from tests.support import AttentionBlock, Tensors, assert_same
+from tests.engine.test_offload import Leading
+from tests.support import AttentionBlock, assert_same
 
 pytestmark = pytest.mark.gpu
 
@@ -40,20 +42,8 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Blocks(torch.nn.Module):
-    """Blocks behind what makes the input of the first one, which is nobody else's then."""
-
-    def __init__(self, policy: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        blocks = torch.nn.ModuleList(AttentionBlock(WIDTH, heads=8) for _ in range(LAYERS))
-        self.blocks, self.policy = blocks.to("cuda", torch.bfloat16), policy
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> Any:
-        video = video.sin()
-        for block in self.blocks:
-            video = support.run_checkpointed(block, video, text, policy=self.policy)
-        return video
+def blocks(policy: Any) -> Any:
+    return Leading(policy, LAYERS, functools.partial(AttentionBlock, WIDTH, heads=8)).to("cuda", torch.bfloat16)
 
 
 def inputs() -> dict[str, torch.Tensor]:
@@ -75,18 +65,15 @@ POLICIES = [Policy("full", offload=True), Policy("attn_only", offload=True)]
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_step(policy: Policy) -> None:
-    def train(model: Any) -> Tensors:
-        return support.train_step(model, inputs())
-
-    expected = train(Blocks("none"))
-    model = Blocks(policy)
+    expected = support.train_step(blocks("none"), inputs())
+    model = blocks(policy)
     for _ in range(4):
-        assert_same(train(model), expected)
+        assert_same(support.train_step(model, inputs()), expected)
 
 
 def peak(policy: Any) -> int:
     """Of a warm step, above what there was before it."""
-    model, given = Blocks(policy).requires_grad_(False), inputs()  # gradients would be most of it
+    model, given = blocks(policy).requires_grad_(False), inputs()  # gradients would be most of it
     for _ in range(WARM):
         step(model, given)
     gc.collect()
@@ -104,7 +91,7 @@ def test_memory_of_the_device(policy: Policy) -> None:
 
 
 def test_memory_of_the_host_does_not_grow() -> None:
-    model, given = Blocks(POLICIES[1]), inputs()
+    model, given = blocks(POLICIES[1]), inputs()
     allocations = []
     for _ in range(20):
         step(model, given)
@@ -116,8 +103,8 @@ def test_memory_of_the_host_does_not_grow() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_nothing_waits(policy: Policy) -> None:
-    """The host never waits for the device in a warm step, and most of the copies' time goes by beside kernels."""
-    model, given = Blocks(policy), inputs()
+    """The host never waits for the device in a warm step, and most copies overlap with kernels."""
+    model, given = blocks(policy), inputs()
     for _ in range(WARM):
         step(model, given)
     torch.cuda.synchronize()

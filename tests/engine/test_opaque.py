@@ -21,10 +21,12 @@ import fastac
 from fastac import FastacError, OpaqueFunction, Policy
 from fastac.engine import opaque
 from tests import support
-from tests.marks import NEEDS_COMPILED_MODELS, needs_torch
-from tests.support import assert_same, train_step
+from tests.engine.cases import twice
+from tests.marks import needs_torch
+from tests.support import assert_region, train_step
 
 KERNEL = "the test's opaque kernel"
+PLAIN: dict[str, Any] = {"layout": "bhsd", "dropout": None}
 
 
 def kernel(
@@ -53,7 +55,7 @@ def function(**options: Any) -> Any:
                 if dropout_p or options.get("draws"):
                     output = output * (torch.rand_like(output) > 0.3)
             statistics = statistics + q.new_zeros(())  # outside no_grad, so that marking it matters
-            half = q * 0.5  # what a quantized kernel keeps besides: as large as the query
+            half = q * 0.5  # as a quantized kernel keeps for backward: as large as the query
             ctx.save_for_backward(q, k, v, None, blocks, statistics, output, half)
             ctx.settings = settings
             ctx.mark_non_differentiable(statistics)
@@ -79,49 +81,53 @@ def function(**options: Any) -> Any:
     return Attention
 
 
-def block(attention: Callable[..., Any], *rest: Any, select: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A region around one call, and a dropout. rest: further arguments of it; select: chooses the first of these."""
+class Simple(torch.autograd.Function):
+    """Saves its inputs, its output and one tensor more."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+        output, statistics = kernel(q, k, v)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return support.attention_math_backward(grad, *ctx.saved_tensors)
+
+
+def block(attention: Callable[..., Any], *rest: Any) -> Callable[..., Any]:
+    """A region around one call, and a dropout. rest: further arguments of it."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        more = (select(key), *rest[1:]) if select is not None else rest
-        output, *others = attention(torch.tanh(query), torch.tanh(key), value, *more)
+        output, *others = attention(torch.tanh(query), torch.tanh(key), value, *rest)
         assert not any(isinstance(other, torch.Tensor) and other.requires_grad for other in others)
         return torch.nn.functional.dropout(torch.tanh(output), 0.2)
 
     return attend
 
 
-def inputs(keys: int = 10, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return support.attention_inputs(12, keys, dtype=dtype)
+def inputs() -> dict[str, torch.Tensor]:
+    return support.attention_inputs(12, 10)
 
 
 def assert_visible(
-    made: Any, region: Callable[..., Any], counted: Counter[str], calls: int = 1, data: Any = None, **options: Any
+    made: Any, region: Callable[..., Any], counted: Counter[str], data: Any = None, **options: Any
 ) -> None:
-    """Made visible, its gradients are those of before, and its kernel runs once per call."""
-    data = data or inputs()
-    reference = train_step(region, data)
-    fastac.make_visible(made, **{"layout": "bhsd", "dropout": None, **options})
-    for _ in range(2):
-        counted.clear()
-        assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
-        assert counted == {KERNEL: calls}
+    """Made visible, its gradients are those of before, in two backwards, and its kernel does not run again."""
+    fastac.make_visible(made, **PLAIN | options)
+    assert_region(region, data or inputs(), counted, backward=twice)
 
 
 # Exact, and run once
 
 
 @pytest.mark.parametrize("way", [{}, {"view": True}, {"none": True}], ids=["plain", "a view", "None among the outputs"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_executions_and_gradients(way: Any, dtype: torch.dtype, counted: Counter[str]) -> None:
+def test_executions_and_gradients(way: Any, counted: Counter[str]) -> None:
     opaque = function(**way)
     region = block(opaque.apply, None, "kept on the context")  # captured before it is made visible, as libraries do
-    data = inputs(dtype=dtype)
-    assert_visible(opaque, region, counted, key="k", data=data)
-    for policy, executions in (("none", 1), ("torch", 2), ("full", 2)):
-        counted.clear()
-        train_step(functools.partial(support.run_checkpointed, region, policy=policy), data)
-        assert counted == {KERNEL: executions}, policy
+    assert_visible(opaque, region, counted, key="k")
+    for policy in ("torch", "full"):
+        assert_region(region, inputs(), counted, again=1, policy=policy)
 
 
 def test_the_error_without_it_says_what_to_write() -> None:
@@ -130,7 +136,7 @@ def test_the_error_without_it_says_what_to_write() -> None:
     for _ in range(2):
         with pytest.raises(fastac.PolicyNotAppliedError, match=rf"make_visible\({opaque.__qualname__}"):
             train_step(region, inputs())
-    fastac.make_visible(opaque, layout="bhsd", dropout=None)
+    fastac.make_visible(opaque, **PLAIN)
     train_step(region, inputs())
 
 
@@ -138,17 +144,7 @@ def test_the_error_without_it_says_what_to_write() -> None:
 def test_inputs_that_do_not_require_grad(frozen: str, counted: Counter[str]) -> None:
     opaque, data = function(), inputs()
     data[frozen].requires_grad_(False)
-    assert_visible(opaque, block(opaque.apply), counted, data=data)
-
-
-def test_a_second_backward(counted: Counter[str]) -> None:
-    opaque, data = function(), inputs()
-    fastac.make_visible(opaque, layout="bhsd", dropout=None)
-    output = fastac.checkpoint(block(opaque.apply), *data.values())
-    first = torch.autograd.grad(output.sum(), list(data.values()), retain_graph=True)
-    second = torch.autograd.grad(output.sum(), list(data.values()))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert counted == {KERNEL: 1}
+    assert_visible(opaque, block(opaque.apply), counted, data)
 
 
 @pytest.mark.parametrize("dropout", ["dropout_p", "always"])
@@ -162,15 +158,15 @@ def test_a_choice_of_blocks_is_not_made_again(counted: Counter[str]) -> None:
     opaque, asked = function(), []
     choices = [torch.tensor([0, 3, 5]), torch.tensor([1, 2, 9])]
 
-    def select(_: torch.Tensor) -> torch.Tensor:
+    def choosing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
         asked.append(1)
-        return choices[len(asked) > 1]
+        return opaque.apply(query, key, value, choices[len(asked) > 1])
 
-    region, data = block(opaque.apply, None, select=select), inputs()
-    reference = train_step(region, data)
+    region = block(choosing)
+    reference = train_step(region, inputs())
     asked.clear()
-    fastac.make_visible(opaque, layout="bhsd", dropout=None)
-    assert_same(train_step(functools.partial(fastac.checkpoint, region), data), reference)
+    fastac.make_visible(opaque, **PLAIN)
+    support.assert_same(train_step(functools.partial(fastac.checkpoint, region), inputs()), reference)
     assert len(asked) == 2, "the region was recomputed, and chose otherwise"
 
 
@@ -178,20 +174,15 @@ def test_autocast_of_a_function(counted: Counter[str]) -> None:
     """By torch's own decorators; also below the mode that watches the first region."""
     states = []
 
-    class Mixed(torch.autograd.Function):
+    class Mixed(Simple):
         @staticmethod
         @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
         def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             states.append(q.dtype)
             with torch.autocast("cpu", enabled=False):
-                output, statistics = kernel(q.float(), k.float(), v.float())
-            ctx.save_for_backward(q, k, v, output, statistics)
-            return output
+                return Simple.forward(ctx, q.float(), k.float(), v.float())
 
-        @staticmethod
-        @torch.amp.custom_bwd(device_type="cpu")
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            return support.attention_math_backward(grad.float(), *(saved.float() for saved in ctx.saved_tensors))
+        backward = staticmethod(torch.amp.custom_bwd(Simple.backward, device_type="cpu"))
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return torch.tanh(Mixed.apply(torch.tanh(query), key, value).float())
@@ -202,7 +193,7 @@ def test_autocast_of_a_function(counted: Counter[str]) -> None:
 
 
 class Scaled(torch.autograd.Function):
-    """What its backward needs beside tensors stands on the context."""
+    """Keeps on the context what its backward needs other than tensors."""
 
     @staticmethod
     def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
@@ -233,12 +224,17 @@ def test_a_gradient_that_is_taken_inside_the_region(retain: bool, counted: Count
             (step,) = torch.autograd.grad(output.square().sum(), inner, retain_graph=retain)
         return torch.tanh(made.apply(query - 0.1 * step, key, value)[0])
 
-    assert_visible(made, region, counted, calls=2)
+    assert_visible(made, region, counted)
     gc.collect()
     assert not any(reference() is not None for reference in held)
 
 
 # The number of keys
+
+
+def assert_has_ten_keys(region: Callable[..., Any], counted: Counter[str]) -> None:
+    for min_kv, again in ((10, 0), (11, 1)):
+        assert_region(region, inputs(), counted, again, Policy("attn_only", min_kv=min_kv))
 
 
 @pytest.mark.parametrize(
@@ -254,34 +250,24 @@ def test_a_gradient_that_is_taken_inside_the_region(retain: bool, counted: Count
 def test_number_of_keys(named: dict[str, str], settings: Any, counted: Counter[str]) -> None:
     opaque = function()
     fastac.make_visible(opaque, dropout=None, **named)
-    region = block(opaque.apply, None, settings)
-    for min_kv, executions in ((10, 1), (11, 2)):
-        counted.clear()
-        train_step(functools.partial(fastac.checkpoint, region, policy=Policy("attn_only", min_kv=min_kv)), inputs())
-        assert counted == {KERNEL: executions}
+    assert_has_ten_keys(block(opaque.apply, None, settings), counted)
 
 
 def test_the_key_is_the_second_tensor_that_may_be_one(counted: Counter[str]) -> None:
     """Not the lengths of packed sequences, which some kernels take before it."""
 
-    class Packed(torch.autograd.Function):
+    class Packed(Simple):
         @staticmethod
         def forward(ctx: Any, q: Any, ends: Any, k: Any, v: Any) -> Any:
-            output, statistics = kernel(q, k, v)
-            ctx.save_for_backward(q, k, v, output, statistics)
-            return output
+            return Simple.forward(ctx, q, k, v)
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            q, k, v = support.attention_math_backward(grad, *ctx.saved_tensors)
+            q, k, v = Simple.backward(ctx, grad)
             return q, None, k, v
 
-    fastac.make_visible(Packed, layout="bhsd", dropout=None)
-    region = block(lambda q, k, v: (Packed.apply(q, torch.tensor([0, 12]), k, v),))
-    for min_kv, executions in ((10, 1), (11, 2)):
-        counted.clear()
-        train_step(functools.partial(fastac.checkpoint, region, policy=Policy("attn_only", min_kv=min_kv)), inputs())
-        assert counted == {KERNEL: executions}
+    fastac.make_visible(Packed, **PLAIN)
+    assert_has_ten_keys(block(lambda q, k, v: (Packed.apply(q, torch.tensor([0, 12]), k, v),)), counted)
 
 
 # Outside regions, and by hand
@@ -325,7 +311,7 @@ def test_a_forward_that_is_called_by_hand_just_runs(how: str) -> None:
 def test_report_and_verify(counted: Counter[str]) -> None:
     """Bytes beyond the outputs are reported; its kernel is counted."""
     opaque = function()
-    fastac.make_visible(opaque, key="k", layout="bhsd", dropout=None)
+    fastac.make_visible(opaque, key="k", **PLAIN)
 
     class Block(torch.nn.Module):
         def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -345,21 +331,6 @@ def test_report_and_verify(counted: Counter[str]) -> None:
 
 
 # What is refused
-
-
-def test_setup_context_is_refused() -> None:
-    class Apart(torch.autograd.Function):
-        @staticmethod
-        def forward(q: Any, k: Any, v: Any) -> Any:
-            return kernel(q, k, v)[0]
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
-
-    forward = Apart.forward
-    with pytest.raises(FastacError, match=r"Apart.*setup_context"):
-        fastac.make_visible(Apart)
-    assert Apart.forward is forward
 
 
 @pytest.mark.parametrize("way", ["mark_dirty", "returns a number", "returns a list"])
@@ -387,23 +358,30 @@ def test_what_a_region_cannot_save(way: str) -> None:
         train_step(functools.partial(fastac.checkpoint, region), inputs())
 
 
+class Apart(Simple):
+    """Its context is set up apart from its forward."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("made", "options", "message"),
     [
-        ({"key": "nothing"}, "no argument 'nothing'"),
-        ({"max_kv": "nothing"}, "no argument 'nothing'"),
-        ({"dropout": "nothing"}, "no argument 'nothing'"),
-        ({"layout": "hsbd"}, "layout 'hsbd'"),
-        ({"name": "not a name"}, "name"),
+        (function(), {"key": "nothing"}, "no argument 'nothing'"),
+        (function(), {"max_kv": "nothing"}, "no argument 'nothing'"),
+        (function(), {"dropout": "nothing"}, "no argument 'nothing'"),
+        (function(), {"layout": "hsbd"}, "layout 'hsbd'"),
+        (function(), {"name": "not a name"}, "name"),
+        (Apart, {}, r"Apart.*setup_context"),
     ],
-    ids=["key", "max_kv", "dropout", "layout", "name"],
+    ids=["key", "max_kv", "dropout", "layout", "name", "setup_context"],
 )
-def test_wrong_options_change_nothing(options: dict[str, str], message: str) -> None:
-    opaque = function()
-    forward = opaque.forward
+def test_what_is_refused_changes_nothing(made: Any, options: dict[str, str], message: str) -> None:
+    forward = made.forward
     with pytest.raises(FastacError, match=message):
-        fastac.make_visible(opaque, **options)
-    assert opaque.forward is forward
+        fastac.make_visible(made, **options)
+    assert made.forward is forward
     with pytest.raises(FastacError, match=r"autograd\.Function"):
         fastac.make_visible(print)  # type: ignore[arg-type]
 
@@ -419,9 +397,9 @@ def test_a_key_that_does_not_fit_its_layout_is_named() -> None:
 def test_a_function_is_made_visible_once_and_a_name_given_once() -> None:
     name = f"attention_{uuid.uuid4().hex[:8]}"
     first, second = function(), function()
-    op = fastac.make_visible(first, name=name, layout="bhsd", dropout=None)
+    op = fastac.make_visible(first, name=name, **PLAIN)
     forward = first.forward
-    assert fastac.make_visible(first, name=name, layout="bhsd", dropout=None) is op
+    assert fastac.make_visible(first, name=name, **PLAIN) is op
     assert first.forward is forward
     with pytest.raises(FastacError, match=f"{name!r} is taken"):
         fastac.make_visible(second, name=name)
@@ -444,8 +422,7 @@ class Layer(torch.nn.Module):
 
 
 @needs_torch("2.12")  # dynamo does not trace through it before, and then it is saved
-@pytest.mark.parametrize("compiled", ["block", pytest.param("model", marks=NEEDS_COMPILED_MODELS)])
-def test_traced_it_is_recomputed_with_a_warning(compiled: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_traced_it_is_recomputed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """A Function that dynamo traces through, as it does through Triton kernels."""
 
     class Traceable(torch.autograd.Function):
@@ -461,17 +438,13 @@ def test_traced_it_is_recomputed_with_a_warning(compiled: str, caplog: pytest.Lo
 
     torch._dynamo.reset()
     name = f"traceable_{uuid.uuid4().hex[:8]}"
-    fastac.make_visible(Traceable, name=name, key="k", layout="bhsd", dropout=None)
+    fastac.make_visible(Traceable, name=name, key="k", **PLAIN)
     torch.manual_seed(0)
     layer, data = Layer(Traceable.apply), inputs()
     reference = train_step(layer, data)
-    region: Any = functools.partial(fastac.checkpoint, layer)
-    if compiled == "block":
-        layer.compile(backend="aot_eager")
-    else:
-        region = torch.compile(region, backend="aot_eager")
+    layer.compile(backend="aot_eager")
     with caplog.at_level(logging.WARNING, logger="fastac"):
-        found = train_step(region, data)
+        found = train_step(functools.partial(fastac.checkpoint, layer), data)
     assert max(support.relative_error(found[key], reference[key]) for key in found) < 1e-5
     assert any(name in message and "recompute" in message for message in caplog.messages)
 
@@ -480,7 +453,7 @@ def test_behind_a_graph_break_it_is_saved(counted: Counter[str]) -> None:
     """A kernel that dynamo cannot trace runs eagerly between two graphs."""
     torch._dynamo.reset()
     opaque = function()
-    fastac.make_visible(opaque, key="k", layout="bhsd", dropout=None)
+    fastac.make_visible(opaque, key="k", **PLAIN)
     torch.manual_seed(0)
     layer, data = Layer(torch.compiler.disable(opaque.apply)), inputs()
     reference = train_step(layer, data)
@@ -518,18 +491,18 @@ def test_a_function_and_its_subclass(counted: Counter[str]) -> None:
         def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
             return Parent.forward(ctx, q, k, v)
 
-    fastac.make_visible(Parent, layout="bhsd", dropout=None)
+    fastac.make_visible(Parent, **PLAIN)
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return torch.tanh(Parent.apply(Child.apply(query, key, value), key, value))
 
-    assert_visible(Child, region, counted, calls=2)
+    assert_visible(Child, region, counted)
 
 
 def test_inputs_on_the_context_leak_no_graph() -> None:
     """A forward without backward, over and over: what is kept of the context must not hold the graph that holds it."""
     made = type("KeepsInputs", (Parent,), {})
-    fastac.make_visible(made, layout="bhsd", dropout=None)
+    fastac.make_visible(made, **PLAIN)
     held = []
     for _ in range(3):
         query, key, value = (one.detach().requires_grad_() * 1 for one in inputs().values())
@@ -540,6 +513,22 @@ def test_inputs_on_the_context_leak_no_graph() -> None:
     assert not any(reference() is not None for reference in held)
 
 
+# Functions of known libraries
+
+
+def know(name: str) -> None:
+    """Of modules whose names begin with "tests_"."""
+    opaque.know(OpaqueFunction(backend="tests", module="tests_.*", name=name))
+    opaque.make_known_visible()
+
+
+def module(name: str, kind: Any = types.ModuleType, **content: Any) -> Any:
+    found = kind(name)
+    vars(found).update(content)
+    return found
+
+
+@pytest.mark.usefixtures("functions_as_before")
 def test_a_pattern_that_fits_modules_without_the_function(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     """No warning for each of them, and no module is asked for what it would have to load; one where none has it."""
 
@@ -547,29 +536,23 @@ def test_a_pattern_that_fits_modules_without_the_function(caplog: pytest.LogCapt
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError(f"loading {name}")
 
-    holds = types.ModuleType("tests_holds_it")
-    holds.HeldThere = type("HeldThere", (Parent,), {})  # type: ignore[attr-defined]
-    for module in (Lazy("tests_lazy"), types.ModuleType("tests_lacks_it"), holds):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    holds = module("tests_holds_it", HeldThere=type("HeldThere", (Parent,), {}))
+    for one in (module("tests_lazy", Lazy), module("tests_lacks_it"), holds):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
     monkeypatch.setitem(sys.modules, "tests_no_module", object())  # type: ignore[arg-type]
-    monkeypatch.setattr(opaque.state, "known", list(opaque.state.known))
-    opaque.know(OpaqueFunction(backend="tests", module="tests_.*", name="HeldThere"))
-    opaque.make_known_visible()
+    know("HeldThere")
     assert opaque.is_visible(holds.HeldThere)
     assert not caplog.records
-    opaque.know(OpaqueFunction(backend="tests", module="tests_.*", name="HeldNowhere"))
-    opaque.make_known_visible()
+    know("HeldNowhere")
     (record,) = caplog.records
     assert "HeldNowhere" in record.getMessage()
 
 
+@pytest.mark.usefixtures("functions_as_before")
 def test_a_function_of_a_module_that_is_being_imported(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    half: Any = types.ModuleType("tests_half")
-    half.__spec__ = types.SimpleNamespace(_initializing=True)
+    half = module("tests_half", __spec__=types.SimpleNamespace(_initializing=True))
     monkeypatch.setitem(sys.modules, "tests_half", half)
-    monkeypatch.setattr(opaque.state, "known", list(opaque.state.known))
-    opaque.know(OpaqueFunction(backend="tests", module="tests_half", name="Later"))
-    opaque.make_known_visible()
+    know("Later")
     assert not caplog.records
     half.Later = type("Later", (Parent,), {})
     half.__spec__._initializing = False

@@ -1,9 +1,8 @@
-"""What torch lets users do around a checkpointed region, and what a region holds: tests/engine/test_hazards.py has
-what went wrong once."""
+"""What a region takes, what saved-tensor hooks around it get, and what it holds: tests/engine/test_hazards.py has what
+went wrong once, tests/engine/test_outcomes.py what torch's own checkpoint is exact in."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import itertools
@@ -17,57 +16,28 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
+from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 import fastac
 from fastac import FastacError
 from fastac.cli.measuring import allocated_bytes
 from fastac.engine.blocks import record_of
-from fastac.engine.kinds import state as kinds
 from fastac.engine.tape import Entry
 from tests import support
-from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact
-from tests.live_bytes import LiveBytes, allocated
-from tests.support import CPU_ATTENTION, AttentionBlock, assert_same, custom_attention, stack, stack_inputs, train_step
+from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact, held_bytes
+from tests.live_bytes import LiveBytes
+from tests.support import (
+    CPU_ATTENTION,
+    AttentionBlock,
+    assert_region,
+    assert_same,
+    custom_attention,
+    stack,
+    stack_inputs,
+    train_step,
+)
 
 # As torch.utils.checkpoint.checkpoint is called
-
-
-class ScaledBlock(AttentionBlock):
-    """Called in other ways than block(video, text)."""
-
-    def scaled(self, video: torch.Tensor, text: torch.Tensor, *, scale: float = 1.0, extra: Any = None) -> torch.Tensor:
-        return self.forward(video, text) * scale + (extra["shift"] if extra else 0)
-
-
-CALLABLES: dict[str, Callable[[ScaledBlock], Callable[..., torch.Tensor]]] = {
-    "module": lambda block: block,
-    "bound __call__": lambda block: block.__call__,  # Cosmos3 and PRX in diffusers
-    "partial of a method": lambda block: functools.partial(block.scaled, scale=0.5),
-    "closure": lambda block: lambda video, text: block(video, text),
-}
-
-
-@pytest.mark.parametrize("kind", CALLABLES)
-def test_callables(kind: str, attention_executions: Counter[str]) -> None:
-    """With the options of torch's own function, which may be given and change nothing here."""
-    inputs = stack_inputs()
-    torch.manual_seed(0)
-    block = ScaledBlock()
-    function = CALLABLES[kind](block)
-    options = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default", "early_stop": True}
-
-    def step(call: Callable[..., torch.Tensor]) -> support.Tensors:
-        block.zero_grad()
-        found = train_step(lambda video, text: call(video, text=text), inputs)
-        return found | support.gradients(support.leaves_of(block, {}))
-
-    reference = step(function)
-    for _ in range(2):
-        attention_executions.clear()
-        assert_same(step(functools.partial(fastac.checkpoint, function, **options)), reference)
-        assert attention_executions == {CPU_ATTENTION: 2}
 
 
 def test_decorator(attention_executions: Counter[str]) -> None:
@@ -79,51 +49,24 @@ def test_decorator(attention_executions: Counter[str]) -> None:
             """Of the block."""
             return super().forward(video, text)
 
-    torch.manual_seed(0)
-    reference = train_step(AttentionBlock(), stack_inputs())
-    torch.manual_seed(0)
-    block = Decorated()
-    attention_executions.clear()
-    assert_same(train_step(block, stack_inputs()), reference)
-    assert attention_executions == {CPU_ATTENTION: 2}
-    assert block.forward.__doc__ == "Of the block."
-    attention_executions.clear()
-    plain = functools.partial(AttentionBlock.forward, block)
-    found = train_step(fastac.checkpoint()(functools.wraps(AttentionBlock.forward)(plain)), stack_inputs())
-    assert_same(found, {name: one for name, one in reference.items() if name in found})
-    assert attention_executions == {CPU_ATTENTION: 2}
+    decorated: Any = stack(layers=1, block=Decorated).blocks[0]
+    function = fastac.checkpoint()(
+        functools.wraps(decorated.forward)(functools.partial(AttentionBlock.forward, decorated))
+    )
+    expected = train_step(stack(layers=1).blocks[0], stack_inputs())
+    for called in (decorated, function):
+        attention_executions.clear()
+        found = train_step(called, stack_inputs())
+        assert_same(found, {name: one for name, one in expected.items() if name in found})
+        assert attention_executions == {CPU_ATTENTION: 2}
+    assert decorated.forward.__doc__ == function.__doc__ == "Of the block."
     with pytest.raises(FastacError, match="without a function"):
         fastac.checkpoint(scale=1)
 
 
 def test_none_inside_a_region_is_part_of_it(attention_executions: Counter[str]) -> None:
-    def inner(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return fastac.checkpoint(block, video, text, policy="none")
-
-    block, inputs = AttentionBlock(), stack_inputs()
-    reference = train_step(inner, inputs)
-    attention_executions.clear()
-    assert_same(train_step(functools.partial(fastac.checkpoint, inner), inputs), reference)
-    assert attention_executions == {CPU_ATTENTION: 2}
-
-
-def test_arguments_and_outputs_of_any_structure(attention_executions: Counter[str]) -> None:
-    """Keyword arguments (WanAnimate2 passes them), tensors in a dict; a dict, a tuple, None and a number come out."""
-
-    class Structured(ScaledBlock):
-        def forward(self, video: torch.Tensor, text: torch.Tensor, extra: Any) -> Any:
-            output = AttentionBlock.forward(self, video, text) + extra["shift"]
-            return {"video": output, "both": (output[:, :3], None, [output.mean()]), "count": 3}
-
-    nested = {**stack_inputs(), "extra": {"shift": torch.randn(support.WIDTH, requires_grad=True)}}
-    torch.manual_seed(0)
-    block = Structured()
-    reference = train_step(block, nested)
-    attention_executions.clear()
-    found = train_step(functools.partial(fastac.checkpoint, block), nested)
-    assert_same(found, {name: tensor for name, tensor in reference.items() if name in found})
-    assert len(found) == 6
-    assert attention_executions == {CPU_ATTENTION: 2}
+    inner = functools.partial(fastac.checkpoint, AttentionBlock(), policy="none")
+    assert_region(lambda **inputs: inner(**inputs), stack_inputs(), attention_executions)
 
 
 @pytest.mark.parametrize(
@@ -135,34 +78,12 @@ def test_arguments_and_outputs_of_any_structure(attention_executions: Counter[st
     ],
     ids=["use_reentrant", "context_fn", "policy"],
 )
-@pytest.mark.parametrize("compiled", [False, True])
-def test_options_that_cannot_be_honoured(options: dict[str, Any], message: str, compiled: bool) -> None:
-    """In a graph of dynamo's as well, which would have no use for them."""
-
-    def run(video: torch.Tensor, text: torch.Tensor) -> Any:
-        return fastac.checkpoint(block, video, text, **options)
-
-    block = AttentionBlock()
-    torch._dynamo.reset()
+def test_options_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FastacError, match=message):
-        (torch.compile(run, backend="aot_eager") if compiled else run)(**stack_inputs())
+        fastac.checkpoint(AttentionBlock(), **stack_inputs(), **options)
 
 
-# What users do around it
-
-
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda: torch.utils.checkpoint.set_checkpoint_early_stop(False),
-        torch.autograd.graph.save_on_cpu,
-        lambda: torch.autograd.set_detect_anomaly(True),
-    ],
-    ids=["early stop off", "save_on_cpu", "anomaly detection"],
-)
-def test_contexts_of_torch(around: Callable[[], Any], attention_executions: Counter[str]) -> None:
-    with around():
-        assert_exact(AttentionBlock, attention_executions, {CPU_ATTENTION: 4})
+# Saved-tensor hooks around it
 
 
 class Packing:
@@ -176,18 +97,18 @@ class Packing:
         self.held.append(self.change(tensor))
         return len(self.held) - 1
 
-    def unpack(self, number: int) -> torch.Tensor:
-        return self.held[number]
+    def step(self, block: torch.nn.Module, call: Callable[..., Any], inputs: support.Tensors) -> support.Tensors:
+        """Train with the hooks around it. Gradients are those of a second backward."""
+        leaves = support.leaves_of(block, inputs)
 
+        def backward(loss: torch.Tensor) -> None:
+            loss.backward(retain_graph=True)
+            for leaf in leaves.values():
+                leaf.grad = None
+            loss.backward()
 
-def backward_twice(inputs: dict[str, torch.Tensor], block: torch.nn.Module) -> Callable[[torch.Tensor], None]:
-    def backward(loss: torch.Tensor) -> None:
-        loss.backward(retain_graph=True)
-        for leaf in (*inputs.values(), *block.parameters()):
-            leaf.grad = None
-        loss.backward()
-
-    return backward
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.held.__getitem__):
+            return train_step(call, inputs, backward=backward) | support.gradients(leaves)
 
 
 @pytest.mark.parametrize(
@@ -196,27 +117,16 @@ def backward_twice(inputs: dict[str, torch.Tensor], block: torch.nn.Module) -> C
 @pytest.mark.parametrize("respect", [True, False])
 def test_saved_tensors_hooks_around_it(respect: bool, change: Any, attention_executions: Counter[str]) -> None:
     """They get what is saved where the call asks for that: at any step, for a second backward, with a region inside."""
-    torch.manual_seed(0)
-    block, inputs = AttentionBlock(), stack_inputs()
-
-    def inner(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return fastac.checkpoint(block, video, text, respect_saved_tensors_hooks=respect)
-
-    def outer(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return fastac.checkpoint(inner, video, text, respect_saved_tensors_hooks=respect)
-
-    def around(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return fastac.checkpoint(inner, video, text, policy=fastac.Policy("attn_only", min_kv=10))
-
-    reference = train_step(block, inputs)
-    for call in (inner, outer, around):
+    block, inputs = stack(layers=1).blocks[0], stack_inputs()
+    checkpoint = functools.partial(fastac.checkpoint, respect_saved_tensors_hooks=respect)
+    inner = functools.partial(checkpoint, block)
+    around = functools.partial(fastac.checkpoint, lambda **args: inner(**args), policy=OWN_ALONE)
+    expected = train_step(block, inputs)
+    for call in (inner, functools.partial(checkpoint, lambda **args: inner(**args)), around):
         for _ in range(2):
             attention_executions.clear()
             packing = Packing(change)
-            with torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack):
-                found = train_step(call, inputs, backward=backward_twice(inputs, block))
-                found |= support.gradients(support.leaves_of(block, {}))
-            assert_same(found, reference)
+            assert_same(packing.step(block, call, inputs), expected)
             assert attention_executions == {CPU_ATTENTION: 2}
             outputs = [one for one in packing.held if one.shape == (1, 2, support.VIDEO_TOKENS, support.WIDTH // 2)]
             assert len(outputs) == (2 if respect and call is not around else 0)
@@ -224,19 +134,11 @@ def test_saved_tensors_hooks_around_it(respect: bool, change: Any, attention_exe
 
 def test_hooks_that_keep_the_tensor_get_a_copy() -> None:
     """A forward that autograd does not follow may write into what was saved, and so does each recompute."""
-    torch.manual_seed(0)
-    block, inputs = OneAttention(change=lambda output: output.mul_(2)), stack_inputs()
+    block: Any = stack(layers=1, block=lambda: OneAttention(change=lambda output: output.mul_(2))).blocks[0]
+    inputs = {name: one.detach() for name, one in stack_inputs().items()}
     block.qkv.requires_grad_(False)
-    inputs["video"].requires_grad_(False)
-    packing = Packing(lambda tensor: tensor)
-
-    def call(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return fastac.checkpoint(block, video, text, respect_saved_tensors_hooks=True)
-
-    reference = train_step(block, inputs)
-    with torch.autograd.graph.saved_tensors_hooks(packing.pack, packing.unpack):
-        found = train_step(call, inputs, backward=backward_twice(inputs, block))
-    assert_same(found | support.gradients(support.leaves_of(block, {})), reference)
+    call = functools.partial(fastac.checkpoint, block, respect_saved_tensors_hooks=True)
+    assert_same(Packing(lambda tensor: tensor).step(block, call, inputs), train_step(block, inputs))
 
 
 def test_what_hooks_have_packed_is_reported_as_saved() -> None:
@@ -250,215 +152,68 @@ def test_what_hooks_have_packed_is_reported_as_saved() -> None:
     output.sum().backward()
 
 
-def test_tensor_hook_on_the_attention_output(attention_executions: Counter[str]) -> None:
-    """Set again in recompute, on a graph that nobody walks: it fires once, with the same gradient."""
-    seen: list[torch.Tensor] = []
-
-    def scaled(output: torch.Tensor) -> torch.Tensor:
-        def hook(grad: torch.Tensor) -> torch.Tensor:
-            seen.append(grad.clone())
-            return grad * 0.5
-
-        output.register_hook(hook)
-        return output
-
-    assert_exact(lambda: OneAttention(change=scaled), attention_executions, {CPU_ATTENTION: 2})
-    assert len(seen) == 3 * 2
-    assert_same(dict(enumerate(seen[2:4])), dict(enumerate(seen[:2])))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("parts", ["video", "text", "parameters"])
-def test_partial_gradients(parts: str, attention_executions: Counter[str]) -> None:
-    """autograd.grad of some leaves only: autograd does not walk the rest, and early stop ends the recompute sooner."""
-    inputs = stack_inputs()
-
-    def run(policy: str) -> support.Tensors:
-        model = stack(policy=policy)
-        leaves = support.leaves_of(model, inputs)
-        wanted = {name: t for name, t in leaves.items() if name.startswith("input") == (parts != "parameters")}
-        wanted = {name: t for name, t in wanted.items() if parts == "parameters" or name.endswith(parts)}
-        loss = support.loss_of(model(**inputs))
-        return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
-
-    reference = run("none")
-    attention_executions.clear()
-    assert_same(run("attn_only"), reference)
-    assert attention_executions == {CPU_ATTENTION: 4}
-
-
-def test_frozen_model_and_frozen_inputs(attention_executions: Counter[str]) -> None:
-    """Guidance or a reward through a DiT; and as in every real training, no input of the first block requires grad."""
-    frozen = AttentionBlock().requires_grad_(False)
-    assert_exact(lambda: copy.deepcopy(frozen), attention_executions, {CPU_ATTENTION: 4})
-    inputs = {name: tensor.detach() for name, tensor in stack_inputs().items()}
-    reference = train_step(stack(), inputs)
-    attention_executions.clear()
-    assert_same(train_step(stack(policy="attn_only"), inputs), reference)
-    assert attention_executions == {CPU_ATTENTION: 4}
-
-
-def test_two_forwards_before_one_backward(attention_executions: Counter[str]) -> None:
-    first, second = stack_inputs(1), stack_inputs(2)
-
-    def run(policy: str) -> support.Tensors:
-        model = stack(policy=policy)
-        found = train_step(lambda **_: (model(**first), model(**second)), {"first": first, "second": second})
-        return found | support.gradients(support.leaves_of(model, {}))
-
-    reference = run("none")
-    attention_executions.clear()
-    assert_same(run("attn_only"), reference)
-    assert attention_executions == {CPU_ATTENTION: 8}
-
-
-def test_block_called_twice(attention_executions: Counter[str]) -> None:
-    torch.manual_seed(0)
-    block = AttentionBlock()
-    assert_exact(lambda: block, attention_executions, {CPU_ATTENTION: 4})
-
-
-@pytest.mark.parametrize("min_kv", [0, 10, 1000])
-@pytest.mark.filterwarnings("ignore")
-def test_a_gradient_taken_inside_a_region(min_kv: int) -> None:
-    """torch recomputes the region while its forward is still open: that must free nothing and record nothing."""
-
-    class GradientInside(torch.nn.Module):
-        """Differentiates its own attention, as gradient penalties do, and attends again afterwards."""
-
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            query = video.unflatten(-1, (2, -1)).transpose(1, 2)
-            leaf = query.detach().requires_grad_()
-            key = text.unflatten(-1, (2, -1)).transpose(1, 2)
-            inner = F.scaled_dot_product_attention(leaf, leaf, leaf) + F.scaled_dot_product_attention(leaf, key, key)
-            (gradient,) = torch.autograd.grad(inner.square().sum(), leaf)
-            output = F.scaled_dot_product_attention(query, key, key) * gradient.detach()
-            return video + output.transpose(1, 2).flatten(2)
-
-    inputs = stack_inputs()
-    reference = train_step(GradientInside(), inputs)
-    region = functools.partial(fastac.checkpoint, GradientInside(), policy=fastac.Policy("attn_only", min_kv=min_kv))
-    assert_same(train_step(region, inputs), reference)
-
-
 # What ops return, and raise
 
+RETURNS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "Tensor": lambda output, statistics: output,
+    "Tensor[]": lambda output, statistics: [output, statistics],
+    "(Tensor, int, Tensor)": lambda output, statistics: (output, 3, statistics),
+    "(Tensor, Tensor)": lambda output, statistics: (F.pad(output, (0, 8))[..., :-8], statistics),
+}
+"""The last is a slice of a larger buffer, of a kernel that pads the head dim."""
 
-@pytest.mark.parametrize("returns", ["Tensor", "Tensor[]", "(Tensor, int, Tensor)", "(Tensor, Tensor)"])
+
+@pytest.mark.parametrize("returns", RETURNS)
 def test_output_structure(returns: str, attention_executions: Counter[str]) -> None:
-    """A replayed call returns what the kernel returned: one tensor, a list, a tuple with numbers in it, or a slice of
-    a larger buffer (a kernel that pads the head dim)."""
-    name = "returns_" + "".join(character if character.isalnum() else "_" for character in returns)
-    library = torch.library.Library(support.NAMESPACE, "FRAGMENT")
-    library.define(f"{name}(Tensor query, Tensor key, Tensor value) -> {returns}")
+    """A replayed call returns what the kernel returned: its structure, numbers in it, and strides."""
+    name = f"returns_{list(RETURNS).index(returns)}"
 
-    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    def kernel(*heads: torch.Tensor) -> Any:
         support.executions[name] += 1
-        output, statistics = support.attention_math(query, key, value)
-        kinds = {"Tensor": output, "Tensor[]": [output, statistics], "(Tensor, int, Tensor)": (output, 3, statistics)}
-        return kinds.get(returns, (F.pad(output, (0, 8))[..., :-8], statistics))
+        return RETURNS[returns](*support.attention_math(*heads))
 
-    library.impl(name, kernel, "CPU")
-    op = getattr(torch.ops.fastac_tests, name).default
-    fastac.register(
-        fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name=name, layout="bhsd", dropout=None)
-    )
+    library = support.define_op(f"{name}(Tensor query, Tensor key, Tensor value) -> {returns}", kernel)
+    support.register_row(name)
     seen = []
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            found = op(query, key, value)
-            output = found if returns == "Tensor" else found[0]
-            parts = [] if returns == "Tensor" else [type(item) for item in found]
-            seen.append([type(found), output.stride(), *parts])
-            ctx.save_for_backward(query, key, value, output, support.attention_math(query, key, value)[1])
+        def forward(ctx: Any, *heads: torch.Tensor) -> torch.Tensor:
+            found = getattr(torch.ops.fastac_tests, name)(*heads)
+            output, *others = [found] if returns == "Tensor" else found
+            seen.append([type(found), output.stride(), *map(type, others)])
+            ctx.save_for_backward(*heads, output, support.attention_math(*heads)[1])
             return output.clone()
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> Any:
             return support.attention_math_backward(grad, *ctx.saved_tensors)
 
-    assert_exact(lambda: OneAttention(Attention.apply), attention_executions, {name: 2})
+    assert_exact(lambda: OneAttention(Attention.apply), attention_executions)
     assert all(one == seen[0] for one in seen)
     library._destroy()
 
 
-class FailsOnCall(OneAttention):
-    """Raises after its attention, in the calls whose numbers are in `failing`."""
-
-    def __init__(self) -> None:
-        super().__init__(change=self.fail)
-        self.calls, self.failing = 0, set()
-
-    def fail(self, output: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls in self.failing:
-            raise ZeroDivisionError("on purpose")
-        return output
-
-
-@pytest.mark.parametrize("failing", [1, 2], ids=["in forward", "in recompute"])
-@pytest.mark.parametrize("known", [False, True], ids=["first region", "known region"])
-def test_exception_leaves_nothing_open(failing: int, known: bool) -> None:
-    """The fixture of every test looks for what is open; the next step is exact."""
-    inputs = stack_inputs()
-    reference = train_step(stack(layers=1, block=FailsOnCall), inputs)
-    model = stack(layers=1, block=FailsOnCall, policy="attn_only")
-    if known:
-        train_step(model, inputs)
-    model.blocks[0].failing = {model.blocks[0].calls + failing}
-    with pytest.raises(ZeroDivisionError, match="on purpose"):
-        train_step(model, inputs)
-    assert_same(train_step(model, inputs), reference)
-
-
 def test_kernel_that_raises_and_is_caught(attention_executions: Counter[str]) -> None:
     """A fallback within the block is recorded like any other call."""
-    library = torch.library.Library(support.NAMESPACE, "FRAGMENT")
-    library.define("raises(Tensor query, Tensor key, Tensor value) -> Tensor")
 
-    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def kernel(*heads: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("no kernel for this shape")
 
-    library.impl("raises", kernel, "CPU")
-    fastac.register(fastac.AttentionOp(backend="tests", namespace=support.NAMESPACE, name="raises", dropout=None))
+    library = support.define_op("raises(Tensor query, Tensor key, Tensor value) -> Tensor", kernel)
+    support.register_row("raises")
 
-    def with_fallback(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def with_fallback(*heads: torch.Tensor) -> torch.Tensor:
         try:
-            return torch.ops.fastac_tests.raises(query.detach(), key.detach(), value.detach())
+            return torch.ops.fastac_tests.raises(*(one.detach() for one in heads))  # type: ignore[no-any-return]
         except NotImplementedError:
-            return F.scaled_dot_product_attention(query, key, value)
+            return F.scaled_dot_product_attention(*heads)
 
-    assert_exact(lambda: OneAttention(with_fallback), attention_executions, {CPU_ATTENTION: 2})
+    assert_exact(lambda: OneAttention(with_fallback), attention_executions)
     library._destroy()
 
 
 # Memory
-
-
-def held_bytes(block: torch.nn.Module, policy: Any, known: bool) -> tuple[int, int]:
-    """Bytes that one region adds: after its forward, its output not counted, and after that was dropped.
-
-    known: the region is not the first of its kind, which is watched.
-    """
-    inputs = stack_inputs()
-
-    def forward() -> torch.Tensor:
-        # The generator's state, which torch keeps for each region, is none of fastac's bytes.
-        return fastac.checkpoint(block, **inputs, policy=policy, preserve_rng_state=False)
-
-    def dropped() -> None:
-        forward()
-
-    dropped()
-    held = []
-    for run in (forward, dropped):
-        if not known:
-            kinds.reset()
-            record_of(block).key = None
-        held.append(allocated(run))
-    return held[0] - inputs["video"].nbytes, held[1]
-
 
 ROW_BYTES = support.VIDEO_TOKENS * 4  # of one float per query
 CALL_BYTES = support.WIDTH * ROW_BYTES + 2 * ROW_BYTES  # the output, and statistics per query and head
@@ -471,21 +226,20 @@ CALL_BYTES = support.WIDTH * ROW_BYTES + 2 * ROW_BYTES  # the output, and statis
 )
 def test_held_bytes_are_those_of_outputs_and_statistics(policy: Any, calls: int, known: bool) -> None:
     """To the byte. Nothing else of the region lives on after its forward, and nothing after its output is dropped."""
-    assert held_bytes(AttentionBlock(), policy, known) == (calls * CALL_BYTES, 0)
+    assert held_bytes(AttentionBlock(), policy, known) == (calls * CALL_BYTES, 0, 0)
 
 
 def test_held_bytes_of_outputs_that_nobody_guards() -> None:
-    """A copy is kept in the place of the output, not beside it."""
+    """A copy is kept instead of the output, not in addition."""
     attend = custom_attention("held")
     dropout_mask_bytes = 2 * support.VIDEO_TOKENS * ROW_BYTES  # the third output of this op
     expected = CALL_BYTES + dropout_mask_bytes
-    assert held_bytes(OneAttention(attend, change=torch.neg), "attn_only", True) == (expected, 0)
+    assert held_bytes(OneAttention(attend, change=torch.neg), "attn_only") == (expected, 0, 0)
 
 
 def test_outputs_are_freed_one_by_one_during_backward() -> None:
     """Peak memory: what a region holds goes with its graph, block by block."""
-    model = stack(layers=3, policy="attn_only")
-    inputs = stack_inputs()
+    model, inputs = stack(layers=3, policy="attn_only"), stack_inputs()
     train_step(model, inputs)
     gc.disable()
     alive: list[int] = []
@@ -522,13 +276,27 @@ def test_graph_of_a_recompute_goes_with_it() -> None:
     assert of_recompute() is None
 
 
-def test_what_is_known_about_a_block_does_not_keep_it() -> None:
-    model = stack(policy="attn_only")
-    train_step(model, stack_inputs())
-    blocks = [weakref.ref(block) for block in model.blocks]
-    del model
-    gc.collect()
-    assert [block() for block in blocks] == [None, None]
+def test_entries_that_stay_cost_nothing_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry lives as long as its region's graph. In backward the recomputed graph holds the same memory, so that to
+    free each entry at its first replay would gain no byte."""
+    model, inputs = stack(policy="attn_only"), stack_inputs()
+    hand_out = Entry.hand_out
+
+    def freeing(entry: Entry) -> Any:
+        outputs = hand_out(entry)
+        entry.kept, entry.versions = (), ()
+        return outputs
+
+    peaks = []
+    for way in (hand_out, hand_out, freeing):
+        monkeypatch.setattr(Entry, "hand_out", way)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        peaks.append(allocated_bytes(lambda: train_step(model, inputs)).peak)
+    assert peaks[1] == peaks[2]
+
+
+# Recomputes inside the forward, and in several threads
 
 
 class TakesItsOwnGradient(AttentionBlock):
@@ -556,23 +324,15 @@ class GradientInForward(torch.autograd.Function):
         return tuple(one * grad.mean() for one in ctx.saved_tensors)
 
 
+@pytest.mark.parametrize("policy", ["attn_only", OWN_ALONE], ids=str)
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize(
     "block", [TakesItsOwnGradient, functools.partial(AttentionBlock, attend=GradientInForward.apply)]
 )
-def test_a_gradient_in_the_middle_of_a_forward(
-    block: Any, early_stop: bool, attention_executions: Counter[str]
-) -> None:
+def test_a_gradient_in_the_middle_of_a_forward(block: Any, early_stop: bool, policy: Any) -> None:
     """It recomputes the region while its forward is not complete: what has no entry yet runs."""
-    inputs, found = stack_inputs(), []
-    for function in (torch_checkpoint, fastac.checkpoint):
-        model = stack(layers=1, block=block).blocks[0]
-        leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
-        attention_executions.clear()
-        output = function(model, *leaves.values(), use_reentrant=False, early_stop=early_stop)
-        support.loss_of(output).backward()
-        found.append({"output": output.detach()} | {name: leaf.grad for name, leaf in leaves.items()})
-    assert_same(found[1], found[0])
+    with set_checkpoint_early_stop(early_stop):
+        assert_region(stack(layers=1, block=block).blocks[0], stack_inputs(), policy=policy)
 
 
 def test_two_threads_that_recompute_one_region_at_once() -> None:
@@ -586,31 +346,12 @@ def test_two_threads_that_recompute_one_region_at_once() -> None:
             own = self._attention(*self.qkv(video).chunk(3, dim=-1))
             return own.sin(), self._attention(self.q(own), *self.kv(text).chunk(2, dim=-1)).sin()
 
-    block = stack(layers=1, block=Two).blocks[0]
-    losses = [output.sum() for output in fastac.checkpoint(block, *stack_inputs().values())]
-    weight = block.qkv.weight
-    expected = [torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses]
+    def gradient(output: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(output.sum(), block.qkv.weight, retain_graph=True)[0]
+
+    block: Any = stack(layers=1, block=Two).blocks[0]
+    outputs = fastac.checkpoint(block, *stack_inputs().values())
+    expected = list(map(gradient, outputs))
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda loss: torch.autograd.grad(loss, weight, retain_graph=True)[0], losses))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)  # threads add up in another order
-
-
-def test_entries_that_stay_cost_nothing_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry lives as long as its region's graph. In backward the recomputed graph holds the same memory, so that to
-    free each entry at its first replay would gain no byte."""
-    model, inputs = stack(layers=4, policy="attn_only"), stack_inputs()
-    hand_out = Entry.hand_out
-
-    def freeing(entry: Entry) -> Any:
-        outputs = hand_out(entry)
-        entry.kept, entry.versions = (), ()
-        return outputs
-
-    peaks = []
-    for way in (hand_out, hand_out, freeing):
-        monkeypatch.setattr(Entry, "hand_out", way)
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        peaks.append(allocated_bytes(lambda: train_step(model, inputs)).peak)
-    assert peaks[1] == peaks[2]
+        found = list(pool.map(gradient, outputs))
+    torch.testing.assert_close(found, expected)  # threads add up in another order

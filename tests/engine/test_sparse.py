@@ -1,12 +1,13 @@
-"""Sparse attention chooses blocks of keys inside the region: a recompute that chose others would meet saved outputs of
-these with indices of those. Choices are kept in the order of their calls, or as arguments of the attention op.
+"""Sparse attention chooses blocks of keys inside the region. A recompute that chose others would meet saved outputs of
+these with indices of those: choices are kept in the order of their calls, or as arguments of the attention op.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +15,18 @@ import torch
 
 import fastac
 from tests import support
-from tests.support import assert_same, train_step
+from tests.support import assert_region, train_step
 
 KEYS, CHOSEN, DIM = 12, 5, 8
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
+
+
+def by_threshold(scores: torch.Tensor) -> torch.Tensor:
+    """How many are chosen is decided by the values."""
+    ordered, indices = scores.sort(descending=True)
+    return indices[: int((ordered.softmax(0).cumsum(0) < 0.8).sum()) + 1]
+
 
 CHOICES: dict[str, Choose] = {
     "topk": lambda scores: scores.topk(CHOSEN).indices,
@@ -26,6 +34,7 @@ CHOICES: dict[str, Choose] = {
     "sort": lambda scores: scores.sort(descending=True).indices[:CHOSEN],
     "argsort": lambda scores: scores.argsort()[:CHOSEN],
     "changed in place": lambda scores: scores[1:].topk(CHOSEN).indices.add_(1),
+    "by a threshold": by_threshold,
 }
 
 
@@ -63,107 +72,66 @@ def sparse(choose: Choose, scores: Callable[[torch.Tensor], torch.Tensor], round
     return region
 
 
-def assert_exact(
-    region: Callable[..., Any], again: Callable[[], object] = lambda: None, policy: Any = "attn_only"
-) -> None:
-    """Two steps as without checkpointing. again: called before each, so that it begins as the first."""
-    data = inputs()
-    reference = train_step(region, data)
-    for _ in range(2):
-        again()
-        assert_same(train_step(functools.partial(fastac.checkpoint, region, policy=policy), data), reference)
+def assert_same_as_first(region: Callable[..., Any], begin: Callable[[], object], **options: Any) -> None:
+    """Two steps as without checkpointing. begin: called before each, so that it begins as the first."""
+
+    def step(policy: Any) -> support.Tensors:
+        begin()
+        return train_step(functools.partial(support.run_checkpointed, region, policy=policy), inputs(), **options)
+
+    support.assert_alike(step)
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_choice_is_not_made_again(choice: str, rounds: int) -> None:
+    """Nor for a second backward."""
     scores = Wavering()
-    assert_exact(sparse(CHOICES[choice], scores, rounds), lambda: setattr(scores, "calls", 0))
+
+    def twice(loss: torch.Tensor) -> None:
+        calls = scores.calls
+        loss.backward(retain_graph=True)
+        scores.calls = calls
+        loss.backward()
+
+    region = sparse(CHOICES[choice], scores, rounds)
+    assert_same_as_first(region, lambda: setattr(scores, "calls", 0), backward=twice)
     assert scores.calls == 2 * rounds, "the scores were recomputed, and came out differently"
-
-
-def by_threshold(values: torch.Tensor) -> torch.Tensor:
-    ordered, indices = values.sort(descending=True)
-    return indices[: int((ordered.softmax(0).cumsum(0) < 0.8).sum()) + 1]
-
-
-def test_how_many_are_chosen_by_a_threshold_is_not_decided_again() -> None:
-    scores = Wavering()
-    assert_exact(sparse(by_threshold, scores), lambda: setattr(scores, "calls", 0))
-    assert scores.calls == 2
 
 
 def test_values_that_are_chosen_carry_gradients() -> None:
     """A router weighs its experts by them. They have the strides they had: what follows may add in another order."""
-    attend, strides = attention(), []
+    attend, strides = attention(), set()
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         weights, blocks = torch.tanh(key).mean(dim=(0, 1, 3)).topk(CHOSEN)
         ordered, order = torch.tanh(value).transpose(1, 2).sort(dim=-1)
-        strides.append((ordered.stride(), order.stride()))
+        strides.add((ordered.stride(), order.stride()))
         chosen = ordered.transpose(1, 2)[:, :, blocks] * weights.softmax(0)[:, None]
         return torch.tanh(attend(query, torch.tanh(key)[:, :, blocks], chosen))
 
-    assert_exact(region)
-    assert len(set(strides)) == 1
+    assert_region(region, inputs())
+    assert len(strides) == 1
 
 
-def test_choices_in_regions_inside_regions() -> None:
-    """An inner region asks the outer one, which may be recomputing, and holds the choice."""
-    scores = Wavering()
-    inner = sparse(by_threshold, scores)
-
-    def region(checkpoint: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        query = query + checkpoint(inner, query, key, value)
-        return torch.tanh(query) + checkpoint(inner, query, key, value)
-
-    data = inputs()
-    reference = train_step(lambda **named: region(lambda function, *args: function(*args), *named.values()), data)
-    scores.calls = 0
-    outer = functools.partial(region, fastac.checkpoint)
-    assert_same(train_step(lambda **named: fastac.checkpoint(outer, *named.values()), data), reference)
-    assert scores.calls > 2
-
-
-def test_a_choice_outside_regions_and_under_full() -> None:
-    scores = Wavering()
-    region, data = sparse(CHOICES["topk"], scores), inputs()
-    train_step(functools.partial(support.run_checkpointed, region, policy="none"), data)
+def test_a_choice_under_full() -> None:
+    """Is made again, and compared."""
     with pytest.raises(fastac.FastacError, match="whole numbers differ"):
-        train_step(functools.partial(support.run_checkpointed, region, policy="full"), data)
-    assert scores.calls == 3
+        assert_region(sparse(CHOICES["topk"], Wavering()), inputs(), policy="full")
 
 
-def test_a_second_backward_through_a_choice() -> None:
-    region, data = sparse(CHOICES["topk"], Wavering()), inputs()
-    output = fastac.checkpoint(region, *data.values())
-    grads = [torch.autograd.grad(output.sum(), list(data.values()), retain_graph=True) for _ in range(3)]
-    for other in grads[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(grads[0], other, strict=True))
-
-
-@pytest.mark.parametrize("way", ["other order", "more", "fewer"])
-def test_a_recompute_that_chooses_on_another_path(way: str) -> None:
-    """Choices are told apart by the order of their calls alone: anything else is an error, not a guess."""
-    attend, runs = attention(), []
+def test_a_recompute_that_chooses_in_another_order() -> None:
+    """Choices are matched by the order of their calls. A difference is an error."""
+    attend, orders = attention(), itertools.cycle([1, -1])
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        runs.append(way)
-        again = len(runs) > 1
         scores = torch.tanh(key).mean(dim=(0, 1, 3)).detach()
-        choices = [lambda: scores.topk(CHOSEN).indices, lambda: scores.sort().indices[:CHOSEN]]
-        if again and way == "other order":
-            choices.reverse()
-        elif again and way == "more":
-            choices.insert(0, lambda: scores[1:].topk(2).indices)
-        elif again:
-            choices.pop(0)
-        blocks = [choose() for choose in choices][-1]
+        choices: list[Choose] = [CHOICES["topk"], CHOICES["sort"]]
+        blocks = [choose(scores) for choose in choices[:: next(orders)]][-1]
         return torch.tanh(attend(torch.tanh(query), key[:, :, blocks], value[:, :, blocks]))
 
-    output = fastac.checkpoint(region, *inputs().values())
-    with pytest.raises(fastac.FastacError, match=r"chose|choice|topk|sort"):
-        output.sum().backward()
+    with pytest.raises(fastac.FastacError, match=r"topk|sort"):
+        train_step(functools.partial(fastac.checkpoint, region), inputs())
 
 
 def test_bytes_of_choices_are_reported_apart() -> None:
@@ -178,8 +146,7 @@ def test_bytes_of_choices_are_reported_apart() -> None:
         train_step(model, support.stack_inputs())
         report = fastac.report(model)
         (row,) = report.rows
-        assert (row.choice_bytes > 0) == (policy == "attn_only")
-        assert ("choices" in str(report)) == (policy == "attn_only")
+        assert (row.choice_bytes > 0) == ("choices" in str(report)) == (policy == "attn_only")
 
 
 # A choice that comes into the attention op as an argument
@@ -207,45 +174,45 @@ def sparse_op(name: str) -> Callable[..., torch.Tensor]:
         return grads[0], *whole, None, None
 
     op.register_autograd(backward, setup_context=setup)
-    fastac.register(
-        fastac.AttentionOp(
-            backend="tests",
-            namespace="fastac_tests",
-            name=name,
-            key="k",
-            layout="bhsd",
-            dropout=None,
-            selection=("blocks",),
-            coarse="sizes",
-        )
+    row = fastac.AttentionOp(
+        backend="tests",
+        namespace="fastac_tests",
+        name=name,
+        key="k",
+        layout="bhsd",
+        dropout=None,
+        selection=("blocks",),
+        coarse="sizes",
     )
+    fastac.register(row)
     return op
 
 
-def chosen_outside(*choices: torch.Tensor) -> tuple[Any, Callable[[], object]]:
-    """A region whose choice is made by nothing the dispatcher shows: one after another. And how to begin anew."""
-    op, calls = sparse_op(f"chosen_{uuid.uuid4().hex[:8]}"), [0]
+class ChosenOutside:
+    """A region whose choice is made by nothing the dispatcher shows: one of these after another."""
 
-    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        blocks = choices[min(calls[0], len(choices) - 1)]
-        calls[0] += 1
-        return torch.tanh(op(torch.tanh(query), torch.tanh(key), value, blocks.clone(), torch.ones(3))[0])
+    def __init__(self, *choices: torch.Tensor) -> None:
+        self.op, self.choices = sparse_op(f"chosen_{uuid.uuid4().hex[:8]}"), choices
+        self.begin()
 
-    return region, lambda: calls.__setitem__(0, 0)
+    def begin(self) -> None:
+        self.next: Iterator[torch.Tensor] = itertools.chain(self.choices, itertools.repeat(self.choices[-1]))
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        blocks = next(self.next).clone()
+        return torch.tanh(self.op(torch.tanh(query), torch.tanh(key), value, blocks, torch.ones(3))[0])
 
 
 @pytest.mark.parametrize("expanded", [False, True], ids=["", "one memory for several heads"])
 def test_an_argument_that_holds_the_choice(expanded: bool, counted: Any) -> None:
-    first, second = torch.tensor([0, 3, 7]), torch.tensor([1, 2, 11])
-    if expanded:
-        first, second = first[:1].expand(3), second[:1].expand(3)
-    region, again = chosen_outside(first, second)
-    assert_exact(region, again)
+    choices = torch.tensor([0, 3, 7]), torch.tensor([1, 2, 11])
+    region = ChosenOutside(*(one[:1].expand(3) if expanded else one for one in choices))
+    assert_same_as_first(region, region.begin)
     assert list(counted.values()) == [3], "without checkpointing and in two steps, once each"
 
 
 def test_a_choice_of_another_size_is_an_error() -> None:
-    region, _ = chosen_outside(torch.tensor([0, 3, 7]), torch.tensor([1, 2]))
+    region = ChosenOutside(torch.tensor([0, 3, 7]), torch.tensor([1, 2]))
     with pytest.raises(fastac.FastacError, match=r"\(2,\).*\(3,\)"):
         train_step(functools.partial(fastac.checkpoint, region), inputs())
 
@@ -261,7 +228,7 @@ def test_sparse_calls_of_which_only_some_are_saved() -> None:
         return torch.tanh(query)
 
     version = long._version
-    assert_exact(region, policy=fastac.Policy("attn_only", min_kv=8))
+    assert_region(region, inputs(), policy=fastac.Policy("attn_only", min_kv=8))
     assert long._version == version
 
 
@@ -271,7 +238,7 @@ def test_sparse_calls_of_which_only_some_are_saved() -> None:
     ids=["as many", "padded", "more", "fewer", "alone"],
 )
 def test_coarse_attention_is_recomputed(blocks: int, claimed: int, sparse_too: bool, legal: bool, counted: Any) -> None:
-    """Attention in small ops over one key per block, beside the sparse one that is told of so many blocks."""
+    """Attention in small ops over one key per block, next to sparse attention over as many blocks as it claims."""
     op = sparse_op(f"coarse_{uuid.uuid4().hex[:8]}")
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -282,8 +249,7 @@ def test_coarse_attention_is_recomputed(blocks: int, claimed: int, sparse_too: b
         return torch.tanh(output)
 
     if legal:
-        assert_exact(region)
-        assert list(counted.values()) == [3]
+        assert_region(region, inputs(), counted)
     else:
         with pytest.raises(fastac.PolicyNotAppliedError, match=f"over {blocks} keys"):
             train_step(functools.partial(fastac.checkpoint, region), inputs())

@@ -9,7 +9,7 @@ from typing import Any
 import fastac
 from tests import support
 from tests.backends import flex_on_cpu
-from tests.models.tiny import TINY, Tiny
+from tests.models.tiny import TINY
 from tests.support import Tensors, assert_same, train_step
 
 OWN_SDPA, FLEX, AS_SET = "always SDPA", "always flex", "as set"
@@ -68,10 +68,10 @@ class Figures:
 
 
 @functools.cache
-def reference(name: str, tiny: Tiny | None = None) -> Reference:
-    """Train a step without checkpointing. tiny: of a model that is not in TINY."""
+def reference(name: str) -> Reference:
+    """Train a step without checkpointing."""
     support.count_cpu_attention()
-    model, inputs = support.build(name, tiny=tiny)
+    model, inputs = support.build(name)
     names = {module: module_name for module_name, module in model.named_modules()}
     blocks, in_blocks = [], 0
 
@@ -90,13 +90,13 @@ def reference(name: str, tiny: Tiny | None = None) -> Reference:
     return Reference(tensors, tuple(blocks), support.executions.total(), in_blocks)
 
 
-def measured(name: str, tiny: Tiny | None = None) -> Figures:
+def measured(name: str) -> Figures:
     """Train two steps under `attn_only`, the first of its kind and one that is known; each is compared bit for bit.
 
     The blocks that fastac knows must be those that the model checkpoints.
     """
-    expected = reference(name, tiny)
-    model, inputs = support.build(name, tiny=tiny)
+    expected = reference(name)
+    model, inputs = support.build(name)
     fastac.enable(model)
     for _ in range(2):
         support.executions.clear()

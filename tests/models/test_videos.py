@@ -83,19 +83,8 @@ class Called(Exception):  # noqa: N818 nothing went wrong
         self.arguments = arguments
 
 
-class Sizes(types.SimpleNamespace):
-    """What a pipeline reads of a VAE before it decodes, and of a text encoder that it does not run."""
-
-
-class Connectors(Sizes):
-    """LTX-2's modules between text encoder and transformer, which leave the text as it is here."""
-
-    def __call__(self, text: torch.Tensor, mask: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
-        return text, text, mask
-
-
-class Checker(Sizes):
-    """In place of the guard model that Cosmos has look at texts, which is a package of its own."""
+class Part(types.SimpleNamespace):
+    """What a pipeline reads of a part that does not run here: a VAE, a text encoder, a guard of texts."""
 
     def to(self, device: object) -> None:
         """Nothing to be moved."""
@@ -104,14 +93,18 @@ class Checker(Sizes):
         """Every text passes."""
         return True
 
+    def __call__(self, text: torch.Tensor, mask: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        """As LTX-2's modules between text encoder and transformer, which leave the text as it is here."""
+        return text, text, mask
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """One pipeline of diffusers, and how it is asked for a video.
 
-    model: a name of TINY; changes: of its configuration. components: of the pipeline, but for the transformer; None
-    for those that are not named. text: argument of the embedded text, and its width. mask: the dtype of its mask.
-    sizes: its names for height, width and frames. arguments: of the call, made from the video.
+    model: a name of TINY; changes: of its configuration. components: of the pipeline, without the transformer; the
+    others are None. text: argument of the embedded text, and its width. mask: the dtype of its mask. sizes: its names
+    for height, width and frames. arguments: of the call, made from the video.
     """
 
     pipeline: str
@@ -167,7 +160,7 @@ def pooled(name: str) -> Callable[[Video], dict[str, Any]]:
 FLOW = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
 SHIFTED = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)}
 UNI_PC = {"scheduler": diffusers.UniPCMultistepScheduler()}
-HUNYUAN_VAE = Sizes(
+HUNYUAN_VAE = Part(
     config=types.SimpleNamespace(latent_channels=4), temporal_compression_ratio=4, spatial_compression_ratio=16
 )
 ROTARY_HEADS = {"attention_head_dim": 16}  # the fewest whose quarter and three eighths are even numbers
@@ -205,7 +198,7 @@ PIPELINES = {
         pipeline="LTX2Pipeline",
         model="LTX2VideoTransformer3DModel",
         changes={"audio_in_channels": 128},
-        components=SHIFTED | {"text_encoder": Sizes(dtype=torch.bfloat16), "connectors": Connectors()},
+        components=SHIFTED | {"text_encoder": Part(dtype=torch.bfloat16), "connectors": Part()},
         mask=torch.int64,
         arguments=lambda video: {"audio_guidance_scale": 1.0},
     ),
@@ -214,7 +207,7 @@ PIPELINES = {
         model="CosmosTransformer3DModel",
         components={
             "scheduler": diffusers.EDMEulerScheduler(sigma_schedule="karras"),
-            "safety_checker": Checker(),
+            "safety_checker": Part(),
         },
     ),
     "cogvideox 2b": cogvideox(),
@@ -291,7 +284,7 @@ def test_inputs_are_those_of_the_pipeline(name: str) -> None:
     model = model_for(pipeline.model, latents[0], **pipeline.changes).to(torch.bfloat16)
     video = small(row, model.config, latents, dtype=torch.bfloat16)
     if name == "wan 5b":  # a pipeline without VAE takes it for that of Wan 2.1
-        video = dataclasses.replace(video, compression=Compression(4, 8, 8))
+        video = dataclasses.replace(video, compression=WAN)
     ours = inputs_of(row, model.config, video)
     theirs = pipeline.call(model, video)
     for arguments in (ours, theirs):
@@ -300,18 +293,18 @@ def test_inputs_are_those_of_the_pipeline(name: str) -> None:
     assert {key: shapes(value) for key, value in ours.items()} == {key: shapes(value) for key, value in theirs.items()}
 
 
-WAN = {"text_tokens": 512, "compression": Compression(4, 8, 8)}
+WAN = Compression(4, 8, 8)
 
 
 @pytest.mark.parametrize(
     ("frames", "height", "width", "compression", "latents"),
     [
-        (77, 720, 1280, Compression(4, 8, 8), (20, 90, 160)),  # Wan 2.1
+        (77, 720, 1280, WAN, (20, 90, 160)),  # Wan 2.1
         (121, 704, 1280, Compression(4, 16, 16), (31, 44, 80)),  # Wan 2.2 TI2V 5B
         (163, 480, 848, Compression(6, 8, 8), (28, 60, 106)),  # Mochi
         (161, 512, 704, Compression(8, 32, 32), (21, 16, 22)),  # LTX-Video
         (88, 720, 1280, Compression(4, 8, 8, first_alone=False), (22, 90, 160)),  # Allegro
-        (1, 64, 64, Compression(4, 8, 8), (1, 8, 8)),
+        (1, 64, 64, WAN, (1, 8, 8)),
     ],
     ids=str,
 )
@@ -334,7 +327,8 @@ def test_latents(frames: int, height: int, width: int, compression: Compression,
     ids=str,
 )
 def test_sizes_that_do_not_fit(sizes: dict[str, int], patch: tuple[int, int, int], message: str) -> None:
-    video = Video(**({"frames": 77, "height": 720, "width": 1280} | WAN | sizes))  # type: ignore[arg-type]
+    fitting = Video(frames=77, height=720, width=1280, text_tokens=512, compression=WAN)
+    video = dataclasses.replace(fitting, **sizes)  # type: ignore[arg-type]
     with pytest.raises(FastacError, match=message):
         video.latents(patch)
     with pytest.raises(FastacError, match=message):

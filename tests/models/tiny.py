@@ -1,4 +1,4 @@
-"""Tiny models, one for each way to use a class of the catalogue: random weights, a configuration and inputs."""
+"""Tiny models with random weights, one for each way to use a class of the catalogue: a configuration and inputs."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PLACES = re.compile("mask|ind(ic|ex)es|position|rotary|camera")
 
 
 def tiny_model(
-    name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, tiny: Tiny | None = None, **changes: Any
+    name: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **changes: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """A tiny model with random weights, in training mode, and its keyword arguments for one call. Skips without class.
+    """A tiny model in training mode, and its keyword arguments for one call. Skips where diffusers lacks the class.
 
-    name: of a row of TINY, or of a class with a `tiny` of its own. changes: of its configuration.
+    name: of TINY or IMAGES. changes: of its configuration.
 
     Parameters that begin as zeros get small values, since every gradient behind them would be zero. What the class
     keeps in float32 stays so. Floating inputs, alone or in lists, tuples and dicts, are features, which get the dtype
@@ -44,7 +44,7 @@ def tiny_model(
     """
     import diffusers  # not before a test has put kernels where diffusers looks for them
 
-    tiny = tiny or TINY[name]
+    tiny = (TINY | IMAGES)[name]
     kind = getattr(diffusers, name.partition(":")[0], None)
     if kind is None:  # what the catalogue has must be there, and more: test_every_class
         pytest.skip(f"diffusers {diffusers.__version__} has no {name}")
@@ -95,7 +95,10 @@ def _cogvideox_video(**more: Any) -> dict[str, Any]:
     return _video((2, 2, 4, 8, 8), (8, 8), **more)
 
 
-SMALL = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "num_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_layers": 2}
+HEADS_OF_8 = HEADS | {"attention_head_dim": 8}
+SMALL = HEADS | {"in_channels": 4, "out_channels": 4}
+SMALL_OF_8 = HEADS_OF_8 | SMALL
 
 WAN = SMALL | {
     "patch_size": (1, 2, 2),
@@ -127,8 +130,7 @@ def _wan_animate_reference() -> dict[str, Any]:
 
 HELIOS = {name: value for name, value in WAN.items() if name != "rope_max_seq_len"}
 
-HUNYUAN = SMALL | {
-    "attention_head_dim": 8,
+HUNYUAN = SMALL_OF_8 | {
     "num_refiner_layers": 1,
     "text_embed_dim": 16,
     "rope_axes_dim": (2, 2, 4),
@@ -136,8 +138,7 @@ HUNYUAN = SMALL | {
 
 HUNYUAN_TWO_STREAMS = HUNYUAN | {"num_single_layers": 2, "pooled_projection_dim": 8}
 
-COGVIDEOX = SMALL | {
-    "attention_head_dim": 8,
+COGVIDEOX = SMALL_OF_8 | {
     "time_embed_dim": 2,
     "text_embed_dim": 8,
     "sample_width": 8,
@@ -164,15 +165,14 @@ COSMOS_TEXT, COSMOS_VIDEO, COSMOS_SOUND, COSMOS_ACTION = 4, 16, 2, 2
 
 
 def _cosmos_omni() -> dict[str, Any]:
-    text, video, sound, action = torch.arange(COSMOS_TEXT + COSMOS_VIDEO + COSMOS_SOUND + COSMOS_ACTION).split(
-        [COSMOS_TEXT, COSMOS_VIDEO, COSMOS_SOUND, COSMOS_ACTION]
-    )
+    places = torch.arange(COSMOS_TEXT + COSMOS_VIDEO + COSMOS_SOUND + COSMOS_ACTION)
+    text, video, sound, action = places.split([COSMOS_TEXT, COSMOS_VIDEO, COSMOS_SOUND, COSMOS_ACTION])
     return {
         "input_ids": torch.arange(COSMOS_TEXT),
         "text_indexes": text,
-        "position_ids": torch.arange(COSMOS_TEXT + COSMOS_VIDEO + COSMOS_SOUND + COSMOS_ACTION).expand(3, -1),
+        "position_ids": places.expand(3, -1),
         "und_len": COSMOS_TEXT,
-        "sequence_length": COSMOS_TEXT + COSMOS_VIDEO + COSMOS_SOUND + COSMOS_ACTION,
+        "sequence_length": len(places),
         "vision_tokens": [torch.randn(1, 2, 1, 4, 4)],
         "vision_token_shapes": [(1, 4, 4)],
         "vision_sequence_indexes": video,
@@ -212,15 +212,13 @@ def _sana_camera() -> dict[str, Any]:
 KANDINSKY = {
     "in_visual_dim": 4,
     "out_visual_dim": 4,
-    "in_text_dim": 24,
-    "in_text_dim2": 8,
     "time_dim": 16,
     "model_dim": 16,
     "ff_dim": 32,
-    "num_text_blocks": 1,
     "num_visual_blocks": 2,
     "axes_dims": (4, 2, 2),
 }
+KANDINSKY_WITH_TEXT = KANDINSKY | {"in_text_dim": 24, "in_text_dim2": 8, "num_text_blocks": 1}
 
 MINIMAX_TEXT, MINIMAX_AUDIO, MINIMAX_VIDEO = 4, 6, 16
 
@@ -324,20 +322,14 @@ TINY = {
         ),
     ),
     "LTXVideoTransformer3DModel": Tiny(
-        SMALL
-        | {
-            "attention_head_dim": 8,
-            "cross_attention_dim": 16,
-            "caption_channels": 16,
-        },
+        SMALL_OF_8 | {"cross_attention_dim": 16, "caption_channels": 16},
         lambda: _video(
             (2, 2 * 8 * 8, 4), (16, 16), encoder_attention_mask=_valid(16, 12, 12), num_frames=2, height=8, width=8
         ),
     ),
     "LTX2VideoTransformer3DModel": Tiny(
-        SMALL
+        SMALL_OF_8
         | {
-            "attention_head_dim": 8,
             "cross_attention_dim": 16,
             "audio_in_channels": 4,
             "audio_out_channels": 4,
@@ -413,10 +405,8 @@ TINY = {
         lambda: _cogvideox_video(id_cond=torch.randn(2, 6), id_vit_hidden=[torch.randn(2, 3, 4)]),
     ),
     "MochiTransformer3DModel": Tiny(
-        {
-            "num_attention_heads": 2,
-            "attention_head_dim": 8,
-            "num_layers": 2,
+        HEADS_OF_8
+        | {
             "pooled_projection_dim": 16,
             "in_channels": 4,
             "text_embed_dim": 16,
@@ -425,22 +415,14 @@ TINY = {
         lambda: _video((2, 4, 2, 8, 8), (16, 16), encoder_attention_mask=_valid(16, 12, 8)),
     ),
     "AllegroTransformer3DModel": Tiny(
-        {
-            "num_attention_heads": 2,
-            "attention_head_dim": 8,
-            "num_layers": 2,
-            "cross_attention_dim": 16,
-            "caption_channels": 8,
-        },
+        HEADS_OF_8 | {"cross_attention_dim": 16, "caption_channels": 8},
         lambda: _video((2, 4, 2, 8, 8), (16, 8), encoder_attention_mask=_valid(16, 12, 8)),
     ),
     "LatteTransformer3DModel": Tiny(
-        {
-            "num_attention_heads": 2,
+        SMALL
+        | {
             "attention_head_dim": 4,
-            "in_channels": 4,
             "out_channels": 8,
-            "num_layers": 2,
             "cross_attention_dim": 8,
             "attention_bias": True,
             "sample_size": 16,
@@ -519,11 +501,10 @@ TINY = {
         lambda: _video(encoder_attention_mask=_valid(12, 8)),
     ),
     "SanaWMTransformer3DModel": Tiny(
-        {
+        HEADS
+        | {
             "in_channels": 4,
-            "num_layers": 2,
             "hidden_size": 32,
-            "num_attention_heads": 2,
             "softmax_every_n": 2,
             "linear_head_dim": 16,
             "chunk_plucker_channels": 6,
@@ -532,7 +513,7 @@ TINY = {
         _sana_camera,
     ),
     "Kandinsky5Transformer3DModel": Tiny(
-        KANDINSKY,
+        KANDINSKY_WITH_TEXT,
         lambda: _video(
             (1, 2, 8, 8, 4),
             (6, 24),
@@ -543,7 +524,7 @@ TINY = {
         ),
     ),
     "Kandinsky6Transformer3DModel": Tiny(
-        KANDINSKY | {"in_audio_dim": 4, "out_audio_dim": 4},
+        KANDINSKY_WITH_TEXT | {"in_audio_dim": 4, "out_audio_dim": 4},
         lambda: _video(
             (1, 2, 8, 8, 9),
             (6, 24),
@@ -554,25 +535,15 @@ TINY = {
         ),
     ),
     "Kandinsky6SRTransformer3DModel": Tiny(
-        {
-            "in_visual_dim": 4,
-            "out_visual_dim": 4,
-            "time_dim": 16,
-            "model_dim": 16,
-            "ff_dim": 32,
-            "num_visual_blocks": 2,
-            "axes_dims": (4, 2, 2),
-        },
+        KANDINSKY,
         lambda: {"hidden_states": torch.randn(1, 1, 16, 16, 9), "timestep": torch.tensor([500.0])},
         flex=True,
     ),
     "MotifVideoTransformer3DModel": Tiny(
-        {
+        SMALL
+        | {
             "in_channels": 9,
-            "out_channels": 4,
-            "num_attention_heads": 2,
             "attention_head_dim": 12,
-            "num_layers": 2,
             "num_single_layers": 2,
             "num_decoder_layers": 1,
             "text_embed_dim": 16,
@@ -584,11 +555,10 @@ TINY = {
         lambda: _video((1, 9, 2, 8, 8), encoder_attention_mask=_valid(12, 8), image_embeds=torch.randn(1, 3, 10)),
     ),
     "MiniMaxH3Transformer3DModel": Tiny(
-        {
-            "num_attention_heads": 2,
+        HEADS
+        | {
             "attention_head_dim": 16,
             "hidden_size": 24,
-            "num_layers": 2,
             "ffn_dim": 32,
             "in_channels": 4,
             "audio_in_channels": 6,
@@ -602,3 +572,68 @@ TINY = {
     ),
 }
 """Class, and behind a colon the way to use it where there are several -> its tiny model."""
+
+
+def _image(**more: Any) -> dict[str, Any]:
+    return _video((1, 4, 8, 8), (6, 12), **more)
+
+
+def _krea() -> dict[str, Any]:
+    """Six tokens of text and an image of 4 x 4, with their frames, rows and columns."""
+    rows = torch.arange(16)
+    places = torch.stack([torch.zeros(16), rows // 4, rows % 4], -1)
+    return {
+        "hidden_states": torch.randn(1, 16, 4),
+        "encoder_hidden_states": torch.randn(1, 6, 2, 16),
+        "timestep": torch.tensor([0.5]),
+        "position_ids": torch.cat([torch.zeros(6, 3), places]),
+    }
+
+
+IMAGES = {
+    "Krea2Transformer2DModel": Tiny(
+        HEADS_OF_8
+        | {
+            "in_channels": 4,
+            "num_key_value_heads": 1,
+            "intermediate_size": 16,
+            "timestep_embed_dim": 16,
+            "text_hidden_dim": 16,
+            "num_text_layers": 2,
+            "text_num_attention_heads": 2,
+            "text_num_key_value_heads": 2,
+            "text_intermediate_size": 16,
+            "num_layerwise_text_blocks": 1,
+            "num_refiner_text_blocks": 1,
+            "axes_dims_rope": (4, 2, 2),
+        },
+        _krea,
+    ),
+    "HunyuanImageTransformer2DModel": Tiny(
+        SMALL_OF_8
+        | {
+            "num_layers": 1,
+            "num_single_layers": 2,
+            "num_refiner_layers": 1,
+            "text_embed_dim": 12,
+            "rope_axes_dim": (4, 4),
+        },
+        lambda: _image(timestep=torch.tensor([500.0]), encoder_attention_mask=_valid(6, 4)),
+    ),
+    "Lumina2Transformer2DModel": Tiny(
+        HEADS
+        | {
+            "sample_size": 8,
+            "in_channels": 4,
+            "hidden_size": 24,
+            "num_refiner_layers": 1,
+            "num_kv_heads": 1,
+            "multiple_of": 8,
+            "axes_dim_rope": (4, 4, 4),
+            "axes_lens": (16, 16, 16),
+            "cap_feat_dim": 12,
+        },
+        lambda: _image(timestep=torch.tensor([0.5]), encoder_attention_mask=_valid(6, 6)),
+    ),
+}
+"""The same for images, of the classes that have a row."""

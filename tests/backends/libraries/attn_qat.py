@@ -1,12 +1,11 @@
 """Attention with quantization-aware training, of fastvideo-kernel: an autograd.Function over Triton, no op.
 
-The real Triton kernels, interpreted; with quantization they calculate through numbers of 4 bits. Not run: warp
-specialization and the kernels for Blackwell, which a GPU must choose. Both stand behind the same Function.
+The real Triton kernels, interpreted, which calculate through numbers of 4 bits. Not run: warp specialization and the
+kernels for Blackwell, which a GPU must choose. Both stand behind the same Function.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -28,41 +27,39 @@ LAUNCHES = "attn_qat_train._attn_fwd"
 triton_on_cpu.count_launches(attn_qat_train, "_attn_fwd", LAUNCHES)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float, quantized: bool = True) -> Any:
-    settings = {
-        "use_qat_qkv_backward": True,
-        "smooth_k": quantized,
-        "warp_specialize": False,
-        "IS_QAT": quantized,
-        "two_level_quant_P": False,
-        "fake_quant_P": quantized,
-        "use_high_prec_o": quantized,
-        "smooth_q": False,
-        "use_global_sf_P": False,
-        "use_global_sf_QKV": True,
-    }
+SETTINGS = {
+    "use_qat_qkv_backward": True,
+    "smooth_k": True,
+    "warp_specialize": False,
+    "IS_QAT": True,
+    "two_level_quant_P": False,
+    "fake_quant_P": True,
+    "use_high_prec_o": True,
+    "smooth_q": False,
+    "use_global_sf_P": False,
+    "use_global_sf_QKV": True,
+}
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
     tensors = [tensor.contiguous() for tensor in (query, key, value)]
-    return attn_qat_train.attention(*tensors, False, query.shape[-1] ** -0.5, *settings.values())
-
-
-case = functools.partial(
-    Case,
-    "",
-    function=attn_qat_train._attention,
-    kernel=LAUNCHES,
-    batch=1,
-    heads=1,
-    queries=64,
-    dim=32,
-    counts_backward=False,
-    dtype=torch.bfloat16,  # its kernels take nothing else
-)
+    return attn_qat_train.attention(*tensors, False, query.shape[-1] ** -0.5, *SETTINGS.values())
 
 
 class TestAttnQat(Parity):
     cases = (
-        case(functools.partial(attend, quantized=False), "not quantized", keys=96, tolerance=3e-2),
-        # What 4 bits leave is far from exact.
-        case(attend, "quantized", keys=64, sparse=True),
+        Case(
+            "",
+            attend,
+            function=attn_qat_train._attention,
+            kernel=LAUNCHES,
+            batch=1,
+            heads=1,
+            queries=64,
+            keys=64,
+            dim=32,
+            counts_backward=False,
+            dtype=torch.bfloat16,  # its kernels take nothing else
+        ),
     )
     rows = tuple(row for row in fastvideo.FUNCTIONS if row.backend == "attn_qat")

@@ -5,7 +5,6 @@ Its files are imported without the package around them, which needs a GPU and mu
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from pathlib import Path
@@ -14,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import fastac
 from fastac.backends import fastvideo as catalogue
 from tests.backends import flash_4_on_cpu, flash_on_cpu, packages
-from tests.backends.parity import HEADS, KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, swapped
-from tests.support import train_step
+from tests.backends.parity import HEADS, KEY_LENGTHS, KEYS, LENGTHS, QUERIES, QUERY_LENGTHS, Case, Parity, swapped
 
 packages.use("fastvideo")
 flash_on_cpu.flash_attn_2()
@@ -62,11 +59,23 @@ def of_both(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: floa
 
 
 def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float) -> Any:
-    lengths = ends(QUERY_LENGTHS), ends(KEY_LENGTHS), max(QUERY_LENGTHS), max(KEY_LENGTHS)
-    return cute.flash_attn_varlen_func(query, key, value, *lengths)
+    return cute.flash_attn_varlen_func(query, key, value, *LENGTHS.values())
 
 
-WITHOUT_BACKWARD = ("_flash_attn_cute_fp4_forward", "h3_vsa_sm100a_from_mask_compat")
+def _flash_attn_cute_fp4_forward(*tensors: torch.Tensor) -> Any:
+    heads = [tensor.transpose(1, 2) for tensor in tensors]
+    return cute.flash_attn_fp4_func(*heads, *heads[:2]).transpose(1, 2)
+
+
+def h3_vsa_sm100a_from_mask_compat(*tensors: torch.Tensor) -> Any:
+    return torch.ops.fastvideo.h3_vsa_sm100a_from_mask_compat(*tensors, *tensors[:2])
+
+
+# Its file needs fastvideo-kernel; the schema is as there.
+_library = torch.library.Library("fastvideo", "FRAGMENT")
+_arguments = ", ".join(f"Tensor {name}" for name in ("q", "k", "v", "block_map", "variable_block_sizes"))
+_library.define(f"h3_vsa_sm100a_from_mask_compat({_arguments}) -> Tensor")
+_library.impl("h3_vsa_sm100a_from_mask_compat", lambda q, *others: q.clone(), "CPU")
 
 
 class TestFastVideo(Parity):
@@ -80,10 +89,8 @@ class TestFastVideo(Parity):
             heads=4,
             kv_heads=2,
         ),
-        Case(
-            "fastvideo::_flash_attn_no_pad_forward", of_qkv, kernel=PACKED, keys=QUERIES, pairs=OWN_PAIRS, sparse=True
-        ),
-        Case("fastvideo::_flash_attn_varlen_qk_no_pad_forward", of_both, kernel=PACKED, pairs=PAIRS, sparse=True),
+        Case("fastvideo::_flash_attn_no_pad_forward", of_qkv, kernel=PACKED, keys=QUERIES, pairs=OWN_PAIRS),
+        Case("fastvideo::_flash_attn_varlen_qk_no_pad_forward", of_both, kernel=PACKED, pairs=PAIRS),
         Case(
             "fastvideo::_flash_attn_cute_forward",
             swapped(lambda q, k, v, _: cute.flash_attn_func(q, k, v)),
@@ -99,29 +106,7 @@ class TestFastVideo(Parity):
         ),
     )
     rows = tuple(row for row in catalogue.ROWS if row.namespace == "fastvideo")
-    not_run = dict.fromkeys(WITHOUT_BACKWARD, "has no backward: test_inference_is_refused")
-
-
-@pytest.mark.parametrize("name", WITHOUT_BACKWARD)
-def test_inference_is_refused(name: str) -> None:
-    """No gradient would come through it, and nobody would say so."""
-    library = torch.library.Library("fastvideo", "FRAGMENT")
-
-    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        tensors = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-        if name == "_flash_attn_cute_fp4_forward":
-            return cute.flash_attn_fp4_func(*tensors, *tensors[:2])
-        return torch.ops.fastvideo.h3_vsa_sm100a_from_mask_compat(*tensors, *tensors[:2])
-
-    if name == "h3_vsa_sm100a_from_mask_compat":  # its file needs fastvideo-kernel; the schema is as there
-        arguments = ", ".join(f"Tensor {name}" for name in ("q", "k", "v", "block_map", "variable_block_sizes"))
-        library.define(f"{name}({arguments}) -> Tensor")
-        library.impl(name, lambda q, *others: q.clone(), "CPU")
-    try:
-        with pytest.raises(fastac.UnsupportedBackendError, match=f"{name}.* does not train"):
-            train_step(functools.partial(fastac.checkpoint, region), TestFastVideo.cases[0].inputs())
-    finally:
-        library._destroy()
+    refused = (_flash_attn_cute_fp4_forward, h3_vsa_sm100a_from_mask_compat)
 
 
 def test_every_attention_op_of_fastvideo_has_a_row() -> None:

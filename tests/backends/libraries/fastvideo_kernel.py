@@ -12,7 +12,6 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from tests.backends import packages
@@ -28,11 +27,9 @@ triton_on_cpu.takes_for_cuda("fastvideo_kernel")
 from fastvideo_kernel import ops, video_sparse_attn
 from fastvideo_kernel.triton_kernels import block_sparse_attn_triton as kernels
 
-import fastac
 from fastac.backends import fastvideo
 from tests.backends.parity import Case, Parity
-from tests.backends.sparse import assert_choice_is_kept, extension, run_on_cpu
-from tests.support import train_step
+from tests.backends.sparse import extension, run_on_cpu
 
 # The module of this name is hidden behind the function of this name.
 block_sparse = sys.modules["fastvideo_kernel.block_sparse_attn"]
@@ -79,6 +76,14 @@ def video(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float)
     return video_sparse_attn(query, key, value, SIZES, SIZES, TOP, (1, 1, BLOCK))
 
 
+def block_sparse_attn_sm100a_inference(*tensors: torch.Tensor) -> Any:
+    return sm100a.block_sparse_attn_sm100a(*tensors, INDEX, NUMBER, SIZES, need_lse=False)[0]
+
+
+def block_sparse_attn_sm100a_from_mask_inference(*tensors: torch.Tensor) -> Any:
+    return sm100a.block_sparse_attn_sm100a_from_mask(*tensors, MAP, SIZES)[0]
+
+
 case = functools.partial(
     Case,
     batch=1,
@@ -86,26 +91,21 @@ case = functools.partial(
     keys=TOKENS,
     dim=16,
     pairs=11 * BLOCK**2,
-    sparse=True,
     dtype=torch.bfloat16,  # its kernels take nothing else
 )
-CHOOSES = case(
-    "fastvideo_kernel::block_sparse_attn_triton", video, "video_sparse_attn", heads=1, pairs=TOKENS * TOP * BLOCK
-)
-
-INFERENCE = {
-    "block_sparse_attn_sm100a_inference": lambda q, k, v: sm100a.block_sparse_attn_sm100a(
-        q, k, v, INDEX, NUMBER, SIZES, need_lse=False
-    )[0],
-    "block_sparse_attn_sm100a_from_mask_inference": lambda q, k, v: sm100a.block_sparse_attn_sm100a_from_mask(
-        q, k, v, MAP, SIZES
-    )[0],
-}
 
 
 class TestFastVideoKernel(Parity):
     cases = (
-        CHOOSES,
+        # Its blocks are chosen by a kernel that no op shows: the op that gets them has them among its arguments.
+        case(
+            "fastvideo_kernel::block_sparse_attn_triton",
+            video,
+            "video_sparse_attn",
+            heads=1,
+            pairs=TOKENS * TOP * BLOCK,
+            chooser=(ops, "fused_topk_mask"),
+        ),
         *(
             case(op._qualname, functools.partial(from_indices, op), "from indices")
             for op in (
@@ -116,16 +116,4 @@ class TestFastVideoKernel(Parity):
         ),
     )
     rows = tuple(row for row in fastvideo.ROWS if row.namespace == "fastvideo_kernel")
-    not_run = dict.fromkeys(INFERENCE, "has no backward: test_inference_is_refused")
-
-
-@pytest.mark.parametrize("name", INFERENCE)
-def test_inference_is_refused(name: str) -> None:
-    region = functools.partial(fastac.checkpoint, lambda query, key, value: INFERENCE[name](query, key, value) * query)
-    with pytest.raises(fastac.UnsupportedBackendError, match=rf"{name}\b.*for inference"):
-        train_step(region, TestFastVideoKernel.cases[-1].inputs())
-
-
-def test_recompute_keeps_the_chosen_blocks() -> None:
-    """They are chosen by a kernel that no op shows: the op that gets them has them among its arguments."""
-    assert_choice_is_kept(CHOOSES, (ops, "fused_topk_mask"))
+    refused = (block_sparse_attn_sm100a_inference, block_sparse_attn_sm100a_from_mask_inference)

@@ -10,7 +10,7 @@ import torch
 from fastac.backends import flash_attn_2
 from fastac.registry import classify
 from tests.backends import flash_on_cpu, packages
-from tests.backends.parity import KEY_LENGTHS, QUERY_LENGTHS, Case, Parity, ends, op_of, swapped
+from tests.backends.parity import LENGTHS, Case, Parity, op_of, swapped
 
 packages.use("flash_attn_2")
 library = flash_on_cpu.flash_attn_2()
@@ -26,8 +26,7 @@ def dense(build: Any) -> Callable[..., torch.Tensor]:
 
 
 def packed(build: Any) -> Callable[..., torch.Tensor]:
-    lengths = ends(QUERY_LENGTHS), ends(KEY_LENGTHS), max(QUERY_LENGTHS), max(KEY_LENGTHS)
-    return lambda q, k, v, p: build.flash_attn_varlen_func(q, k, v, *lengths, dropout_p=p)
+    return lambda q, k, v, p: build.flash_attn_varlen_func(q, k, v, **LENGTHS, dropout_p=p)
 
 
 @swapped

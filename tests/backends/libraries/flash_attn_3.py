@@ -18,8 +18,8 @@ import fastac
 from fastac.backends import flash_attn_3
 from tests import support
 from tests.backends import flash_on_cpu, packages
-from tests.backends.parity import DIM, HEADS, KEY_LENGTHS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, op_of, swapped
-from tests.support import assert_same, train_step
+from tests.backends.parity import LENGTHS, Case, Parity, op_of, swapped
+from tests.support import assert_model, train_step
 
 packages.use("flash_attn_3")
 flash_on_cpu.flash_attn_3()
@@ -46,13 +46,6 @@ JULY = "flash_attn"
 _first, _causal, _rest = LATER_ARGUMENTS.replace("out_", "out").partition("bool causal")
 JULY_ARGUMENTS = _first.replace(" = None", "") + _causal + _rest.replace(" = False", "", 1)
 FIRST, HUB = "flash_attn_3", "_flash_attn3_48fe103"
-
-LENGTHS: dict[str, Any] = {
-    "cu_seqlens_q": ends(QUERY_LENGTHS),
-    "cu_seqlens_k": ends(KEY_LENGTHS),
-    "max_seqlen_q": max(QUERY_LENGTHS),
-    "max_seqlen_k": max(KEY_LENGTHS),
-}
 
 
 def define_later_generation(namespace: str, arguments: str = LATER_ARGUMENTS) -> Callable[..., torch.Tensor]:
@@ -137,14 +130,12 @@ class TestFlashAttn3(Parity):
 
 
 def test_a_call_that_writes_an_argument_is_refused() -> None:
-    inputs = {name: torch.randn(2, QUERIES, HEADS, DIM, requires_grad=True) for name in ("query", "key", "value")}
-
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():  # as the autograd.Functions of the library call it
             return torch.tanh(query) + torch.ops.flash_attn_3.fwd(query, key, value, out=query.clone())[0]
 
     with pytest.raises(fastac.FastacError, match="'out', which it writes"):
-        train_step(functools.partial(fastac.checkpoint, region), inputs)
+        train_step(functools.partial(fastac.checkpoint, region), TestFlashAttn3.cases[0].inputs())
 
 
 def as_diffusers_calls_it(
@@ -168,9 +159,5 @@ def test_wan(backend: str, attention_executions: Counter[str], monkeypatch: pyte
     monkeypatch.setattr(attention_dispatch, "_check_attention_backend_requirements", lambda _: None)
     model, inputs = support.build("WanTransformer3DModel")
     model.set_attention_backend(backend)
-    reference = train_step(model, inputs)
-    assert attention_executions == {f"{HUB}::fwd": 4}
-    fastac.enable(model, "attn_only")
-    attention_executions.clear()
-    assert_same(train_step(model, inputs), reference)
+    assert_model(model, inputs, attention_executions)
     assert attention_executions == {f"{HUB}::fwd": 4}

@@ -19,13 +19,13 @@ from tests.backends import flash_4_on_cpu, triton_on_cpu
 
 triton_on_cpu.takes_for_cuda("fastvideo_kernel")
 interface = flash_4_on_cpu.flash_attn_4()
-apply = interface.FlashAttnFunc.apply  # as somebody holds it who took it before fastac came
+apply = interface.FlashAttnFunc.apply  # taken before fastac was imported
 
 import fastvideo_kernel.block_sparse_attn_cute_fwd as cute
 from fastvideo_kernel import block_sparse_attn_256
 
 from fastac.backends import fastvideo, flash_attn_4
-from tests.backends.parity import KEY_LENGTHS, QUERY_LENGTHS, Case, Parity, ends, swapped
+from tests.backends.parity import KEY_LENGTHS, LENGTHS, Case, Parity, swapped
 
 
 @swapped
@@ -33,12 +33,11 @@ def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float)
     return interface.flash_attn_func(query, key, value)[0]
 
 
-def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float, **longest: int) -> Any:
-    offsets = {"cu_seqlens_q": ends(QUERY_LENGTHS), "cu_seqlens_k": ends(KEY_LENGTHS)}
-    return interface.flash_attn_varlen_func(query, key, value, **offsets, **longest)[0]
+def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float, of: int) -> Any:
+    """of: how many of the lengths are passed. The first two do not say the longest."""
+    return interface.flash_attn_varlen_func(query, key, value, **dict(list(LENGTHS.items())[:of]))[0]
 
 
-LONGEST = {"max_seqlen_q": max(QUERY_LENGTHS), "max_seqlen_k": max(KEY_LENGTHS)}
 BLOCK = 128
 MAP = torch.tensor([[[[1, 0, 1], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]]], dtype=torch.bool)
 """(1, heads, blocks of queries, blocks of keys): which blocks attend."""
@@ -54,15 +53,15 @@ def sparse(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float
 
 
 case = functools.partial(Case, "", kernel=flash_4_on_cpu.KERNEL, counts_backward=False)
+varlen = functools.partial(case, function=interface.FlashAttnVarlenFunc, packed=True)
 
 
 class TestFlashAttn4(Parity):
     cases = (
         case(dense, function=interface.FlashAttnFunc, kv_heads=1),
         case(swapped(lambda q, k, v, _: apply(q, k, v)[0]), "captured", function=interface.FlashAttnFunc),
-        case(functools.partial(packed, **LONGEST), function=interface.FlashAttnVarlenFunc, packed=True),
-        # Nobody knows the longest: so many there are in all.
-        case(packed, "unknown", function=interface.FlashAttnVarlenFunc, packed=True, seen=(sum(KEY_LENGTHS),)),
+        varlen(functools.partial(packed, of=4)),
+        varlen(functools.partial(packed, of=2), "unknown", seen=(sum(KEY_LENGTHS),)),  # so many there are in all
         case(
             sparse,
             function=cute._CuteAttentionQ128,
@@ -70,7 +69,6 @@ class TestFlashAttn4(Parity):
             queries=2 * BLOCK,
             keys=3 * BLOCK,
             pairs=7 * BLOCK**2,
-            sparse=True,
         ),
     )
     rows = (*flash_attn_4.FUNCTIONS, *(row for row in fastvideo.FUNCTIONS if row.backend == "vsa"))

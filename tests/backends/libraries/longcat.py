@@ -32,8 +32,7 @@ with pytest.MonkeyPatch.context() as _patch:
 import fastac
 from fastac.backends import fastvideo
 from tests.backends.parity import Case, Parity
-from tests.backends.sparse import assert_choice_is_kept
-from tests.support import assert_same, train_step
+from tests.support import assert_region, assert_same, train_step
 
 LAUNCHES = "bsa_interface._attn_fwd_bsa_varlen_align"
 BLOCK, BLOCKS, TOP = 64, 4, 2
@@ -63,26 +62,18 @@ class TestLongCat(Parity):
             keys=BLOCK * BLOCKS,
             dim=16,
             counts_backward=False,
-            sparse=True,  # it chooses inside the Function: FLOPs are counted as if it were dense
+            # It chooses inside the Function: FLOPs are counted as if it were dense.
+            chooser=(bsa_interface, "cal_score"),
         ),
     )
     rows = tuple(row for row in fastvideo.FUNCTIONS if row.backend == "bsa")
 
 
-def test_recompute_keeps_the_chosen_blocks() -> None:
-    """The choice is made inside the Function, whose forward does not run again."""
-    assert_choice_is_kept(TestLongCat.cases[0], (bsa_interface, "cal_score"))
-
-
 def test_what_it_compiles_is_compiled(attention_executions: Counter[str]) -> None:
     """Dynamo traces the choice of blocks while the Function runs inside an open region; also in the first step."""
     torch.compiler.reset()
-    region, inputs = TestLongCat.cases[0].region, TestLongCat.cases[0].inputs()
-    checkpointed = functools.partial(fastac.checkpoint, region)
+    case = TestLongCat.cases[0]
     with torch.compiler.set_stance("default"):
-        first = train_step(checkpointed, inputs)
-        reference = train_step(region, inputs)
-        assert_same(first, reference)
-        attention_executions.clear()
-        assert_same(train_step(checkpointed, inputs), reference)
-        assert attention_executions == {LAUNCHES: 1}
+        first = train_step(functools.partial(fastac.checkpoint, case.region), case.inputs())
+        assert_same(first, train_step(case.region, case.inputs()))
+        assert_region(case.region, case.inputs(), attention_executions)

@@ -29,7 +29,6 @@ from fastvideo_kernel.triton_kernels import sla_triton as kernels
 
 from fastac.backends import fastvideo
 from tests.backends.parity import Case, Parity, swapped
-from tests.backends.sparse import assert_choice_is_kept
 
 LAUNCHES = "sla_triton._attn_fwd"
 BLOCK, BLOCKS, TOP = 64, 3, 2
@@ -67,15 +66,11 @@ case = functools.partial(
     dim=DIM,
     pairs=12 * BLOCK**2,
     counts_backward=False,
-    sparse=True,
 )
 
 
 class TestSla(Parity):
-    cases = (case(function, "function"), case(layer_call, "FastVideo's layer"))
+    """FastVideo's layer chooses blocks before it calls the Function, to which they are inputs."""
+
+    cases = (case(function, "function"), case(layer_call, "FastVideo's layer", chooser=(torch, "topk")))
     rows = tuple(row for row in fastvideo.FUNCTIONS if row.backend == "sla")
-
-
-def test_recompute_keeps_the_chosen_blocks() -> None:
-    """FastVideo's layer chooses them before it calls the Function, to which they are inputs."""
-    assert_choice_is_kept(TestSla.cases[1], (torch, "topk"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 
 from tests.backends import packages
@@ -20,7 +19,6 @@ flash_on_cpu.flash_attn_2()
 from fastvideo_kernel import moba_attn_varlen
 
 from tests.backends.parity import Case, Parity, ends
-from tests.backends.sparse import assert_choice_is_kept
 
 LENGTHS = (40, 24)
 CHUNK = 16
@@ -30,6 +28,11 @@ TOP = 2
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: float, mode: str) -> Any:
     chunks = ends(LENGTHS), max(LENGTHS), CHUNK, TOP, mode
     return moba_attn_varlen(query, key, value, *chunks, simsum_threshold=0.4, threshold_type="query_head")
+
+
+def turned(scores: torch.Tensor, sign: int) -> torch.Tensor:
+    """But for the own chunk, which comes first, and those of other sequences."""
+    return torch.where(scores.abs() < 1e8, scores * sign, scores)
 
 
 class TestVMoBA(Parity):
@@ -44,18 +47,9 @@ class TestVMoBA(Parity):
             query_lengths=LENGTHS,
             key_lengths=LENGTHS,
             seen=(max(LENGTHS), CHUNK),
-            sparse=True,
             without_flops="how many pairs there are depends on its choice",
+            chooser=(torch, chooser),
+            turned=turned,
         )
-        for mode in ("topk", "threshold")
+        for mode, chooser in (("topk", "topk"), ("threshold", "sort"))
     )
-
-
-def turned(scores: torch.Tensor, sign: int) -> torch.Tensor:
-    """But for the own chunk, which comes first, and those of other sequences."""
-    return torch.where(scores.abs() < 1e8, scores * sign, scores)
-
-
-@pytest.mark.parametrize(("case", "chooser"), list(zip(TestVMoBA.cases, ("topk", "sort"), strict=True)))
-def test_recompute_keeps_the_chosen_chunks(case: Case, chooser: str) -> None:
-    assert_choice_is_kept(case, (torch, chooser), turned)

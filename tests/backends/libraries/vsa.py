@@ -29,7 +29,7 @@ from vsa import block_sparse_wrapper as wrapper
 
 from fastac.backends import fastvideo
 from tests.backends.parity import Case, Parity
-from tests.backends.sparse import assert_choice_is_kept, extension, map_of, run_on_cpu
+from tests.backends.sparse import extension, map_of, run_on_cpu
 
 BLOCK, BLOCKS, TOP = 64, 3, 2
 TOKENS = BLOCKS * BLOCK
@@ -66,13 +66,9 @@ class TestVsa(Parity):
             keys=TOKENS,
             dim=16,
             pairs=2 * TOKENS * TOP * BLOCK,
-            sparse=True,
             dtype=torch.bfloat16,  # its kernels take nothing else
+            chooser=(torch, "topk"),
         )
         for op in (wrapper.block_sparse_attn_triton, wrapper.block_sparse_attn_SM90)
     )
     rows = tuple(row for row in fastvideo.ROWS if row.namespace == "vsa")
-
-
-def test_recompute_keeps_the_chosen_blocks() -> None:
-    assert_choice_is_kept(TestVsa.cases[0], (torch, "topk"))
