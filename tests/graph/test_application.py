@@ -47,9 +47,10 @@ POLICIES = {"attn_only": 4, "full": 8, Policy("attn_only", min_kv=10): 6}
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_stack_of_blocks(policy: str | Policy) -> None:
+def test_a_stack_of_blocks(policy: str | Policy, caplog: pytest.LogCaptureFixture) -> None:
     model, inputs = stack(policy="full"), stack_inputs()
     found = traced_step(model, inputs, policy)
+    assert not caplog.records, "no warning: regions are marked for this tracer"
     assert len(attention_nodes(found.graph_module)) == POLICIES[policy]
     assert_exact(stack(), found, inputs, POLICIES[policy])
 
