@@ -48,7 +48,7 @@ class Twins:
 
     def enable(self, policy: Policies, how: str = "") -> None:
         """how: of the two ways of fastac.enable, in the place of the one before; the same where it is ""."""
-        if how and self.how != "checkpoint" and self.spec.calls_blocks:
+        if how and self.how != "checkpoint":
             self.how = how
         self.policy = policy["*"] if isinstance(policy, dict) and self.how == "checkpoint" else policy
         self.checked.enable(self.policy, self.how)
@@ -227,8 +227,7 @@ class Twins:
 
         Not where attention that was seen hides one that was not: only the first block of a class is watched.
         """
-        known = self.remade or self.spec.one_class or not self.spec.calls_blocks
-        return self.has_refused(shape) and not known
+        return self.has_refused(shape) and not (self.remade or self.spec.one_class)
 
     def has_refused(self, shape: int) -> bool:
         return any(
