@@ -170,7 +170,8 @@ def test_installing_a_plugin_is_enough_and_a_broken_one_takes_no_other_down(
     assert "fastac_tests::of_a_plugin" in table
     assert cli.main(["backends", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert {f"{name} (attention-plugin 1.5)" for name in GOOD_ENTRY_POINTS} <= {one["name"] for one in listed["plugins"]}
+    names = {one["name"] for one in listed["plugins"]}
+    assert {f"{name} (attention-plugin 1.5)" for name in GOOD_ENTRY_POINTS} <= names
     assert set(listed["broken_plugins"]) == {f"{name} (broken-plugin 1.5)" for name in REASONS}
     assert len(caplog.records) == len(REASONS)
     for name, (entry_point, reason) in REASONS.items():

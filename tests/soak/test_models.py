@@ -69,7 +69,6 @@ TRAINING = st.tuples(st.sampled_from(tuple(WAYS)), SHAPE, st.integers(0, 3))
 KNOWN: dict[str, Arguments] = {
     "disable": st.just(()),
     "copy": st.tuples(st.booleans()),
-    "exchange": st.just(()),
     "freeze": st.tuples(st.integers(0, 2**24 - 1)),
     "freeze_inputs": st.tuples(st.sampled_from(((), ("video",), ("text",), ("video", "text")))),
     "mode": st.tuples(st.booleans()),

@@ -30,7 +30,7 @@ class Twins:
         torch._dynamo.reset()
         self.spec, self.how = spec, how
         self.policy: Policies | None = None
-        self.others: list[Twins] = []
+        self.others: list[tuple[Any, Any]] = []
         self.compiled: set[int] = set()
         self.remade = False
         self.plain = models.build(spec)
@@ -58,23 +58,11 @@ class Twins:
         self.policy = None
 
     def copy(self, goes_on: bool) -> None:
-        """Go on with a copy, or keep one for later. torch leaves compiled code behind."""
-        other = copy.copy(self)
-        other.others, other.compiled = [], set()
-        other.plain, other.checked = copy.deepcopy(self.plain), copy.deepcopy(self.checked)
-        self.others.append(other)
+        """Go on with copies, or keep them. torch does not copy compiled code."""
+        copies = copy.deepcopy(self.plain), copy.deepcopy(self.checked)
+        self.others.append(self.both if goes_on else copies)
         if goes_on:
-            self.exchange()
-
-    def exchange(self) -> None:
-        """Go on with the copy that was made last, and keep this."""
-        if self.others:
-            other = self.others.pop()
-            mine = {name: value for name, value in vars(self).items() if name != "others"}
-            theirs = {name: value for name, value in vars(other).items() if name != "others"}
-            vars(other).update(mine)
-            vars(self).update(theirs)
-            self.others.append(other)
+            (self.plain, self.checked), self.compiled = copies, set()
 
     def freeze(self, bits: int) -> None:
         for model in self.both:
