@@ -257,20 +257,3 @@ def test_the_op_of_compiled_flex_attention() -> None:
     formula = flop_registry[torch.ops.fastac_compiled.flex_attention]
     output = output_of(*tensors())
     assert formula(*tensors(), [], [], 0, out_val=(output, output[..., 0], output[..., 0])) == FORWARD
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"offsets": ("query", "nowhere")}, "'nowhere'"),
-        ({"blocks": ("nowhere",)}, "'nowhere'"),
-        ({"blocks": ("query", "key")}, "coarse"),
-    ],
-)
-def test_rows_that_are_refused(options: dict[str, Any], message: str) -> None:
-    op = define("refused(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
-    with pytest.raises(fastac.FastacError, match=message):
-        register(op, flops=Flops(**options))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import pytest
@@ -22,9 +21,6 @@ from tests.model_state import state_of
 from tests.planning import planned
 from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, WAN, stack_inputs, tiny
 from tests.support import AttentionStack, stack
-
-POLICIES = ["none", "full", "long_attn_only", "attn_only"]
-POLICIES += [f"{name}, offload" for name in POLICIES[1:]]
 
 # States
 
@@ -200,16 +196,14 @@ def test_a_model_that_is_enabled() -> None:
 
 
 def test_what_a_plan_says() -> None:
+    """tests/cli/test_plan.py reads its table and its JSON."""
     found = fastac.plan(*tiny(WAN))
-    assert [one.policy for one in found.policies] == POLICIES
     assert found.subject == WAN
     assert found.inputs.startswith("hidden_states (1, 4, 2, 16, 16), timestep (1,)")
     saved, relative = zip(*found.frontier, strict=True)
     assert (saved[0], relative[0]) == (0, 1.0)
     assert list(saved) == sorted(set(saved))
     assert list(relative) == sorted(set(relative), reverse=True)
-    assert json.loads(json.dumps(found.as_json()))["policies"][1]["policy"] == "full"
-    assert "│ attn_only" in str(found)
 
 
 # Refused

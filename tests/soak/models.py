@@ -58,12 +58,8 @@ class RandomModel(ModelMixin, ConfigMixin):
             made.append(kind(block, place))
         self.blocks = torch.nn.ModuleList(made[index] for index in spec.order)
         freeze(self, spec.frozen)
-        self.cast(spec.dtype)
+        torch.nn.Module.to(self, getattr(torch, spec.dtype))  # diffusers' own warns every time
         return self.train()
-
-    def cast(self, dtype: str) -> None:
-        """Past diffusers' own `to`, which warns every time."""
-        torch.nn.Module.to(self, getattr(torch, dtype))
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         observed.in_forward = True

@@ -86,23 +86,6 @@ class Twins:
             block.spec = dataclasses.replace(block.spec, parts=tuple(parts))
         self.remade = True
 
-    def change(self, **options: Any) -> None:
-        """What of the spec is about calls, rather than about what the model is made of."""
-        self.spec = dataclasses.replace(self.spec, **options)
-        for model in self.both:
-            model.spec = self.spec
-
-    def freeze_inputs(self, names: tuple[str, ...]) -> None:
-        self.change(frozen_inputs=names)
-
-    def autocast(self, enabled: bool) -> None:
-        self.change(autocast=enabled)
-
-    def cast(self, dtype: str) -> None:
-        self.change(dtype=dtype)
-        for model in self.both:
-            model.cast(dtype)
-
     def optimize(self, rate: float) -> None:
         """By the gradients of the last step, where it left the same in both: not after an error."""
         for plain, checked in zip(self.plain.parameters(), self.checked.parameters(), strict=True):
