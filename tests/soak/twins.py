@@ -1,4 +1,4 @@
-"""Twins: a random model under fastac, and one that never was. Whatever else is done to one is done to the other."""
+"""Twins: a random model under fastac, and one without it. Everything else is done to both."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ INNER = {"inner region", "inner checkpoint"}
 
 
 class Twins:
-    """What may be done to a model; `train` compares. how: it is enabled, of models.HOW. compiled: blocks, by place."""
+    """Operations on a model; `train` compares the two."""
 
     def __init__(self, spec: ModelSpec, how: str = "hook") -> None:
         torch._dynamo.reset()
-        self.spec, self.how = spec, how
+        self.spec, self.how = spec, how  # how it is enabled, of models.HOW
         self.policy: Policies | None = None
-        self.others: list[tuple[Any, Any]] = []
-        self.compiled: set[int] = set()
+        self.others: list[tuple[Any, Any]] = []  # copies that stay alive
+        self.compiled: set[int] = set()  # places of blocks
         self.remade = False
         self.plain = models.build(spec)
         self.checked = copy.deepcopy(self.plain)
@@ -79,7 +79,7 @@ class Twins:
             self.compiled.add(block.place)
 
     def remake(self, place: int, kinds: list[str]) -> None:
-        """Let a block attend in other ways than it did, as one does whose attention function was exchanged."""
+        """Change the kinds of attention of a block, as when its attention function is replaced."""
         for model in self.both:
             block = model.blocks[place % len(model.blocks)]
             parts = [(kind, source) for (_, source), kind in zip(block.spec.parts, kinds, strict=False)]
@@ -172,11 +172,11 @@ class Twins:
             self.enable(policy)
 
     def watch(self, model: Any) -> None:
-        """This model is the one that runs now."""
+        """Begin a step of this model."""
         observed.calls.clear()
         observed.inner_regions = model is self.checked and self.policy is not None
 
-    # What is to be
+    # What is expected
 
     @property
     def policies(self) -> list[str | Policy | None]:
@@ -219,7 +219,7 @@ class Twins:
         return self.remade or self.has_refused(shape) or bool(self.checked.kinds & {"learned bias", "dropout"})
 
     def check_executions(self, executed: int, needed: int, way: str) -> None:
-        """Kernels ran as often as they should. needed: as often as in the step of the twin."""
+        """Compare how often kernels ran. needed: how often in the step of the plain twin."""
         if way == "inside a region":
             return  # whose recompute need not come to its end
         assert executed >= needed
