@@ -39,7 +39,7 @@ from tests.support import AttentionBlock, assert_same, build, relative_error, st
 
 
 def noisy_block(dropout: float = 0.0) -> AttentionBlock:
-    return AttentionBlock(attend=lambda q, k, v: noisy_attention(q, k, v, dropout)[0])
+    return AttentionBlock(attend=lambda q, k, v: noisy_attention(q, k, v, dropout))
 
 
 class InPlace(AttentionBlock):

@@ -92,7 +92,7 @@ def test_recomputed_attention_that_draws_unknown_to_torch_is_refused() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x @ self.weight
-            return noisy_attention(x, x, x, self.dropout)[0]
+            return noisy_attention(x, x, x, self.dropout)
 
     args = (torch.randn(1, 2, 8, 4),)
     with pytest.raises(FastacError, match=r"draw random numbers.*noisy_attention.*torch\.Tag"):
