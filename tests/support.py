@@ -267,7 +267,6 @@ def train_step(
     return found | gradients(leaves)
 
 
-<<<<<<< HEAD
 def pickled(model: Any) -> Any:
     """A copy, by way of pickle."""
     return pickle.loads(pickle.dumps(model))
@@ -281,7 +280,8 @@ def executions_of(model: Callable[..., Any], inputs: Mapping[str, Any], expected
     if expected is not None:
         assert_same(found, expected)
     return executions[CPU_ATTENTION]
-=======
+
+
 def assert_alike(
     run: Callable[[Any], Tensors],
     counts: Counter[str] | None = None,
@@ -330,7 +330,6 @@ def assert_model(model: Any, inputs: Mapping[str, Any], counts: Counter[str] | N
         return train_step(model, inputs)
 
     assert_alike(run, counts, **options)
->>>>>>> 0efc09846a8da220f71d31a50bf8f6bfe8989050
 
 
 def leaves_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensors:

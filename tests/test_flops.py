@@ -141,18 +141,14 @@ def test_unequal_lengths_heads_and_head_dims(layout: str) -> None:
     assert sdpa_backward_flop_count((BATCH, HEADS, QUERIES, VALUE_DIM), *shapes) == BACKWARD
 
 
-# Packed sequences
+# Packed and sparse attention: what counts where values can be read, and on the device meta, where they cannot
+
+
+QKV = "Tensor query, Tensor key, Tensor value"
 
 
 def ends(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
-def packed_op() -> Any:
-    schema = "packed(Tensor query, Tensor key, Tensor value, Tensor? ends_q, Tensor? ends_k, int longest=-1) -> Tensor"
-    op = define(schema, output_of)
-    register(op, layout="thd", max_kv="longest", flops=Flops(offsets=("ends_q", "ends_k")))
-    return op
 
 
 def packed_tensors() -> list[torch.Tensor]:
@@ -160,63 +156,55 @@ def packed_tensors() -> list[torch.Tensor]:
     return [torch.empty(queries, HEADS, DIM), *(torch.empty(keys, KV_HEADS, dim) for dim in (DIM, VALUE_DIM))]
 
 
-def test_packed_sequences_count_by_their_own_lengths() -> None:
-    op = packed_op()
-    lengths = ends(QUERY_LENGTHS), ends(KEY_LENGTHS)
-    assert counted(op, *packed_tensors(), *lengths, 10) == {str(op): 2 * PACKED_PAIRS * (DIM + VALUE_DIM)}
+def padding(tokens: int, *lengths: int) -> torch.Tensor:
+    return torch.arange(tokens) < torch.tensor(lengths)[:, None]
 
 
-def test_packed_sequences_without_values_count_by_the_longest() -> None:
-    op = packed_op()
-    lengths = [torch.empty(4, dtype=torch.int32, device="meta") for _ in range(2)]
-    found = counted(op, *(tensor.to("meta") for tensor in packed_tensors()), *lengths, 10)
-    assert found == {str(op): 2 * sum(QUERY_LENGTHS) * HEADS * 10 * (DIM + VALUE_DIM)}
-
-
-def test_masks_of_padding() -> None:
-    op = define("padded(Tensor query, Tensor key, Tensor value, Tensor mask_q, Tensor mask_k) -> Tensor", output_of)
-    register(op, flops=Flops(offsets=("mask_q", "mask_k")))
-    masks = [torch.arange(n) < torch.tensor(of)[:, None] for n, of in ((QUERIES, (20, 7)), (KEYS, (9, 4)))]
-    found = counted(op, *tensors("bshd"), *masks)
-    assert found == {str(op): 2 * HEADS * (20 * 9 + 7 * 4) * (DIM + VALUE_DIM)}
-
-
-# Sparse attention: two blocks of 12 queries, five blocks of two keys
-
-
+# Two blocks of 12 queries, five blocks of two keys.
 CHOSEN = torch.zeros(BATCH, HEADS, 2, 5, dtype=torch.bool)
 CHOSEN[:, :, 0, 1] = CHOSEN[:, :, 1, 2:4] = True
-NUMBER = CHOSEN.sum(-1)
 LISTS = torch.zeros(BATCH, HEADS, 2, 3, dtype=torch.int32)  # with room for three blocks
-SIZES = torch.full((5,), 2)
-SPARSE = 2 * BATCH * HEADS * 3 * (12 * 2) * (DIM + VALUE_DIM)
+IN_LISTS = (LISTS, CHOSEN.sum(-1), torch.full((5,), 2))
+BY_BLOCKS = 2 * BATCH * HEADS * (12 * 2) * (DIM + VALUE_DIM)
+BY_MAP = {"layout": "bhsd", "flops": Flops(blocks=("map",))}
+
+CASES: dict[str, tuple[str, dict[str, Any], list[Any], int, int | None]] = {
+    "packed": (
+        "Tensor? ends_q, Tensor? ends_k, int longest=-1",
+        {"layout": "thd", "max_kv": "longest", "flops": Flops(offsets=("ends_q", "ends_k"))},
+        [*packed_tensors(), ends(QUERY_LENGTHS), ends(KEY_LENGTHS), 10],
+        2 * PACKED_PAIRS * (DIM + VALUE_DIM),
+        2 * sum(QUERY_LENGTHS) * HEADS * 10 * (DIM + VALUE_DIM),  # by the longest
+    ),
+    "masks of padding": (
+        "Tensor mask_q, Tensor mask_k",
+        {"flops": Flops(offsets=("mask_q", "mask_k"))},
+        [*tensors("bshd"), padding(QUERIES, 20, 7), padding(KEYS, 9, 4)],
+        2 * HEADS * (20 * 9 + 7 * 4) * (DIM + VALUE_DIM),
+        None,
+    ),
+    "lists of blocks": (
+        "Tensor lists, Tensor number, Tensor sizes",
+        {"layout": "bhsd", "flops": Flops(blocks=("lists", "number")), "coarse": "sizes"},
+        [*tensors(), *IN_LISTS],
+        BY_BLOCKS * 3,
+        BY_BLOCKS * 2 * 3,  # by the room in the lists
+    ),
+    "a map of blocks": ("Tensor map", BY_MAP, [*tensors(), CHOSEN], BY_BLOCKS * 3, FORWARD),
+    "one map for all heads": ("Tensor map", BY_MAP, [*tensors(), CHOSEN[:1, :1].int()], BY_BLOCKS * 3, None),
+}
+"""Further arguments of an op, its row, a call, its FLOPs, and its FLOPs where values cannot be read."""
 
 
-def lists_op() -> Any:
-    schema = "lists(Tensor query, Tensor key, Tensor value, Tensor lists, Tensor number, Tensor sizes) -> Tensor"
-    op = define(schema, output_of)
-    register(op, layout="bhsd", flops=Flops(blocks=("lists", "number")), coarse="sizes")
-    return op
-
-
-def map_op() -> Any:
-    op = define("map(Tensor query, Tensor key, Tensor value, Tensor map) -> Tensor", output_of)
-    register(op, layout="bhsd", flops=Flops(blocks=("map",)))
-    return op
-
-
-def test_chosen_blocks_count() -> None:
-    lists, mapped = lists_op(), map_op()
-    assert counted(lists, *tensors(), LISTS, NUMBER, SIZES) == {str(lists): SPARSE}
-    assert counted(mapped, *tensors(), CHOSEN) == {str(mapped): SPARSE}
-    assert counted(mapped, *tensors(), CHOSEN[:1, :1].int()) == {str(mapped): SPARSE}  # one map for all heads
-
-
-def test_blocks_that_cannot_be_read_count_by_the_room_in_their_lists() -> None:
-    lists, mapped = lists_op(), map_op()
-    of_lists = [tensor.to("meta") for tensor in (*tensors(), LISTS, NUMBER, SIZES)]
-    assert counted(lists, *of_lists) == {str(lists): 2 * BATCH * HEADS * 2 * 3 * (12 * 2) * (DIM + VALUE_DIM)}
-    assert counted(mapped, *(tensor.to("meta") for tensor in (*tensors(), CHOSEN))) == {str(mapped): FORWARD}
+@pytest.mark.parametrize("case", CASES)
+def test_packed_and_sparse_attention(case: str) -> None:
+    arguments, options, args, flops, without_values = CASES[case]
+    op = define(f"attend({QKV}, {arguments}) -> Tensor", output_of)
+    register(op, **options)
+    assert counted(op, *args) == {str(op): flops}
+    if without_values is not None:
+        on_meta = [one.to("meta") if isinstance(one, torch.Tensor) else one for one in args]
+        assert counted(op, *on_meta) == {str(op): without_values}
 
 
 # When
@@ -225,7 +213,7 @@ def test_blocks_that_cannot_be_read_count_by_the_room_in_their_lists() -> None:
 def test_an_op_that_comes_after_its_row() -> None:
     """As that of a library that is imported after fastac: known from `enable` on."""
     name = f"late_{next(_names)}_backward"
-    fastac.register(AttentionOp(backend="tests", namespace="fastac_tests", name=name, layout="bhsd", dropout=None))
+    fastac.register(row(name, layout="bhsd"))
     op = define(f"{name}(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
     assert counted(op, *tensors()) == {}
     fastac.enable(support.build("WanTransformer3DModel")[0])
@@ -269,20 +257,3 @@ def test_the_op_of_compiled_flex_attention() -> None:
     formula = flop_registry[torch.ops.fastac_compiled.flex_attention]
     output = output_of(*tensors())
     assert formula(*tensors(), [], [], 0, out_val=(output, output[..., 0], output[..., 0])) == FORWARD
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"offsets": ("query", "nowhere")}, "'nowhere'"),
-        ({"blocks": ("nowhere",)}, "'nowhere'"),
-        ({"blocks": ("query", "key")}, "coarse"),
-    ],
-)
-def test_rows_that_are_refused(options: dict[str, Any], message: str) -> None:
-    op = define("refused(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
-    with pytest.raises(fastac.FastacError, match=message):
-        register(op, flops=Flops(**options))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import configparser
-import os
+import contextlib
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,27 +15,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+@pytest.fixture
+def wheel(tmp_path: Path) -> zipfile.ZipFile:
     """The wheel of this tree, built from a copy: a `build` folder left in the tree would leak old files into it."""
-    source = tmp_path_factory.mktemp("source")
-    tracked_or_new = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    for name in filter(None, tracked_or_new.split("\0")):
-        original, copy = ROOT / name, source / name
-        if not os.path.lexists(original):  # deleted, and not yet committed
-            continue
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if original.is_symlink():
-            copy.symlink_to(original.readlink())
-        else:
-            copy.write_bytes(original.read_bytes())
-    target = tmp_path_factory.mktemp("wheel")
+    source, target = tmp_path / "source", tmp_path / "wheel"
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # deleted, and not yet committed
+            shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     build = subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(source)],
         capture_output=True,
@@ -47,23 +37,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def test_wheel_holds_the_whole_package(wheel: zipfile.ZipFile) -> None:
-    """Nothing else at top level; and packages are listed by name in pyproject.toml, one may be forgotten there."""
+    """And nothing else at top level: pyproject.toml lists packages by name. With the licence and the command."""
     files = [path for path in (ROOT / "fastac").rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
     expected = {path.relative_to(ROOT).as_posix() for path in files}
     assert any(name.endswith(".json") for name in expected)
     metadata = {name for name in wheel.namelist() if name.split("/")[0].endswith(".dist-info")}
     assert set(wheel.namelist()) - metadata == expected
-
-
-def test_licence_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    (name,) = (name for name in wheel.namelist() if name.endswith("/LICENSE"))
-    assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
-
-
-def test_console_script(wheel: zipfile.ZipFile) -> None:
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    (licence,) = (name for name in metadata if name.endswith("/LICENSE"))
+    assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+    (commands,) = (name for name in metadata if name.endswith("/entry_points.txt"))
     entry_points = configparser.ConfigParser()
-    entry_points.read_string(wheel.read(name).decode())
+    entry_points.read_string(wheel.read(commands).decode())
     assert dict(entry_points["console_scripts"]) == {"fastac": "fastac.cli:main"}
 
 

@@ -17,6 +17,7 @@ import torch
 
 import fastac
 from fastac import AttentionOp, FastacError, Policy, registry
+from fastac.registry import Flops
 from tests import support
 from tests.support import assert_same, train_step
 
@@ -85,6 +86,7 @@ def attend_through(op: Any) -> Callable[..., torch.Tensor]:
         (row(layout="bsd"), "layout 'bsd'"),
         (row(max_kv=3), "max_kv"),
         (row(selection="blocks"), "selection"),
+        (row(flops=Flops(blocks=("query", "key"))), "coarse"),
     ],
     ids=str,
 )
@@ -96,12 +98,6 @@ def test_a_row_that_is_not_well_formed(wrong: Any, message: str) -> None:
     fastac.register(fine)
     with pytest.raises(FastacError, match="already"):
         fastac.register(row(name=fine.name, layout="bhsd"))
-
-
-def test_a_choice_without_a_dimension(define: Define, namespace: str) -> None:
-    define("choose(Tensor scores, int k) -> (Tensor, Tensor)")
-    with pytest.raises(FastacError, match="no argument 'dim'"):
-        fastac.register(registry.Row(namespace=namespace, name="choose", kind="choice"))
 
 
 def test_keys_of_fewer_dimensions_than_their_layout(define: Define, namespace: str) -> None:
@@ -117,10 +113,13 @@ def test_keys_of_fewer_dimensions_than_their_layout(define: Define, namespace: s
     ("schema", "options", "message"),
     [
         (f"attend({QKV}, Tensor(a!) out) -> Tensor", {}, r"writes.*'out'"),
+        ("choose(Tensor scores, int k) -> Tensor", {"name": "choose", "kind": "choice"}, "no argument 'dim'"),
         (f"attend({QKV}) -> int", {}, "no tensor"),
         (f"attend({QKV}) -> Tensor", {"key": "k"}, r"'k'.*query, key, value"),
         (f"attend({QKV}) -> Tensor", {"max_kv": "k"}, "'k'"),
         (f"attend({QKV}) -> Tensor", {"coarse": "blocks"}, "'blocks'"),
+        (f"attend({QKV}) -> Tensor", {"flops": Flops(offsets=("query", "nowhere"))}, "'nowhere'"),
+        (f"attend({QKV}) -> Tensor", {"flops": Flops(blocks=("nowhere",))}, "'nowhere'"),
     ],
 )
 @pytest.mark.parametrize("loaded", ["before", "after"])
@@ -128,7 +127,8 @@ def test_an_op_that_a_row_does_not_fit(
     loaded: str, schema: str, options: dict[str, Any], message: str, define: Define, namespace: str
 ) -> None:
     """Refused when it is registered, or when the op is called whose library was loaded later."""
-    wrong = row(namespace=namespace, **options)
+    is_choice = "kind" in options
+    wrong = registry.Row(namespace=namespace, **options) if is_choice else row(namespace=namespace, **options)
     if loaded == "before":
         define(schema)
         with pytest.raises(FastacError, match=message):

@@ -34,19 +34,6 @@ def test_every_library_and_backend_and_what_this_machine_can_do(capsys: pytest.C
         assert library.name in text, "names are whole, on as many lines as they need"
 
 
-def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["backends", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["versions"]["torch"] == version("torch")
-    libraries = {library["name"]: library for library in found["libraries"]}
-    assert list(libraries) == [library.name for library in LIBRARIES]
-    sdpa = libraries["scaled_dot_product_attention"]
-    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in sdpa["ops"]
-    backends = {backend["name"]: backend for backend in found["diffusers_backends"]}
-    assert (backends["native"]["can_be_saved"], backends["native"]["missing"]) == (True, None)
-    assert (backends["sage"]["can_be_saved"], backends["sage"]["verdict"]) == (False, "not_trainable")
-
-
 def test_what_another_diffusers_does_not_have_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them before 0.35, which has no dispatcher."""
     package = tmp_path / "diffusers"
@@ -60,8 +47,8 @@ def test_what_another_diffusers_does_not_have_is_no_row(tmp_path: Path, monkeypa
     assert list(_backends_of_diffusers()) == ["native"]
 
 
-def test_the_installed_command_imports_no_library(tmp_path: Path) -> None:
-    """One that is installed and cannot be imported here, as CUDA libraries cannot everywhere, has its version."""
+def test_json_of_the_installed_command_which_imports_no_library(tmp_path: Path) -> None:
+    """A library that is installed and cannot be imported here, as CUDA libraries cannot everywhere, has its version."""
     (tmp_path / "xformers-0.1.dist-info").mkdir()
     (tmp_path / "xformers-0.1.dist-info" / "METADATA").write_text("Name: xformers\nVersion: 0.1\n")
     (tmp_path / "flash_attn").mkdir()
@@ -76,8 +63,15 @@ def test_the_installed_command_imports_no_library(tmp_path: Path) -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    installed = {library["name"]: library["installed"] for library in json.loads(ran.stdout)["libraries"]}
-    assert installed["xFormers"] == "0.1"
+    found = json.loads(ran.stdout)
+    assert found["versions"]["torch"] == version("torch")
+    libraries = {library["name"]: library for library in found["libraries"]}
+    assert list(libraries) == [library.name for library in LIBRARIES]
+    assert libraries["xFormers"]["installed"] == "0.1"
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in libraries["scaled_dot_product_attention"]["ops"]
+    backends = {backend["name"]: backend for backend in found["diffusers_backends"]}
+    assert (backends["native"]["can_be_saved"], backends["native"]["missing"]) == (True, None)
+    assert (backends["sage"]["can_be_saved"], backends["sage"]["verdict"]) == (False, "not_trainable")
 
 
 def test_help_imports_no_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +83,7 @@ def test_help_imports_no_command(capsys: pytest.CaptureFixture[str], monkeypatch
     assert all(command in printed for command in ("backends", "plan", "bench"))
 
 
-@pytest.mark.parametrize("arguments", [[], ["check"], ["plan"], ["plan", "wan2.1-t2v-1.3b", "--frames", "nine"]])
+@pytest.mark.parametrize("arguments", [[], ["check"], ["plan", "wan2.1-t2v-1.3b", "--frames", "nine"]])
 def test_a_wrong_call(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)

@@ -10,8 +10,8 @@ import json
 import math
 import os
 import pickle
+import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,6 @@ from diffusers import WanTransformer3DModel
 from PIL import Image
 from safetensors.torch import load_file
 
-import fastac
 from tests.conftest import forget_accelerate
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -33,7 +32,6 @@ sys.path.insert(0, str(EXAMPLES))
 
 import train_wan  # noqa: E402
 import train_wan_data  # noqa: E402
-from train_wan_model import AttentionCount  # noqa: E402
 from train_wan_output import seal_checkpoint  # noqa: E402
 
 TINY = (
@@ -123,11 +121,26 @@ def weights(output: Path, step: int = 2) -> dict[str, torch.Tensor]:
 # A run and what it leaves behind
 
 
-def test_outputs_exist_and_parse(run: Run, video: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script(tmp_path: Path, video: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_wan.py", *TINY, "--video", str(video)])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / "train_wan.py"), run_name="__main__")
+    finally:
+        forget_accelerate()
+    assert ended.value.code == 0
+    assert len(metrics(tmp_path / "runs" / "wan")) == 2
+
+
+def test_outputs_exist_and_parse(run: Run, video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And training is the same under `full`, which runs attention again."""
     output = run("--steps", 4, "--checkpoint-every", 2)
     printed = capsys.readouterr().out
     assert "WanTransformer3DModel: policy attn_only" in printed
     assert "4 in forward, 0 again in backward" in printed
+    assert losses(run("--steps", 4, "--policy", "full", output=tmp_path / "full")) == losses(output)
+    assert "4 in forward, 4 again in backward" in capsys.readouterr().out
 
     lines = metrics(output)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -153,30 +166,6 @@ def test_learns(run: Run) -> None:
     output = run("--steps", 60, "--learning-rate", "5e-3", "--checkpoint-every", 0, "--policy", "attn_only")
     seen = losses(output)
     assert sum(seen[-10:]) < 0.7 * sum(seen[:10])
-
-
-@pytest.mark.parametrize(("policy", "again"), [("none", 0), ("full", 4), ("attn_only", 0)])
-def test_counts_attention_forwards(policy: str, again: int) -> None:
-    """The counter knows nothing of fastac, so it tells none, full and attn_only apart only if they differ."""
-    transformer = train_wan.new_transformer(layers=2, width=32)
-    if policy != "none":
-        fastac.enable(transformer, policy=policy)
-    positions = train_wan_data.position_channels(2, 4, 4)
-    batch = {"latents": torch.randn(1, 96, 2, 4, 4), "captions": torch.randn(1, 8, 64)}
-    count = AttentionCount()
-    with count.during("forward"):
-        loss = train_wan.flow_loss(transformer, batch, positions, torch.Generator().manual_seed(0))
-    with count.during("backward"):
-        loss.backward()
-    assert (count.forward, count.backward) == (4, again)
-
-
-def test_policies_train_alike(run: Run, tmp_path: Path) -> None:
-    reference = run("--policy", "none", output=tmp_path / "none")
-    for policy in ("full", "attn_only"):
-        output = run("--policy", policy, output=tmp_path / policy)
-        assert losses(output) == losses(reference)
-        assert all(torch.equal(tensor, weights(reference)[name]) for name, tensor in weights(output).items())
 
 
 def test_lora_trains_adapters_alone(run: Run, tmp_path: Path) -> None:
@@ -295,26 +284,6 @@ def test_an_earlier_run_is_never_spoiled(run: Run, refused: Refused, tmp_path: P
     assert contents(tmp_path / "run.previous-1") == before
 
 
-def test_from_the_command_line(tmp_path: Path, video: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "train_wan.py"), *TINY, "--video", str(video)]
-    # More threads than free cores only wait for each other.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    trained = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    assert trained.returncode == 0, trained.stderr
-    assert "written to" in trained.stdout
-    assert len(metrics(tmp_path / "runs" / "wan")) == 2
-
-
-def test_a_checkpoint_that_does_not_load(run: Run, refused: Refused) -> None:
-    """Sealed here, and of another library's version, say."""
-    checkpoint = run("--checkpoint-every", 1) / "checkpoint-2"
-    (checkpoint / "optimizer.bin").write_bytes(b"no optimizer")
-    sealed = json.loads((checkpoint / "checkpoint.json").read_text())
-    (checkpoint / "checkpoint.json").unlink()
-    seal_checkpoint(checkpoint, sealed["step"], sealed["settings"])
-    assert "does not fit" in refused("--resume", "--steps", 4)
-
-
 class RunsCode:
     """Touches a file when it is unpickled."""
 
@@ -325,23 +294,31 @@ class RunsCode:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("file", ["random_states_0.pkl", "optimizer.bin", "scheduler.bin", "sampler.bin"])
 def test_a_checkpoint_that_somebody_else_wrote(
-    file: str, run: Run, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch and accelerate unpickle what is in one: nothing is read unless this machine sealed it."""
+    """torch and accelerate unpickle a checkpoint's files: nothing is read unless this machine sealed it."""
     checkpoint, trace = run("--checkpoint-every", 1) / "checkpoint-2", tmp_path / "it-ran"
     more = ("--resume", "--steps", 4)
-    before = (checkpoint / file).read_bytes() if (checkpoint / file).is_file() else None
-    (checkpoint / file).write_bytes(pickle.dumps(RunsCode(trace)))
-    assert f"{file} is not what was saved" in refused(*more)
-    sealed = json.loads((checkpoint / "checkpoint.json").read_text())
-    sealed["files"][file] = hashlib.sha256((checkpoint / file).read_bytes()).hexdigest()
-    (checkpoint / "checkpoint.json").write_text(json.dumps(sealed))
-    assert "is not sealed with" in refused(*more)
-    assert not trace.exists()
-    if before is not None:
-        (checkpoint / file).unlink()
+    seal = (checkpoint / "checkpoint.json").read_text()
+    for file in ("random_states_0.pkl", "optimizer.bin", "sampler.bin"):
+        before = (checkpoint / file).read_bytes() if (checkpoint / file).is_file() else None
+        (checkpoint / file).write_bytes(pickle.dumps(RunsCode(trace)))
+        assert f"{file} is not what was saved" in refused(*more)
+        sealed = json.loads(seal)
+        sealed["files"][file] = hashlib.sha256((checkpoint / file).read_bytes()).hexdigest()
+        (checkpoint / "checkpoint.json").write_text(json.dumps(sealed))
         assert "is not sealed with" in refused(*more)
+        (checkpoint / file).unlink()
+        if before is not None:
+            assert "is not sealed with" in refused(*more)
+            (checkpoint / file).write_bytes(before)
+        (checkpoint / "checkpoint.json").write_text(seal)
+    assert not trace.exists()
+    # Sealed here, and it does not load: of another library's version, say.
+    (checkpoint / "optimizer.bin").write_bytes(b"no optimizer")
+    (checkpoint / "checkpoint.json").unlink()
+    seal_checkpoint(checkpoint, json.loads(seal)["step"], json.loads(seal)["settings"])
+    assert "does not fit" in refused(*more)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))  # a machine that never wrote a checkpoint
     assert "is not sealed with" in refused(*more)

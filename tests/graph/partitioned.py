@@ -106,12 +106,12 @@ class Watched(Partitioner):
 class Partitioned(torch.nn.Module):
     """A module whose forward and backward were partitioned ahead, as users of AOTAutograd's graphs make them."""
 
-    def __init__(self, module: torch.nn.Module, args: Sequence[Any], partition: Partition, **compilers: Any) -> None:
+    def __init__(self, module: torch.nn.Module, args: Sequence[Any], partition: Partition) -> None:
         super().__init__()
         self.module = module
         with contextlib.ExitStack() as stack:
             joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
-            self.function = aot_compile_joint_with_descriptors(joint, partition_fn=partition, **compilers)
+            self.function = aot_compile_joint_with_descriptors(joint, partition_fn=partition)
 
     def forward(self, *args: Any) -> Any:
         return self.function(*self.module.parameters(), *self.module.buffers(), *args)

@@ -75,34 +75,16 @@ def attention_nodes(graph_module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     ]
 
 
-@torch.library.custom_op("fastac_graph_tests::noisy_attention", mutates_args=())
-def noisy_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Linear attention that drops keys; only its row says that it draws."""
-    support.executions["noisy"] += 1
-    kept = (torch.rand((*key.shape[:-1], 1)) >= dropout_p).to(key.dtype)
-    return (query @ ((key * kept).mT @ value)).contiguous(), kept
+noisy_attention = support.attention_function(support.define_attention_op("noisy_attention", "dropout"))
+"""Attention over query, key, value and dropout_p. Only its row says that it draws."""
 
 
-@noisy_attention.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> Any:
-    return query.new_empty(query.shape), key.new_empty((*key.shape[:-1], 1))
-
-
-def _noisy_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
-    query, key, value, kept = ctx.saved_tensors
-    inner = query.mT @ gradient
-    return gradient @ ((key * kept).mT @ value).mT, (value @ inner.mT) * kept, (key * kept) @ inner, None
-
-
-noisy_attention.register_autograd(
-    _noisy_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:3], output[1])
-)
+@torch.library.register_fake(f"{support.NAMESPACE}::noisy_attention")
+def _(query: torch.Tensor, key: torch.Tensor, *_: Any) -> Any:
+    rows = query.shape[:-1]
+    return query.new_empty(query.shape), query.new_empty(rows), query.new_empty((*rows, key.shape[-2]))
 
 
 def row(**options: Any) -> None:
     """Register a row for `noisy_attention`."""
-    fastac.register(
-        fastac.AttentionOp(backend="mine", namespace="fastac_graph_tests", name="noisy_attention", **options)
-    )
+    fastac.register(fastac.AttentionOp(backend="mine", namespace=support.NAMESPACE, name="noisy_attention", **options))

@@ -247,22 +247,18 @@ def test_a_buffer_that_the_step_replaces_is_refused() -> None:
     assert model.calls == 0
 
 
-def test_random_numbers_that_no_operator_draws_are_refused() -> None:
-    model = torch.nn.Linear(2, 2)
-    state = torch.get_rng_state()
-    for step in (lambda x: (torch.manual_seed(0), model(x))[1], lambda x: model(x) * random.random()):
-        refused(step, model, "seeds a generator or draws random numbers", torch.ones(1, 2))
-    torch.set_rng_state(state)
-
-
-def test_a_generator_of_the_steps_own_is_refused() -> None:
-    """Made anew in each step, it would draw the same each time; in the graph it goes on."""
+def test_random_numbers_that_a_graph_does_not_repeat_are_refused() -> None:
+    """No operator draws them, or a generator that the step makes anew and the graph does not."""
     model, held = torch.nn.Linear(2, 2), torch.Generator()
-    for step in (
-        lambda x: model(x) + torch.randn(1, 2, generator=torch.Generator().manual_seed(0)),
-        lambda x: model(x) + torch.randn(1, 2, generator=held),
+    state = torch.get_rng_state()
+    for step, message in (
+        (lambda x: (torch.manual_seed(0), model(x))[1], "seeds a generator or draws random numbers"),
+        (lambda x: model(x) * random.random(), "seeds a generator or draws random numbers"),
+        (lambda x: model(x) + torch.randn(1, 2, generator=torch.Generator().manual_seed(0)), "it makes or holds"),
+        (lambda x: model(x) + torch.randn(1, 2, generator=held), "it makes or holds"),
     ):
-        refused(step, model, "generator that it makes or holds", torch.ones(1, 2))
+        refused(step, model, message, torch.ones(1, 2))
+    torch.set_rng_state(state)
 
 
 def test_a_generator_may_be_an_argument() -> None:

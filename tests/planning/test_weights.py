@@ -74,7 +74,6 @@ WAYS: dict[str, Callable[[Any, Path], object]] = {
     "blocks": lambda model, path: model.enable_group_offload(
         CPU, CPU, offload_type="block_level", num_blocks_per_group=1
     ),
-    "leaves": lambda model, path: model.enable_group_offload(CPU, CPU, "leaf_level", low_cpu_mem_usage=True),
     "leaves, on disk": lambda model, path: model.enable_group_offload(
         CPU, CPU, "leaf_level", offload_to_disk_path=str(path)
     ),
@@ -96,7 +95,7 @@ def steps_of(plan: fastac.Plan) -> list[Any]:
 
 
 NEEDS = {"leaves, on disk": [needs_diffusers("0.36")]}
-CASES = [*((way, False) for way in WAYS), ("blocks", True), ("leaves", True)]
+CASES = [*((way, False) for way in WAYS), ("blocks", True)]
 
 
 @pytest.mark.parametrize(

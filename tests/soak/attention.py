@@ -1,7 +1,7 @@
-"""Every kind of attention that the property tests build blocks of, and what they are observed by.
+"""The kinds of attention in the blocks of the property tests, and what the blocks note.
 
-A block notes each attention call that its Python code makes, in forward and in recompute. With what the policy saves
-that tells how often the kernels have to run, without asking fastac.
+A block notes each attention call of its Python code, in forward and in recompute. Less the calls that the policy saves
+in recompute, that is how often the kernels have to run: no test asks fastac for it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class AttentionCall(NamedTuple):
 
 
 class Observed:
-    """What the blocks tell. inner_regions: whether blocks checkpoint parts of themselves."""
+    """What the blocks note."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self.in_forward = False
-        self.inner_regions = False
-        self.raised: BaseException | None = None
+        self.inner_regions = False  # blocks checkpoint parts of themselves
+        self.raised: BaseException | None = None  # the last UserError
 
 
 observed = Observed()
@@ -157,7 +157,7 @@ REFUSED: dict[str, Attend] = {
     "dropout": _dropout,
     "inner checkpoint": functools.partial(_inner, functools.partial(torch_checkpoint, use_reentrant=False)),
 }
-"""What cannot be saved: with a bias only where it requires grad, with dropout only in training."""
+"""Attention that cannot be saved: with a bias if it requires grad, with dropout in training."""
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "scaled": lambda output: output.mul_(0.5),

@@ -1,9 +1,8 @@
-"""Blocks for the property tests: any attention, any structure of arguments, and errors of the user's own."""
+"""Blocks for the property tests: any attention, and errors of the user's own."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
@@ -29,30 +28,13 @@ class Adapted(torch.nn.Module):
         return self.base(hidden) + self.up(self.dropout(self.down(hidden)))
 
 
-@dataclasses.dataclass
-class BlockOutput:
-    """A block's output in a dataclass."""
-
-    video: Tensor
-    text: Tensor
-
-
-STYLES = ("tensor", "keyword", "tuple", "dict", "dataclass")
-
-
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """parts: (kind of attention, "video" or "text": what it attends to), in order. changed: of CHANGES, "" for none.
-
-    style: of STYLES, how tensors go in and out. in_place: changes what no backward needs in place.
-    """
-
-    parts: tuple[tuple[str, str], ...] = (("sdpa", "video"),)
-    style: str = "tensor"
+    parts: tuple[tuple[str, str], ...] = (("sdpa", "video"),)  # kind of attention, and the input it attends to
     dropout: float = 0.0
-    changed: str = ""
-    in_place: bool = False
-    adapted: bool = False
+    changed: str = ""  # of CHANGES, "" for none
+    in_place: bool = False  # changes tensors in place that no backward needs
+    adapted: bool = False  # Linear modules with low-rank adapters
 
 
 class RandomAttentionBlock(torch.nn.Module):
@@ -74,36 +56,15 @@ class RandomAttentionBlock(torch.nn.Module):
         self.ffn = torch.nn.Sequential(
             torch.nn.Linear(WIDTH, 12), torch.nn.Sequential(torch.nn.ReLU(inplace=spec.in_place)), linear(12, WIDTH)
         )
-        self.text = torch.nn.Linear(WIDTH, WIDTH)
         self.dropout = torch.nn.Dropout(spec.dropout, inplace=spec.in_place)
 
     def note(self, key: Tensor, times: int = 1) -> None:
-        """Tell of an attention call that is made now."""
+        """Note an attention call."""
         if not torch.compiler.is_compiling():
             keys = key.shape[-2]
             observed.calls.extend([AttentionCall(self.place, keys, not observed.in_forward)] * times)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        style = self.spec.style
-        if style == "tensor" or style == "dataclass":
-            video, text = args
-        elif style == "keyword":
-            (video,), text = args, kwargs["text"]
-        elif style == "tuple":
-            (video, text), nothing = args
-            assert nothing is None
-        else:
-            video, text = args[0]["video"], args[0]["text"]
-        video = self.attend(video, text)
-        self.maybe_raise("end")
-        if style in ("tensor", "keyword"):
-            return video
-        text = text + torch.tanh(self.text(text))
-        return {"tuple": (video, text, None), "dict": {"video": video, "text": text}}.get(
-            style, BlockOutput(video, text)
-        )
-
-    def attend(self, video: Tensor, text: Tensor) -> Tensor:
+    def forward(self, video: Tensor, text: Tensor) -> Tensor:
         self.maybe_raise("begin")
         for (kind, source), projection in zip(self.spec.parts, self.projections, strict=True):
             hidden = self.norm(video)
@@ -119,7 +80,9 @@ class RandomAttentionBlock(torch.nn.Module):
             if self.spec.in_place:
                 output.mul_(0.7)
             video = video + self.dropout(output)
-        return video + self.dropout(self.ffn(self.norm(video)))
+        video = video + self.dropout(self.ffn(self.norm(video)))
+        self.maybe_raise("end")
+        return video
 
     def maybe_raise(self, where: str) -> None:
         """Raise the user's error, if it is to be raised here and now."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,39 +14,23 @@ from hypothesis import strategies as st
 import fastac
 from fastac import Policy
 from tests.soak.attention import CHANGES, REFUSED, SUPPORTED, WIDTH, observed
-from tests.soak.blocks import STYLES, BlockOutput, BlockSpec, RandomAttentionBlock
+from tests.soak.blocks import BlockSpec, RandomAttentionBlock
 
 Policies = str | Policy | dict[str, str | Policy]
 
 HOW = ("hook", "blocks", "checkpoint")
 """Ways to enable: as diffusers' checkpointing function, on the blocks' forward, in the model's own calls."""
 
-CALLERS = ("block", "call", "closure")
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """blocks: the different ones; order: which of them is at each place, the same one at several where it is repeated.
-
-    frozen: parameter i does not train where bit i is set, of 24 that repeat. frozen_inputs: of "video" and "text".
-    autocast: to bfloat16. caller: of CALLERS, what is checkpointed. one_class: all blocks are of one class. two_names:
-    the first block is an attribute of the model, too.
-    """
-
-    blocks: tuple[BlockSpec, ...]
-    order: tuple[int, ...]
+    blocks: tuple[BlockSpec, ...]  # the different ones
+    order: tuple[int, ...]  # index of the block at each place; one may be at several
     dtype: str = "float32"
-    autocast: bool = False
-    frozen: int = 0
-    frozen_inputs: tuple[str, ...] = ()
-    caller: str = "block"
-    one_class: bool = False
-    two_names: bool = False
-
-    @property
-    def calls_blocks(self) -> bool:
-        """Whether what is checkpointed is known to be a block."""
-        return self.caller in ("block", "call")
+    autocast: bool = False  # to bfloat16
+    frozen: int = 0  # parameter i does not train if bit i is set, of 24 that repeat
+    frozen_inputs: tuple[str, ...] = ()  # of "video" and "text"
+    one_class: bool = False  # all blocks are of one class
 
 
 class RandomModel(ModelMixin, ConfigMixin):
@@ -74,56 +57,27 @@ class RandomModel(ModelMixin, ConfigMixin):
                 kind = type(f"RandomAttentionBlock{place}", (RandomAttentionBlock,), {})
             made.append(kind(block, place))
         self.blocks = torch.nn.ModuleList(made[index] for index in spec.order)
-        if spec.two_names:
-            self.first = self.blocks[0]
         freeze(self, spec.frozen)
-        self.cast(spec.dtype)
+        torch.nn.Module.to(self, getattr(torch, spec.dtype))  # diffusers' own warns every time
         return self.train()
-
-    def cast(self, dtype: str) -> None:
-        """Past diffusers' own `to`, which warns every time."""
-        torch.nn.Module.to(self, getattr(torch, dtype))
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         observed.in_forward = True
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.spec.autocast):
-                for place, block in enumerate(self.blocks):
-                    video, text = self.step(block, video, text, place)
+                for block in self.blocks:
+                    video = self.call(block, video, text)
         finally:
             observed.in_forward = False
         return video, text
 
-    def step(self, block: torch.nn.Module, video: torch.Tensor, text: torch.Tensor, place: int) -> Any:
-        """One block, with arguments and outputs in its style."""
-        style = self.spec.blocks[self.spec.order[place]].style
-        function = self.called(block)
-        if style == "keyword":
-            return self.call(function, video, text=text), text
-        if style == "tuple":
-            return self.call(function, (video, text), None)[:2]
-        if style == "dict":
-            found = self.call(function, {"video": video, "text": text})
-            return found["video"], found["text"]
-        found = self.call(function, video, text)
-        return (found.video, found.text) if isinstance(found, BlockOutput) else (found, text)
-
-    def called(self, block: torch.nn.Module) -> Callable[..., Any]:
-        """What is checkpointed for a block."""
-        caller = self.spec.caller
-        if caller == "block":
-            return block
-        if caller == "call":
-            return block.__call__
-        return lambda *args, **kwargs: block(*args, **kwargs)
-
-    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, block: torch.nn.Module, *args: torch.Tensor) -> torch.Tensor:
         """Under checkpointing, where it is on."""
         if self.own is not None and torch.is_grad_enabled():
-            return fastac.checkpoint(function, *args, policy=self.own, **kwargs)
+            return fastac.checkpoint(block, *args, policy=self.own)
         if self.gradient_checkpointing and torch.is_grad_enabled():
-            return self._gradient_checkpointing_func(function, *args, **kwargs)
-        return function(*args, **kwargs)
+            return self._gradient_checkpointing_func(block, *args)
+        return block(*args)
 
     def enable(self, policy: Policies, how: str) -> None:
         """how: of HOW. A model that calls fastac.checkpoint itself knows no mapping."""
@@ -194,7 +148,6 @@ def blocks(kinds: tuple[str, ...], changed: tuple[str, ...]) -> st.SearchStrateg
     return st.builds(
         BlockSpec,
         parts=parts(kinds),
-        style=st.sampled_from(STYLES),
         dropout=st.sampled_from((0.0, 0.0, 0.3)),
         changed=st.sampled_from(("", *changed)),
         in_place=st.booleans(),
@@ -207,7 +160,6 @@ def models(
     draw: st.DrawFn,
     kinds: tuple[str, ...] = tuple(SUPPORTED),
     changed: tuple[str, ...] = (),
-    callers: tuple[str, ...] = CALLERS[:2],
 ) -> ModelSpec:
     """Specs of models with one to three different blocks at one to four places."""
     made = tuple(draw(st.lists(blocks(kinds, changed), min_size=1, max_size=3)))
@@ -221,9 +173,7 @@ def models(
         autocast=draw(st.booleans()),
         frozen=draw(st.one_of(st.just(0), st.integers(0, 2**24 - 1))),
         frozen_inputs=draw(st.sampled_from(((), ("video",), ("text",), ("video", "text")))),
-        caller=draw(st.sampled_from(callers)),
         one_class=draw(st.booleans()),
-        two_names=draw(st.booleans()),
     )
 
 

@@ -43,10 +43,6 @@ def _twice(step: Step, loss: torch.Tensor) -> None:
     loss.backward()
 
 
-def _two_forwards(step: Step, loss: torch.Tensor) -> None:
-    (loss + step.again()).backward()
-
-
 def _later_first(step: Step, loss: torch.Tensor) -> None:
     step.again().backward()
     loss.backward()
@@ -55,14 +51,6 @@ def _later_first(step: Step, loss: torch.Tensor) -> None:
 def _dropped(step: Step, loss: torch.Tensor) -> None:
     step.again()
     loss.backward()
-
-
-def _halves(step: Step, loss: torch.Tensor) -> None:
-    for first in (0, 1):
-        leaves = step.leaves()[first::2]
-        gradients = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            leaf.grad = gradient
 
 
 def _penalty(step: Step, loss: torch.Tensor) -> None:
@@ -113,10 +101,8 @@ def _inside_a_region(step: Step, loss: torch.Tensor) -> None:
 WAYS: dict[str, Callable[[Step, torch.Tensor], None]] = {
     "plain": lambda step, loss: loss.backward(),
     "twice": _twice,
-    "two forwards": _two_forwards,
     "later first": _later_first,
     "dropped": _dropped,
-    "halves": _halves,
     "penalty": _penalty,
     "in a thread": _in_a_thread,
     "disabled between": lambda step, loss: step.without(loss.backward),

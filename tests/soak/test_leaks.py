@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,124 +18,67 @@ import torch
 import fastac
 from fastac import Policy
 from tests import support
-from tests.soak import models
 from tests.soak.attention import observed
-from tests.soak.blocks import BlockSpec, UserError
-from tests.soak.models import HOW, SHAPES, ModelSpec, RandomModel
-from tests.support import assert_same, loss_of, train_step
+from tests.soak.blocks import BlockSpec
+from tests.soak.models import HOW, SHAPES, ModelSpec
+from tests.soak.steps import WAYS
+from tests.soak.twins import Twins
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
-STEPS, WARM_UP = 2000, 500
+STEPS, WARM_UP = 1200, 400
 ROOT = Path(__file__).parents[2]
 
 SPEC = ModelSpec(
     blocks=(
-        BlockSpec(parts=(("sdpa", "video"), ("sparse", "text")), style="tuple", dropout=0.1),
-        BlockSpec(parts=(("visible", "video"), ("drawing", "text")), style="dict", in_place=True),
+        BlockSpec(parts=(("sdpa", "video"), ("sparse", "text")), dropout=0.1),
+        BlockSpec(parts=(("visible", "video"), ("drawing", "text")), in_place=True),
     ),
     order=(0, 1),
 )
 
 POLICIES: tuple[Any, ...] = ("attn_only", "full", Policy("attn_only", min_kv=4), {"blocks.1": "full", "*": "attn_only"})
 
+EVENTS: dict[str, tuple[Sequence[Any], ...]] = {
+    "disable": (),
+    "enable": (POLICIES, HOW[:2]),
+    "copy": ((True, False),),
+    "fail": ((0, 1), ("begin", "attention"), (True, False), range(len(SHAPES))),
+    "sample": (("no_grad", "inference"),),
+    "optimize": ((1e-5,),),
+}
+"""Method of Twins -> what each of its arguments is chosen from."""
+
 
 class Run:
-    """Training, in which a random number decides what else happens in a step."""
+    """Training of twins, which are compared in every step. A random number decides what else happens in a step."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.model = models.build(SPEC)
-        self.random = random.Random(seed)
-        self.how = "hook"
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-5)
-        self.forward()  # which defines the ops of its kernels
-        self.enable()
-
-    def enable(self, policy: Any = "attn_only") -> None:
-        if self.how == "checkpoint" and isinstance(policy, dict):
-            policy = "attn_only"
-        self.model.enable(policy, self.how)
-
-    def alive_at_rest(self) -> dict[str, int]:
-        """What there is, always in the same state."""
-        self.model.disable()
-        self.how = "hook"
-        self.enable()
-        self.optimizer.zero_grad()
-        return alive()
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        return models.inputs(SPEC, self.random.randrange(len(SHAPES)), self.random.randrange(5))
-
-    def forward(self, model: RandomModel | None = None) -> torch.Tensor:
-        return loss_of((model or self.model)(**self.inputs()))
+    def __init__(self) -> None:
+        self.twins, self.random = Twins(SPEC), random.Random(0)
 
     def step(self) -> None:
-        """One optimizer step, and before it, now and then, something else."""
+        twins, choice = self.twins, self.random.choice
         if self.random.random() < 0.3:
-            getattr(self, self.random.choice(EVENTS))()
-        self.optimizer.zero_grad()
-        self.forward().backward()
-        self.optimizer.step()
+            name = choice(list(EVENTS))
+            getattr(twins, name)(*map(choice, EVENTS[name]))
+            twins.others.clear()
+            fastac.report(twins.checked)
+        if twins.policy is None:
+            twins.enable(choice(POLICIES), choice(HOW[:2]))
+        way = choice(list(WAYS)) if self.random.random() < 0.3 else "plain"
+        twins.train(way, self.random.randrange(len(SHAPES)), self.random.randrange(5))
 
-    # What happens now and then
-
-    def switched(self) -> None:
-        self.model.disable()
-        self.how = self.random.choice(HOW)
-        self.enable(self.random.choice(POLICIES))
-
-    def copied(self) -> None:
-        copied = copy.deepcopy(self.model)
-        self.forward(copied).backward()
-
-    def copied_and_kept_by_its_graph(self) -> None:
-        loss = self.forward(copy.deepcopy(self.model))
-        gc.collect(0)
-        loss.backward()
-
-    def fails(self) -> None:
-        block = self.random.choice(list(self.model.blocks))
-        block.failure = self.random.choice((("begin", False), ("attention", False), ("begin", True)))
-        with pytest.raises(UserError):
-            self.forward().backward()
-
-    def dropped(self) -> None:
-        self.forward()
-
-    def backward_twice(self) -> None:
-        loss = self.forward()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    def in_a_thread(self) -> None:
-        thread = threading.Thread(target=lambda: self.forward().backward())
-        thread.start()
-        thread.join()
-
-    def sampled(self) -> None:
-        with self.random.choice((torch.no_grad, torch.inference_mode))():
-            self.model(**self.inputs())
-
-    def reported(self) -> None:
-        fastac.report(self.model)
-
-
-EVENTS = (
-    "switched",
-    "copied",
-    "copied_and_kept_by_its_graph",
-    "fails",
-    "dropped",
-    "backward_twice",
-    "in_a_thread",
-    "sampled",
-    "reported",
-)
+    def alive_at_rest(self) -> dict[str, int]:
+        """What is alive, always in the same state."""
+        self.twins.disable()
+        self.twins.enable("attn_only", "hook")
+        for model in self.twins.both:
+            model.zero_grad()
+        return alive()
 
 
 def alive() -> dict[str, int]:
-    """What there is in this process: objects by type, tensors and their bytes, threads, and what fastac keeps."""
+    """Objects of this process by type, tensors and their bytes, threads, and ops."""
     observed.calls.clear()
     observed.raised = None
     gc.collect()
@@ -147,8 +90,7 @@ def alive() -> dict[str, int]:
         if issubclass(kind, torch.Tensor):
             found["tensors"] += 1
             storage = value.untyped_storage()
-            if isinstance(storage.nbytes(), int):  # not a number of shapes, as in what a test before compiled
-                storages[storage._cdata] = storage.nbytes()
+            storages[storage._cdata] = storage.nbytes()
     found["bytes of tensors"] = sum(storages.values())
     found["threads"] = threading.active_count()
     found["ops of torch"] = len(torch._C._dispatch_get_all_op_names())
@@ -176,20 +118,9 @@ def test_nothing_is_left_behind() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-def soak() -> None:
-    """After thousands of steps there is what there was after hundreds, and a step is still exact."""
+def soak(steps: int = STEPS, warm_up: int = WARM_UP) -> None:
     torch.set_num_threads(1)
     support.count_cpu_attention()
     run = Run()
-    left_over(run, WARM_UP)
-    assert not (left := left_over(run, STEPS - WARM_UP)), left
-
-    inputs = run.inputs()
-    support.executions.clear()
-    found = train_step(run.model, inputs)
-    executed = support.executions.copy()
-    run.model.disable()
-    support.executions.clear()
-    assert_same(found, train_step(run.model, inputs))
-    assert executed == support.executions
-    assert len(executed) == 4
+    left_over(run, warm_up)
+    assert not (left := left_over(run, steps - warm_up)), left

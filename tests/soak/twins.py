@@ -1,4 +1,4 @@
-"""Twins: a random model under fastac, and one that never was. Whatever else is done to one is done to the other."""
+"""Twins: a random model under fastac, and one without it. Everything else is done to both."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ INNER = {"inner region", "inner checkpoint"}
 
 
 class Twins:
-    """What may be done to a model; `train` compares. how: it is enabled, of models.HOW. compiled: blocks, by place."""
+    """Operations on a model; `train` compares the two."""
 
     def __init__(self, spec: ModelSpec, how: str = "hook") -> None:
         torch._dynamo.reset()
-        self.spec, self.how = spec, how
+        self.spec, self.how = spec, how  # how it is enabled, of models.HOW
         self.policy: Policies | None = None
-        self.others: list[Twins] = []
-        self.compiled: set[int] = set()
+        self.others: list[tuple[Any, Any]] = []  # copies that stay alive
+        self.compiled: set[int] = set()  # places of blocks
         self.remade = False
         self.plain = models.build(spec)
         self.checked = copy.deepcopy(self.plain)
@@ -48,7 +48,7 @@ class Twins:
 
     def enable(self, policy: Policies, how: str = "") -> None:
         """how: of the two ways of fastac.enable, in the place of the one before; the same where it is ""."""
-        if how and self.how != "checkpoint" and self.spec.calls_blocks:
+        if how and self.how != "checkpoint":
             self.how = how
         self.policy = policy["*"] if isinstance(policy, dict) and self.how == "checkpoint" else policy
         self.checked.enable(self.policy, self.how)
@@ -58,23 +58,11 @@ class Twins:
         self.policy = None
 
     def copy(self, goes_on: bool) -> None:
-        """Go on with a copy, or keep one for later. torch leaves compiled code behind."""
-        other = copy.copy(self)
-        other.others, other.compiled = [], set()
-        other.plain, other.checked = copy.deepcopy(self.plain), copy.deepcopy(self.checked)
-        self.others.append(other)
+        """Go on with copies, or keep them. torch does not copy compiled code."""
+        copies = copy.deepcopy(self.plain), copy.deepcopy(self.checked)
+        self.others.append(self.both if goes_on else copies)
         if goes_on:
-            self.exchange()
-
-    def exchange(self) -> None:
-        """Go on with the copy that was made last, and keep this."""
-        if self.others:
-            other = self.others.pop()
-            mine = {name: value for name, value in vars(self).items() if name != "others"}
-            theirs = {name: value for name, value in vars(other).items() if name != "others"}
-            vars(other).update(mine)
-            vars(self).update(theirs)
-            self.others.append(other)
+            (self.plain, self.checked), self.compiled = copies, set()
 
     def freeze(self, bits: int) -> None:
         for model in self.both:
@@ -91,29 +79,12 @@ class Twins:
             self.compiled.add(block.place)
 
     def remake(self, place: int, kinds: list[str]) -> None:
-        """Let a block attend in other ways than it did, as one does whose attention function was exchanged."""
+        """Change the kinds of attention of a block, as when its attention function is replaced."""
         for model in self.both:
             block = model.blocks[place % len(model.blocks)]
             parts = [(kind, source) for (_, source), kind in zip(block.spec.parts, kinds, strict=False)]
             block.spec = dataclasses.replace(block.spec, parts=tuple(parts))
         self.remade = True
-
-    def change(self, **options: Any) -> None:
-        """What of the spec is about calls, rather than about what the model is made of."""
-        self.spec = dataclasses.replace(self.spec, **options)
-        for model in self.both:
-            model.spec = self.spec
-
-    def freeze_inputs(self, names: tuple[str, ...]) -> None:
-        self.change(frozen_inputs=names)
-
-    def autocast(self, enabled: bool) -> None:
-        self.change(autocast=enabled)
-
-    def cast(self, dtype: str) -> None:
-        self.change(dtype=dtype)
-        for model in self.both:
-            model.cast(dtype)
 
     def optimize(self, rate: float) -> None:
         """By the gradients of the last step, where it left the same in both: not after an error."""
@@ -201,11 +172,11 @@ class Twins:
             self.enable(policy)
 
     def watch(self, model: Any) -> None:
-        """This model is the one that runs now."""
+        """Begin a step of this model."""
         observed.calls.clear()
         observed.inner_regions = model is self.checked and self.policy is not None
 
-    # What is to be
+    # What is expected
 
     @property
     def policies(self) -> list[str | Policy | None]:
@@ -227,8 +198,7 @@ class Twins:
 
         Not where attention that was seen hides one that was not: only the first block of a class is watched.
         """
-        known = self.remade or self.spec.one_class or not self.spec.calls_blocks
-        return self.has_refused(shape) and not known
+        return self.has_refused(shape) and not (self.remade or self.spec.one_class)
 
     def has_refused(self, shape: int) -> bool:
         return any(
@@ -249,7 +219,7 @@ class Twins:
         return self.remade or self.has_refused(shape) or bool(self.checked.kinds & {"learned bias", "dropout"})
 
     def check_executions(self, executed: int, needed: int, way: str) -> None:
-        """Kernels ran as often as they should. needed: as often as in the step of the twin."""
+        """Compare how often kernels ran. needed: how often in the step of the plain twin."""
         if way == "inside a region":
             return  # whose recompute need not come to its end
         assert executed >= needed

@@ -1,19 +1,7 @@
-"""What a trainer's model is put through: the trainer's own checkpointing, and fastac in its place.
+"""Tests of a trainer's model: under the trainer's own checkpointing, and under fastac in its place.
 
-A file in tests/trainers/trainers brings the real model and the real switch of its checkpointing; the tests come by
-inheritance:
-
-    packages.use("ltx_core")
-    from ltx_core.model.transformer.model import LTXModel  # noqa: E402
-
-    class TestLTX2(Training):
-        attention = 12                  # calls in the checkpointed blocks of one forward
-
-        def make(self): ...             # tiny, with random weights
-        def inputs(self): ...           # keyword arguments of one call
-        def switch_on(self, model): ... # the trainer's own checkpointing
-
-Attention is counted by torch's kernel, so that what is found does not rest on fastac's bookkeeping.
+A file in tests/trainers/trainers puts the package on sys.path (`packages.use`), imports the real model and the real
+switch of its checkpointing, and subclasses `Training`. Attention is counted by torch's kernel, not by fastac.
 """
 
 from __future__ import annotations
@@ -52,16 +40,12 @@ def absent(*names: str) -> None:
 
 
 class Training:
-    """Tests of one model as its trainer trains it.
+    """Tests of one model as its trainer trains it."""
 
-    attention: calls in the checkpointed blocks of one forward. beside: attention of a forward outside them.
-    blocks: as `fastac.enable` takes them; None where it finds them. is_refused: that, with the trainer's own on.
-    """
-
-    attention: int
-    beside = 0
-    blocks: Any = None
-    is_refused = False
+    attention: int  # calls in the checkpointed blocks of one forward
+    beside = 0  # calls of a forward outside them
+    blocks: Any = None  # as `fastac.enable` takes them; None if it finds them
+    is_refused = False  # `fastac.enable`, while the trainer's own checkpointing is on
 
     def make(self) -> torch.nn.Module:
         raise NotImplementedError
