@@ -100,6 +100,8 @@ class Enabled:
     """Modules with the flag of gradient checkpointing; their flag and function before."""
     wrappers: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     """CheckpointWrappers and their functions before."""
+    input_grads: bool = False
+    """Whether outputs of embeddings require grad since `enable`."""
     opened: int = 0
     """Regions of the forward that runs."""
     in_graphs: int = 0
@@ -163,6 +165,12 @@ class Enabled:
         self.switches = list(map(models.switch_of, found))
         for module, _, _ in self.switches:
             models.set_switch(module, True, wrappers.call_plainly)
+        variants = [one for module in self.model.modules() for one in getattr(module, "lora_variant", {}).values()]
+        if self.switches and any("ALora" in class_name(one) for one in variants):
+            # The hooks of activated LoRA end with the backward of a layer: without input gradients, before recompute.
+            self.input_grads = not getattr(self.model, "_require_grads_hooks", ())
+            if self.input_grads:
+                self.model.enable_input_require_grads()  # type: ignore[operator]
 
     def _attach_function(self) -> None:
         """Give the model the function to call. Raises FastacError for a class that drops it."""
@@ -201,6 +209,8 @@ class Enabled:
         for module, flag, function in self.switches:
             if is_ours(models.switch_function(module)):  # another function stays
                 models.set_switch(module, flag, function)
+        if self.input_grads:
+            self.model.disable_input_require_grads()  # type: ignore[operator]
         for wrapper, function in self.wrappers:
             wrapper.checkpoint_fn = function
         self.switches, self.wrappers = [], []

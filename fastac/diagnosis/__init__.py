@@ -24,6 +24,7 @@ from fastac.engine.tape import Tape, engine, thread
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import AttentionOp, BoundOp
+from fastac.registry.torch_private import qualified_name
 
 logger = logging.getLogger("fastac")
 
@@ -53,7 +54,7 @@ def judge(
     where = describe(function)
     problems = [] if observer is None else _problems_seen(observer, where)
     # Eager flex_attention compiles itself.
-    compiled = calls > sum(isinstance(op.op, torch_private.HigherOrderOperator) for op, _ in tape.made)
+    compiled = calls > sum(op.is_higher_order for op, _ in tape.made)
     compiled = compiled or observer is None or any(node.name() == torch_private.COMPILED_NODE for node in nodes)
     if observer is None or compiled:
         observer, more = look(function, args, kwargs, policy)
@@ -166,7 +167,7 @@ def small_ops(where: str, keys: int, cause: str = "") -> str:
 def _problems_seen(observer: Observer, where: str) -> list[str]:
     problems = [small_ops(f"{where}.{one.module}".rstrip("."), one.keys, one.cause) for one in observer.small]
     problems += [
-        f"{torch_private.qualified_name(op)} looks like an attention forward and has no row. If it is one "
+        f"{qualified_name(op)} looks like an attention forward and has no row. If it is one "
         f"(layout: where its keys are, bshd, bhsd or thd): {suggested_row(op)}"
         for op in observer.unknown
     ]

@@ -27,7 +27,7 @@ from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.tape import Tape, engine
 from fastac.engine.torch_private import is_of_torch
 from fastac.registry import BoundOp
-from fastac.registry.torch_private import qualified_name
+from fastac.registry.torch_private import Op, qualified_name
 
 _CASTING = [device for device in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(device)]
 """Types of device that have autocast."""
@@ -54,7 +54,7 @@ class Observer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self.small: list[SmallOps] = []
-        self.unknown: list[torch_private.Op] = []  # ops that look like attention and have no row
+        self.unknown: list[Op] = []  # ops that look like attention and have no row
         self.elsewhere: list[str] = []  # sentences on attention that was called where no region is open
         self.silent: list[str] = []  # attention modules that ran, and in which no attention was seen
         self.late: list[str] = []  # ops with a row whose library was loaded during this forward
