@@ -36,8 +36,7 @@ def readable_bytes(count: int) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be allocated, on an accelerator or on the CPU."""
-    words = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in ("out of memory", "alloc"))
 
 
 class FastacError(RuntimeError):
