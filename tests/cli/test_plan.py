@@ -181,7 +181,7 @@ def test_training_is_what_the_options_say(small: list[str], monkeypatch: pytest.
         ({"added_kv_proj_dim": 7, "image_dim": 7}, "same reduction dim"),  # torch logs a traceback of its own
         ({"attention_head_dim": -8}, "cannot be built"),
         ({"qk_norm": 3}, "qk_norm is 3"),
-        ({"_class_name": ["WanTransformer3DModel"]}, "is not known"),
+        ({"_class_name": ["WanTransformer3DModel"]}, "cannot make the inputs"),
     ],
     ids=str,
 )
