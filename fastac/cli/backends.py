@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -89,15 +90,11 @@ def _found() -> dict[str, Any]:
     return {
         "versions": {name: version(name) for name in ("fastac", "torch", "diffusers")},
         "libraries": [
-            {
-                "name": library.name,
-                "backend": library.backend,
+            dataclasses.asdict(library)
+            | {
                 "distribution": library.distribution or "torch",
                 "installed": version(library.distribution or "torch"),
                 "ops": sorted(op.qualified_name for op in ops if getattr(op.row, "backend", "") == library.backend),
-                "verdict": library.verdict.value,
-                "how": library.how,
-                "advice": library.advice,
             }
             for library in LIBRARIES
         ],

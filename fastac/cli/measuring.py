@@ -465,10 +465,6 @@ class Measurements:
         equality = f"outputs and gradients as {self.reference}"
         return render(table_of(self.rows, self.subject, captions, {equality: self._equality, **more}))
 
-    def as_json(self) -> dict[str, Any]:
-        """The measurements as JSON values."""
-        return dataclasses.asdict(self)
-
     def _equality(self, row: Measurement) -> str:
         if not row.different:
             return "bitwise"

@@ -33,24 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA weights of attention alone")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="default: %(default)s")
     parser.add_argument("--gpus", type=int, default=1, help="over which FSDP2 shards the model (default: %(default)s)")
-    parser.add_argument(
-        "--context-parallel",
-        type=int,
-        default=1,
-        metavar="RANKS",
-        help="GPUs over which a video is split (%(default)s)",
-    )
+    parser.add_argument("--context-parallel", type=int, default=1, help="of these, that split a video (%(default)s)")
     parser.add_argument("--budget", metavar="BYTES", help='of saved outputs, for one more row: "40GiB"')
     parser.add_argument("--offload", action="store_true", help="offload the row of the budget to host memory")
-    parser.add_argument(
-        "--tflops", type=float, default=400, help="TFLOP/s of the device, for the column GB/s (%(default)s)"
-    )
-    parser.add_argument(
-        "--checkpointed", type=int, metavar="BLOCKS", help="add rows for checkpointing the first so many alone"
-    )
-    parser.add_argument(
-        "--memory", metavar="BYTES", help="of a device: add the longest videos and largest budget for it"
-    )
+    parser.add_argument("--tflops", type=float, default=400, help="of the device, for the GB/s column (%(default)s)")
+    parser.add_argument("--checkpointed", type=int, metavar="BLOCKS", help="rows with the first so many checkpointed")
+    parser.add_argument("--memory", metavar="BYTES", help="of a device: its longest videos and largest budget")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the frontier as a picture: .png, .svg or .pdf")
 
@@ -96,8 +84,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(found)
         if found.budget is not None and options.context_parallel == 1:
-            size = json.dumps(options.budget or found.budget)
-            within = f"within({size}{', offload=True' * options.offload})"
+            within = f"within({_written(found.budget)}{', offload=True' * options.offload})"
             print(f"fastac.enable(transformer, fastac.plan(transformer, inputs).{within})")
         if options.checkpointed is not None:
             print("or" * (found.budget is not None))
@@ -105,6 +92,14 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         plot(found, options.plot)
     return 0
+
+
+def _written(size: int) -> str:
+    """A number of bytes as a Python literal, with the largest unit that leaves a whole number."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size and size % 2**power == 0:
+            return f'"{size >> power}{unit}"'
+    return str(size)
 
 
 def video_of(options: argparse.Namespace, default: Video) -> Video:

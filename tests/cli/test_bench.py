@@ -109,7 +109,7 @@ def test_the_table_and_the_json(measured: Measurements) -> None:
     assert cells["attn_only"][:2] == ["1.500", "3 (3 - 3)"]
     assert cells["attn_only"][4:] == ["4", "bitwise"]
     assert "budget: 52.0 KiB" in table
-    again = json.loads(json.dumps(measured.as_json()))
+    again = json.loads(json.dumps(dataclasses.asdict(measured)))
     assert again["rows"][1]["seconds"] == [2.0, 2.0, 2.0]
 
 
