@@ -106,9 +106,11 @@ class Comparison:
             self.record.writes = any(map(self._is_written, self._versions))
         if self._error is not None:
             raise self._error
+        if not self._differences:
+            return
         if any(forward.is_read_later for forward, *_ in self._differences):
             engine.pending.append((describe(self.function), self._differences))
-        elif self._differences:
+        else:
             _check(describe(self.function), self._differences)
 
 

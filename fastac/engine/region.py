@@ -76,8 +76,12 @@ class Region:
     @torch_private.without_dynamo
     def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
         """Call the function, and save nothing for backward but slots. observer: is open while the function runs."""
-        with saved_tensors_hooks(self._checkpoint_hook, self._unpack), self.tape or _NOTHING, observer or _NOTHING:
-            outputs = self.function(*args, **self.kwargs)
+        with saved_tensors_hooks(self._checkpoint_hook, self._unpack):
+            if self.tape is None:
+                outputs = self.function(*args, **self.kwargs)
+            else:
+                with self.tape, observer or _NOTHING:
+                    outputs = self.function(*args, **self.kwargs)
         self.complete = True
         return outputs
 
@@ -121,9 +125,11 @@ class Region:
         tensors = recompute.tensors
         before = [(device, generator_state(device)) for device, _ in self.generators]
         try:
+            kwargs = self.kwargs
             if self.stash is not None:
                 self.stash.reload()
-            args, kwargs = torch_private.unpack(self.args), unpack_keywords(self.kwargs)
+                kwargs = unpack_keywords(kwargs)
+            args = torch_private.unpack(self.args)
             set_states(self.generators)
             with (
                 contextlib.suppress(_Stop),
