@@ -187,13 +187,15 @@ class Report:
     @property
     def summary(self) -> str:
         """One line to paste where others read it; "" where no attention is saved."""
-        calls, saved, held = (
-            sum(getattr(row, name) for row in self.rows) for name in ("attention_calls", "saved", "saved_bytes")
-        )
-        flops, avoided = (sum(getattr(row, name) for row in self.rows) for name in ("flops", "saved_flops"))
+        saved = sum(row.saved for row in self.rows)
+        if not saved:
+            return ""
+        calls = sum(row.attention_calls for row in self.rows)
+        held = readable_bytes(sum(row.saved_bytes for row in self.rows))
+        flops, avoided = sum(row.flops for row in self.rows), sum(row.saved_flops for row in self.rows)
         share = f", {avoided / flops:.0%} of the FLOPs that full recomputes in these blocks" if flops else ""
         line = f"fastac {self.policy}: {saved} of {calls} attention forwards are not run again{share}"
-        return f"{line}; {readable_bytes(held)} held for them" if saved else ""
+        return f"{line}; {held} held for them"
 
 
 def _bytes_of(row: ContainerReport) -> str:

@@ -74,9 +74,8 @@ def judge(
     if problems:
         raise not_applied(function, policy, list(dict.fromkeys(problems)), len(tape.made))
     _warn_of_cut_off(function, nodes)
-    result = tape.result(compiled, observer.writing if observer is not None else 0)
-    if observer is None:
-        return result
+    assert observer is not None  # of compiled code, it is that of the eager look
+    result = tape.result(compiled, observer.writing)
     return dataclasses.replace(result, flops=observer.flops, saved_flops=observer.saved_flops)
 
 
