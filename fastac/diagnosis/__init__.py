@@ -77,6 +77,7 @@ def judge(
             len(cut_off),
             cut_off[0],
         )
+    assert observer is not None  # of compiled code, it is that of the eager look
     result = tape.result(compiled, observer.writing)
     return dataclasses.replace(result, flops=observer.flops, saved_flops=observer.saved_flops)
 

@@ -22,7 +22,7 @@ from fastac.diagnosis.recognition import (
     coarse_numbers,
     looks_like_attention_forward,
 )
-from fastac.engine import flops, torch_private
+from fastac.engine import flops, kinds, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.tape import Tape, engine
 from fastac.engine.torch_private import is_of_torch
@@ -125,17 +125,16 @@ class Observer(TorchDispatchMode):
 
     def _observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
         """Take note of one op that has just run."""
-        bound, abstract, count = registry.classify(op), torch_private.is_abstract(args), 0
-        if not abstract:  # in a trace a number would fix the sizes
-            with contextlib.suppress(Exception):  # a formula that fails costs a figure of the report, not the step
-                count = flops.of_call(op, args, kwargs, outputs)
+        bound = registry.classify(op)
+        is_abstract = torch_private.is_abstract(args)
+        count = 0 if is_abstract else self._flops_of(op, args, outputs, kwargs)  # a number would fix sizes of a trace
         self.flops += count
         if bound is not None and not bound.number:
             self.late.append(bound.name)
         elif bound is not None and bound.is_attention:
-            self.saved_flops += count if self.tape.policy.saves(bound.keys(args, kwargs)) else 0
+            self.saved_flops += count if count and self.tape.policy.saves(bound.keys(args, kwargs)) else 0
             self._coarse.append(bound.coarse_keys(args, kwargs))
-            self._called += [] if abstract else [bound]
+            self._called += [] if is_abstract else [bound]
         elif bound is not None and bound.kind == "decomposition":
             self._note_small(bound.keys(args, kwargs), self._why_decomposed(args[0]))
         elif bound is not None:
@@ -147,6 +146,18 @@ class Observer(TorchDispatchMode):
             self.writing += not is_called_by_fsdp()
         else:
             self._recognize(op, args, outputs)
+
+    def _flops_of(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> int:
+        try:
+            return flops.of_call(op, args, kwargs, outputs)
+        except Exception as error:  # noqa: BLE001 of a formula of somebody else's: it costs a figure of the report, not the step
+            kinds.warn_once(
+                op,
+                f"FLOPs of {op}",
+                f"fastac.report counts no FLOPs of {op}: its formula in torch.utils.flop_counter.flop_registry raised "
+                f"{type(error).__name__}: {error}. Correct that formula.",
+            )
+            return 0
 
     def passed_by(self) -> list[str]:
         """Attention ops that were called and did not arrive at the region."""

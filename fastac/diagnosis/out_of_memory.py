@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import gc
 import logging
@@ -37,12 +36,17 @@ def explain(error: BaseException) -> None:
     """Add a note to an error if it says that memory ran out; below Python 3.11, log the note."""
     if not is_out_of_memory(error) or any("fastac" in note for note in getattr(error, "__notes__", ())):
         return
-    with contextlib.suppress(Exception):  # there is little memory left, and this must not hide the error
+    try:
         note = _note()
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        else:
-            logger.error(note)
+    except Exception as problem:  # noqa: BLE001 there is little memory left, and this must not hide the error
+        note = (
+            f"fastac could not list what its regions hold: {type(problem).__name__}: {problem}. "
+            f"fastac.report(model) shows what the latest forward saved."
+        )
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        logger.error(note)
 
 
 class _Held(NamedTuple):
@@ -85,20 +89,23 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
         container = _container(region)
         values: list[tuple[str, int, Any]] = []
         for entry in region.tape.entries if region.tape is not None else ():
-            chosen = entry.selection.tensors if entry.selection is not None else ()
             kind = "Linear" if entry.product else "attention" if entry.op.kind != "exchange" else "collectives"
-            values += [(kind, int(entry.keys), one) for one in (*(entry.kept or ()), *chosen)]
+            values += [(kind, int(entry.keys), one) for one in entry.held]
         values += [("inputs", 0, one) for one in _inputs(region)]
         for kind, keys, value in values:
+            key: object
             storage = value.storage if isinstance(value, KeptTensor) else value
             tensor = storage.device if isinstance(storage, KeptStorage) else value
             if isinstance(value, Packed):  # the hooks decide where it is
-                found[id(value)] = _Held(container, kind, HOOKS, value.nbytes, keys)
+                key, place, size = id(value), HOOKS, value.nbytes
             elif isinstance(storage, KeptStorage) and tensor is None:
-                found[id(storage)] = _Held(container, kind, HOST, storage.size, keys)
+                key, place, size = id(storage), HOST, storage.size
             elif isinstance(tensor, torch.Tensor) and torch_private.has_storage(tensor):
+                key, place = torch_private.memory(tensor), tensor.device.type
                 size = tensor.untyped_storage().nbytes()
-                found.setdefault(torch_private.memory(tensor), _Held(container, kind, tensor.device.type, size, keys))
+            else:
+                continue
+            found.setdefault(key, _Held(container, kind, place, size, keys))
     return list(found.values())
 
 

@@ -177,10 +177,14 @@ class Entry:
         return outputs[0] if self.single else outputs
 
     @property
+    def held(self) -> tuple[Any, ...]:
+        """The kept outputs, and the tensors of the selection."""
+        return (*(self.kept or ()), *(self.selection.tensors if self.selection is not None else ()))
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of memory that the kept outputs hold."""
-        chosen = self.selection.tensors if self.selection is not None else ()
-        return held_bytes((*(self.kept or ()), *chosen))
+        return held_bytes(self.held)
 
     @property
     def extra_bytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
 from fastac import Policy
@@ -68,6 +68,20 @@ def test_the_line_to_paste(wan: Any) -> None:
             f"{row.saved_flops / total:.0%} of the FLOPs that full recomputes in these blocks; "
             f"{13 * bound}.0 KiB held for them"
         )
+
+
+def test_a_flop_formula_that_raises(
+    wan: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It costs a figure, not the step; the log names the op, once."""
+    model, inputs = wan
+    monkeypatch.setitem(flop_registry, torch.ops.aten.addmm, lambda *args, **kwargs: 1 // 0)
+    fastac.enable(model)
+    train_step(model, inputs)
+    (said,) = [one for one in caplog.messages if "FLOPs" in one]
+    assert "aten.addmm.default" in said
+    assert "ZeroDivisionError" in said
+    assert fastac.report(model).rows[0].flops > 0
 
 
 def test_what_a_bound_on_the_keys_left_to_recomputation(wan: Any) -> None:
