@@ -239,6 +239,30 @@ def measurements() -> str:
     return _with_tables("docs/measurements.md", {"peers": "\n\n".join(parts)})
 
 
+FIRST_ROWS = {
+    "torch full": "torch, full checkpointing",
+    "torch SAC, FastVideo's list": "torch, selective checkpointing (FastVideo's list)",
+    "torch_remat": "torch_remat",
+    "fastac attn_only": "**fastac, `attn_only`**",
+    "fastac plan": "**fastac, a plan**",
+}
+"""Way of benchmarks/peers.py -> its words in the README."""
+
+
+def readme() -> str:
+    """README.md with the rows that matter most of what benchmarks/peers.py measured."""
+    measured = json.loads(PEERS.read_text(encoding="utf-8"))
+    small, large = (measured["cases"][name]["ways"] for name in ("fp32, 128 tokens", "fp32, 1024 tokens"))
+    headings = ("", "time, 128 tokens", "time, 1,024 tokens", "bytes held", "attention kernels", "silent failures")
+    rows = []
+    for way, words in FIRST_ROWS.items():
+        times = [f"{rows[way]['time'][1]:.2f}" for rows in (small, large)]
+        held = f"{large[way]['held'] / large['torch full']['held']:.2f}"
+        silent = [found for found, _ in measured["ways"][way]["traps"].values() if found.startswith("silently")]
+        rows.append((words, *times, held, str(large[way]["attention"]), f"{len(silent)} of {len(peers.TRAPS)}"))
+    return _with_tables("README.md", {"peers": _table(headings, rows)})
+
+
 def _with_tables(path: str, tables: Mapping[str, str]) -> str:
     """A document with the tables between their marks made anew, by name."""
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -261,6 +285,7 @@ QUICK: dict[str, Callable[[], str]] = {
     "docs/compile.md": compositions,
     "docs/distributed.md": distributed,
     "docs/measurements.md": measurements,
+    "README.md": readme,
 }
 """Documents for which nothing is run."""
 

@@ -226,7 +226,7 @@ def plan(
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}".strip() for name, tensor in tensors)
     try:
         forecast = Forecast(subject(model, inputs, blocks), optimizer, gpus)
-        return make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
+        found = make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
     except FastacError:
         raise
     except BREAKS as error:  # the model's own, or for want of data
@@ -235,6 +235,14 @@ def plan(
             f"{error}\nIf its weights are offloaded, sharded or quantized, plan before, or from its configuration: "
             f"fastac plan config.json."
         ) from error
+    if not next(one for one in found.policies if one.policy == "attn_only").saved_bytes:
+        logger.warning(
+            "plan: no attention of %s on %s can be saved, so a plan saves outputs of Linear modules alone. "
+            'fastac.enable(model, policy="attn_only") says why in the first step.',
+            class_name(model),
+            shapes,
+        )
+    return found
 
 
 def make_plan(

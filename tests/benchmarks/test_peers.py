@@ -13,6 +13,7 @@ OUTCOMES = {
     ("fastac attn_only", "a kernel draws, dropout follows"): "exact",
     ("fastac attn_only", "attention in small ops"): "refused",
     ("fastac attn_only", "LoRA scale reset before backward"): "refused",
+    ("fastac plan", "attention in small ops"): "again, with a warning",
     ("torch SAC, FastVideo's list", "a kernel draws, dropout follows"): "silently wrong",
     ("torch SAC, FastVideo's list", "attention in small ops"): "silently again",
     ("torch full", "dropout after attention"): "exact",
@@ -32,7 +33,7 @@ def tiny(peers: Any) -> Any:
 
 @pytest.mark.parametrize(("way", "trap"), OUTCOMES)
 def test_in_a_trap(way: str, trap: str, peers: Any) -> None:
-    found, error = peers.outcome(tiny(peers), peers.WAYS[way], peers.TRAPS[trap], 0)
+    found, error = peers.outcomes(tiny(peers), peers.TRAPS[trap], {way: 0})[way]
     assert found == OUTCOMES[way, trap], error
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
@@ -94,6 +95,16 @@ def test_within_takes_bytes_as_people_write_them(caplog: pytest.LogCaptureFixtur
     assert set(plan.within(1).values()) == {Policy("full")}
     assert "no output of a block is small enough" in caplog.text
     assert set(plan.within(1, offload=True).values()) == {Policy("full", offload=True)}
+
+
+def test_attention_that_cannot_be_saved(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = tiny(WAN)
+    fastac.plan(model, inputs)
+    assert not caplog.messages
+    with sdpa_kernel(SDPBackend.MATH):
+        fastac.plan(model, inputs)
+    (said,) = caplog.messages
+    assert said.startswith("plan: no attention of WanTransformer3DModel on hidden_states (")
 
 
 def test_blocks_that_are_named() -> None:
