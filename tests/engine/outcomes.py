@@ -154,7 +154,6 @@ def in_two_threads(function: Callable[[Any], Any], values: Any) -> list[Any]:
 CASES: dict[str, Callable[[Any], Any]] = {
     "a block": Run.region,
     "a bound forward": lambda run: run(run.block.forward, run.video, run.text),
-    "a bound call": lambda run: run(run.block.__call__, run.video, run.text),
     "a frozen block": lambda run: run(run.block.requires_grad_(False), run.video, run.text),
     "a partial": lambda run: run(functools.partial(run.other, text=run.text), run.region()),
     "a closure": lambda run: run(lambda: run.block(run.video, run.text) * run.scale),
@@ -178,13 +177,8 @@ CASES: dict[str, Callable[[Any], Any]] = {
     ),
     "a region in a function": lambda run: RegionInside.apply(run, run.video.sin()),
     "a region in a function in a region": lambda run: run(lambda one: RegionInside.apply(run, one.sin()), run.video),
-    "sparse": lambda run: run(lambda one: torch.sparse.mm(run.plain.diag().to_sparse(), one[0].sin().T), run.video),
-    "complex": lambda run: run(lambda one: torch.view_as_complex(one.unflatten(-1, (8, 2))).sin().abs(), run.video),
     "jvp inside": lambda run: run(lambda one: torch.func.jvp(run.smooth, (one,), (one.cos(),)), run.video),
-    "jvp around": lambda run: run.found.extend(torch.func.jvp(lambda one: run(run.smooth, one), *[(run.plain,)] * 2)),
     "torch.func.grad inside": lambda run: run(torch.func.grad(lambda one: run.smooth(one).sum()), run.video),
-    "torch.func.grad around": lambda run: torch.func.grad(lambda one: run(run.smooth, one).sum())(run.video),
-    "vmap around": lambda run: torch.vmap(lambda one: run(run.smooth, one))(run.video),
 }
 
 
@@ -270,12 +264,6 @@ class Cases(Run):
         output = self(lambda video: self(self.smooth, self(lambda one: one.sin().exp(), video)), self.video)
         return output, self.grad(self.grad(output, self.video, create_graph=True), self.video, create_graph=True)
 
-    def jacobian_and_batched_gradients(self) -> Any:
-        self.found.append(torch.autograd.functional.jacobian(lambda one: self(self.smooth, one), self.plain))
-        output = self(self.smooth, self.video)
-        vectors = torch.randn(3, *output.shape)
-        self.found += torch.autograd.grad(output, self.video, vectors, is_grads_batched=True)
-
     def gradients_taken_inside(self) -> Any:
         def function(video: torch.Tensor) -> torch.Tensor:
             hidden = self.attention(video).sin()
@@ -312,34 +300,6 @@ class Cases(Run):
 
     # Hooks, contexts and functions of the user's own, inside
 
-    def hooks_that_change_gradients(self) -> Any:
-        def attend(*heads: torch.Tensor) -> torch.Tensor:
-            output = F.scaled_dot_product_attention(*heads)
-            output.register_hook(lambda gradient: self.count() or gradient * 17)
-            return output
-
-        def function(video: torch.Tensor) -> torch.Tensor:
-            hidden, output = self.parts(video)
-            hidden.register_hook(lambda gradient: self.count() or gradient * 3)
-            output.grad_fn.register_hook(lambda inputs, _: tuple(one if one is None else one / 2 for one in inputs))
-            seen.append(hidden)
-            hidden.retain_grad()
-            return output
-
-        seen: list[torch.Tensor] = []
-        self.block.attend = attend
-        ffn = self.block.ffn
-        ffn.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
-        ffn[0].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 5,))
-        ffn[0].weight.register_hook(lambda gradient: self.count() or gradient * 7)
-        ffn[2].weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", weight.grad * 11))
-        ffn[1].register_forward_hook(lambda module, inputs, output: output * 1.5)
-        output = self(function, self.video)
-        output.register_hook(lambda gradient: self.count() or gradient * 13)
-        output.sum().backward(retain_graph=True)
-        self.found.append(seen[0].grad.clone())
-        return output
-
     def saved_tensors_hooks_inside(self) -> Any:
         def function(video: torch.Tensor) -> torch.Tensor:
             with save_on_cpu():
@@ -358,13 +318,6 @@ class Cases(Run):
 
     def saved_and_read_twice(self) -> Any:
         return self.saved(reads=2)
-
-    def functional_call_and_vmap_inside(self) -> Any:
-        def function(video: torch.Tensor, values: Any) -> torch.Tensor:
-            hidden = torch.func.functional_call(self.block.ffn, values, (self.attention(video),))
-            return torch.vmap(lambda token: token.sin() * self.scale, in_dims=1, out_dims=1)(hidden)
-
-        return self(function, self.video, {name: one * 2 for name, one in self.block.ffn.named_parameters()})
 
     # Where gradients are off
 
@@ -391,20 +344,6 @@ class Cases(Run):
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("cpu"):
             output = self(lambda video: self.block(video, self.text) * torch.ones(WIDTH), self.video)
         in_two_threads(torch.Tensor.backward, [output.float().sum()])
-
-    def two_threads_in_one_region(self) -> Any:
-        self.eval()
-        both = threading.Barrier(2, timeout=60)
-
-        def function(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if threading.current_thread() is not threading.main_thread():
-                both.wait()  # both recompute at the same time
-            return self.parts(video)
-
-        def step(output: torch.Tensor) -> Any:
-            return torch.autograd.grad(output.sum(), [self.video, self.block.qkv.weight], retain_graph=True)
-
-        self.found += sum(in_two_threads(step, self(function, self.video)), ())
 
     def two_threads_in_two_regions(self) -> Any:
         self.eval()
@@ -493,7 +432,7 @@ CASES["saved tensors hooks around"] = functools.partial(around, copying_hooks, "
 for _context in (torch.autograd.detect_anomaly, allow_mutation_on_saved_tensors):
     CASES[_context.__name__] = functools.partial(around, _context, "everything")
 
-RUN_ONCE = {"nothing requires grad", "nothing is saved", "jvp around", "gradients off around"}
+RUN_ONCE = {"nothing requires grad", "nothing is saved", "gradients off around"}
 """The function runs no second time."""
 MAY_RAISE = {
     "argument written before backward",
@@ -502,13 +441,10 @@ MAY_RAISE = {
     "read before its node runs",
     "saved and read twice",
     "torch.func.grad inside",
-    "torch.func.grad around",
-    "vmap around",
 }
 NEW = {
     "group of backwards": "2.10",
     "group of backwards that overlap": "2.10",
-    "jvp around": "2.13",
     "gradient of a dual number": "2.13",
     "default device of the forward": "2.13",
 }

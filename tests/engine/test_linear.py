@@ -6,11 +6,7 @@ Products are counted by the kernel of aten::addmm, in which a Linear module with
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +15,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
+from fastac.engine import interception
 from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.errors import readable_bytes
 from tests import support
 from tests.engine.cases import Change, assert_exact, held_bytes, twice
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.model_state import state_of
-from tests.support import AttentionBlock, assert_same, stack, stack_inputs, train_step
+from tests.support import AttentionBlock, stack, stack_inputs, train_step
 
 W = support.WIDTH
 
@@ -270,11 +267,10 @@ def test_report_and_verify_say_what_is_held() -> None:
 # Refused
 
 
-def test_a_name_of_no_linear_module() -> None:
-    with pytest.raises(FastacError, match=r"'to_q'.*qkv"):
-        fastac.enable(stack(), Policy("attn_only", linear=("*", "to_q")), blocks="blocks")
-    with pytest.raises(FastacError, match="'ffn'"):
-        fastac.checkpoint(AttentionBlock(), **stack_inputs(), policy=Policy("attn_only", linear=("ffn",)))
+@pytest.mark.parametrize("names", [("*", "to_q"), ("to_q",)])
+def test_a_name_of_no_linear_module(names: tuple[str, ...]) -> None:
+    with pytest.raises(PolicyNotAppliedError, match=r"'to_q'.*qkv"):
+        fastac.checkpoint(AttentionBlock(), **stack_inputs(), policy=Policy("attn_only", linear=names))
 
 
 @pytest.mark.parametrize("function", [lambda block: lambda *args: block(*args), functools.partial], ids=["", "partial"])
@@ -313,42 +309,6 @@ def test_a_module_whose_product_is_not_seen(way: str) -> None:
     with pytest.raises(FastacError, match="'first'"):
         fastac.checkpoint(Around(first=first), **stack_inputs(), policy=FIRST)
     assert_exact(lambda: Around(first=first), policy=Policy("linear_only", linear=("out",)))
-
-
-def test_modules_that_are_not_used_are_no_error() -> None:
-    class Spare(One):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare, self.tied = (torch.nn.Linear(W, W) for _ in range(2))
-            self.tied.weight = self.first.weight
-            self.alias = self.first
-
-    for names in ("*", "alias"):
-        assert_exact(Spare, policy=Policy("linear_only", linear=(names,)))
-
-
-@pytest.mark.parametrize("change", ["adapter", "replaced"])
-def test_a_module_that_is_replaced_later(change: str) -> None:
-    """Until the next step it runs again, and gradients are right. Then a module of the same name is saved."""
-    model = stack(block=lambda: One(first=lambda one: torch.nn.Sequential(one)))
-    fastac.enable(model, ALONE, blocks="blocks")
-    train_step(model, stack_inputs())
-    block = model.blocks[0]
-    if change == "adapter":
-        inject_adapter_in_model(LoraConfig(target_modules=["first.0"], init_lora_weights=False), block)
-    else:
-        block.first[0] = copy.deepcopy(block.first[0])
-        torch.nn.init.zeros_(block.first[0].bias)
-        for hooks in (block.first[0]._forward_hooks, block.first[0]._forward_pre_hooks):
-            hooks.clear()
-    found = train_step(model, stack_inputs())
-    saved = fastac.report(model).rows[0].linear_saved
-    assert_same(train_step(model, stack_inputs()), found)
-    assert fastac.report(model).rows[0].linear_saved - saved == (change == "replaced")
-    fastac.enable(model, ALONE, blocks="blocks")
-    assert_same(train_step(model, stack_inputs()), found)
-    fastac.disable(model)
-    assert_same(train_step(model, stack_inputs()), found)
 
 
 @pytest.mark.parametrize("how", ["block", pytest.param("model", marks=NEEDS_COMPILED_MODELS)])
@@ -403,24 +363,16 @@ def test_disable_between_forward_and_backward_is_an_error() -> None:
         loss.backward()
 
 
-def test_products_are_intercepted_only_where_a_policy_needs_it() -> None:
+def test_products_are_intercepted_only_where_a_policy_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes every product of the process a few microseconds slower."""
-    program = """
-        import torch, fastac
-        def intercepted():
-            return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm", "BackendSelect")
-        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0), 1)
-        found = []
-        for policy in ("attn_only", "full", fastac.Policy("linear_only", linear=("linear1",))):
-            fastac.enable(model, policy, blocks="layers")
-            model(torch.randn(3, 2, 8)).sum().backward()
-            found.append(intercepted())
-        print(found)
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False, timeout=240
-    )
-    assert run.stdout.strip() == "[False, False, True]", run.stderr
+    asked: list[Any] = []
+    monkeypatch.setattr(interception, "install_linear", lambda: asked.append(policy))
+    for policy in ("attn_only", "full", ALONE):
+        model = stack()
+        fastac.enable(model, policy, blocks="blocks")
+        with contextlib.suppress(PolicyNotAppliedError):
+            train_step(model, stack_inputs())
+    assert set(asked) == {ALONE}
 
 
 @pytest.mark.parametrize("name", ["attn_only", "linear_only"])

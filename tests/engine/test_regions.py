@@ -20,9 +20,7 @@ from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 import fastac
 from fastac import FastacError
-from fastac.cli.measuring import allocated_bytes
 from fastac.engine.blocks import record_of
-from fastac.engine.tape import Entry
 from tests import support
 from tests.engine.cases import OWN_ALONE, OneAttention, assert_exact, held_bytes
 from tests.live_bytes import LiveBytes
@@ -130,6 +128,9 @@ def test_saved_tensors_hooks_around_it(respect: bool, change: Any, attention_exe
             assert attention_executions == {CPU_ATTENTION: 2}
             outputs = [one for one in packing.held if one.shape == (1, 2, support.VIDEO_TOKENS, support.WIDTH // 2)]
             assert len(outputs) == (2 if respect and call is not around else 0)
+    latest = record_of(block).latest
+    assert latest is not None
+    assert [one.saved_bytes for one in latest.calls] == [CALL_BYTES] * 2
 
 
 def test_hooks_that_keep_the_tensor_get_a_copy() -> None:
@@ -139,17 +140,6 @@ def test_hooks_that_keep_the_tensor_get_a_copy() -> None:
     block.qkv.requires_grad_(False)
     call = functools.partial(fastac.checkpoint, block, respect_saved_tensors_hooks=True)
     assert_same(Packing(lambda tensor: tensor).step(block, call, inputs), train_step(block, inputs))
-
-
-def test_what_hooks_have_packed_is_reported_as_saved() -> None:
-    """In bytes, wherever the hooks have put it."""
-    block = AttentionBlock()
-    with torch.autograd.graph.save_on_cpu():
-        output = fastac.checkpoint(block, **stack_inputs(), respect_saved_tensors_hooks=True)
-    latest = record_of(block).latest
-    assert latest is not None
-    assert [call.saved_bytes for call in latest.calls] == [CALL_BYTES] * 2
-    output.sum().backward()
 
 
 # What ops return, and raise
@@ -274,26 +264,6 @@ def test_graph_of_a_recompute_goes_with_it() -> None:
     of_forward, of_recompute = graphs
     assert of_forward() is not None
     assert of_recompute() is None
-
-
-def test_entries_that_stay_cost_nothing_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry lives as long as its region's graph. In backward the recomputed graph holds the same memory, so that to
-    free each entry at its first replay would gain no byte."""
-    model, inputs = stack(policy="attn_only"), stack_inputs()
-    hand_out = Entry.hand_out
-
-    def freeing(entry: Entry) -> Any:
-        outputs = hand_out(entry)
-        entry.kept, entry.versions = (), ()
-        return outputs
-
-    peaks = []
-    for way in (hand_out, hand_out, freeing):
-        monkeypatch.setattr(Entry, "hand_out", way)
-        model.zero_grad(set_to_none=True)
-        gc.collect()
-        peaks.append(allocated_bytes(lambda: train_step(model, inputs)).peak)
-    assert peaks[1] == peaks[2]
 
 
 # Recomputes inside the forward, and in several threads
