@@ -49,7 +49,6 @@ def _own_table(rows_as_before: None) -> Iterator[None]:
 
 
 def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, int]:
-    """FLOPs of a call, by op."""
     with FlopCounterMode(display=False) as counter:
         function(*args, **kwargs)
     return {str(op): flops for op, flops in counter.get_flop_counts().get("Global", {}).items()}
@@ -73,7 +72,6 @@ def row(op: Any, **options: Any) -> AttentionOp:
 
 
 def register(op: Any, **options: Any) -> None:
-    """Register a row; `enable` does the rest."""
     fastac.register(row(op, **options))
     interception.install()
 
@@ -122,7 +120,6 @@ def test_of_torchs_attention_for_cpus(kv_heads: int) -> None:
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_unequal_lengths_heads_and_head_dims(layout: str) -> None:
-    """As torch counts them."""
     op = define("uneven(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
     backward = f"{str(op).rpartition('.')[2]}_backward"
     of_backward = define(
@@ -210,46 +207,11 @@ def test_packed_and_sparse_attention(case: str) -> None:
 # When
 
 
-def test_an_op_that_comes_after_its_row() -> None:
-    """As that of a library that is imported after fastac: known from `enable` on."""
-    name = f"late_{next(_names)}_backward"
-    fastac.register(row(name, layout="bhsd"))
-    op = define(f"{name}(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
-    assert counted(op, *tensors()) == {}
-    fastac.enable(support.build("WanTransformer3DModel")[0])
-    assert counted(op, *tensors()) == {str(op): FORWARD}
-
-
 def test_a_formula_that_is_there_stays() -> None:
     op = define("own_formula(Tensor query, Tensor key, Tensor value) -> Tensor", output_of)
     torch.utils.flop_counter.register_flop_formula(op)(lambda *args, **kwargs: 7)
     register(op)
     assert counted(op, *tensors()) == {str(op): 7}
-
-
-# Functions that make_visible gave an op
-
-
-def visible(**options: Any) -> Any:
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: Any, query: Any, key: Any, ends_q: Any = None, ends_k: Any = None) -> Any:
-            ctx.save_for_backward(query, key, value)
-            return output_of(query, key, value)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            query, key, value = (torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
-            return value, query, key, None, None
-
-    op = fastac.make_visible(Attention, name=f"flops_{next(_names)}", key="key", dropout=None, **options)
-    return Attention, str(op.overloadpacket)
-
-
-def test_a_visible_function_counts_its_forward_alone() -> None:
-    function, op = visible(layout="bhsd")
-    query, key, value = (tensor.requires_grad_() for tensor in tensors())
-    assert counted(lambda: function.apply(value, query, key).sum().backward()) == {op: FORWARD}
 
 
 def test_the_op_of_compiled_flex_attention() -> None:

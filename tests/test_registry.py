@@ -51,7 +51,6 @@ def row(**options: Any) -> AttentionOp:
 
 
 def row_of(op: Any) -> Any:
-    """The row of an op, or None."""
     found = registry.classify(op)
     return None if found is None else found.row
 
@@ -200,7 +199,6 @@ CALLS: dict[str, tuple[dict[str, Any], list[Any], int]] = {
 @pytest.mark.parametrize("by_name", [False, True], ids=["by position", "by name"])
 @pytest.mark.parametrize("call", CALLS)
 def test_keys_are_counted(call: str, by_name: bool, define: Define, namespace: str) -> None:
-    """Shown by what a policy saves."""
     options, (key, *rest), keys = CALLS[call]
     op, runs = define(f"attend({QKV}, int? max_k=None) -> Tensor"), []
 

@@ -114,7 +114,6 @@ class Case:
         return self.seen or (max(self.key_lengths) if self.packed else self.keys,)
 
     def executions(self, times: int = 1) -> dict[str, int]:
-        """What the kernel counts when every call runs so many times."""
         return {self.kernel or self.op: times * len(self.keys_of_calls)}
 
     def flops(self) -> tuple[int, int]:
@@ -149,7 +148,6 @@ class Case:
         return F.dropout(output, dropout_p) * torch.tanh(query)
 
     def is_of(self, row: Any) -> bool:
-        """Whether the case runs the op, or the autograd.Function, of a row."""
         if self.function is None:
             resolved = classify(op_of(self.op))
             return resolved is not None and resolved.row is row
@@ -163,7 +161,6 @@ def swapped(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def op_of(name: str) -> Any:
-    """The op of a qualified name."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     op = getattr(getattr(torch.ops, namespace), packet)
@@ -190,7 +187,6 @@ class Parity:
 
     @classmethod
     def _parameters(cls, test: str) -> list[Any]:
-        """Cases of a test, or functions that are refused."""
         if test == "test_refused":
             return list(cls.refused)
         concerns = {
@@ -256,7 +252,6 @@ class Parity:
         assert not torch.equal(*outputs), "no dropout in the kernel"
 
     def test_recompute_keeps_what_was_chosen(self, case: Case) -> None:
-        """Gradients are right although recompute would choose otherwise."""
         assert case.chooser is not None
         inputs = case.inputs()
         reference = train_step(case.region, inputs)

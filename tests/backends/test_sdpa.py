@@ -20,8 +20,6 @@ from fastac.registry import find_op, present_ops
 from tests import support
 from tests.backends import aten_on_cpu
 from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, op_of, swapped
-from tests.engine.cases import OneAttention, assert_exact
-from tests.marks import needs_torch
 from tests.support import assert_region
 
 ENDS = ends(QUERY_LENGTHS), ends(KEY_LENGTHS)
@@ -75,15 +73,6 @@ class TestSdpa(Parity):
     )
     cases = tuple(case for case in cases if find_op(case.op))
     rows = tuple(row for row in sdpa.ROWS if row.name != DECOMPOSITION)
-
-
-@needs_torch("2.15")  # before, it runs as small ops: tests/diagnosis/test_causes.py
-def test_a_query_without_heads(attention_executions: Counter[str]) -> None:
-    def attend(*heads: torch.Tensor) -> torch.Tensor:
-        flat = F.scaled_dot_product_attention(*[one.flatten(0, 1) for one in heads])
-        return flat.unflatten(0, heads[0].shape[:2])
-
-    assert_exact(lambda: OneAttention(attend), attention_executions)
 
 
 def test_every_overload_is_run() -> None:

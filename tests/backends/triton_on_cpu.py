@@ -134,8 +134,6 @@ tl.constexpr.__rmod__ = lambda self, other: tl.constexpr(other % self.value)
 
 
 class _Counted:
-    """A kernel that counts its launches."""
-
     def __init__(self, kernel: Any, name: str) -> None:
         self.kernel, self.name = kernel, name
 
@@ -148,5 +146,4 @@ class _Counted:
 
 
 def count_launches(module: ModuleType, kernel: str, name: str) -> None:
-    """Count the launches of a module's kernel in `support.executions[name]`."""
     setattr(module, kernel, _Counted(getattr(module, kernel), name))

@@ -39,8 +39,6 @@ from tests.support import (
 
 
 def test_decorator(attention_executions: Counter[str]) -> None:
-    """Of a method and of a function, with options and without any; the name and the docstring stay."""
-
     class Decorated(AttentionBlock):
         @fastac.checkpoint(policy="attn_only", use_reentrant=False, context_fn=noop_context_fn)
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
@@ -85,8 +83,6 @@ def test_options_that_cannot_be_honoured(options: dict[str, Any], message: str) 
 
 
 class Packing:
-    """Hooks that hand out numbers for tensors, and keep these."""
-
     def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.change = change
         self.held: list[torch.Tensor] = []
@@ -185,8 +181,6 @@ def test_output_structure(returns: str, attention_executions: Counter[str]) -> N
 
 
 def test_kernel_that_raises_and_is_caught(attention_executions: Counter[str]) -> None:
-    """A fallback within the block is recorded like any other call."""
-
     def kernel(*heads: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("no kernel for this shape")
 
@@ -270,8 +264,6 @@ def test_graph_of_a_recompute_goes_with_it() -> None:
 
 
 class TakesItsOwnGradient(AttentionBlock):
-    """A gradient in the middle of its forward, with attention before and after."""
-
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         own = self._attention(*self.qkv(video).chunk(3, dim=-1))
         (gradient,) = torch.autograd.grad(own.sum(), video, retain_graph=True)
@@ -279,8 +271,6 @@ class TakesItsOwnGradient(AttentionBlock):
 
 
 class GradientInForward(torch.autograd.Function):
-    """An inner graph over SDPA, differentiated in the forward already."""
-
     @staticmethod
     def forward(ctx: Any, *heads: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():

@@ -23,7 +23,6 @@ Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 def by_threshold(scores: torch.Tensor) -> torch.Tensor:
-    """How many are chosen is decided by the values."""
     ordered, indices = scores.sort(descending=True)
     return indices[: int((ordered.softmax(0).cumsum(0) < 0.8).sum()) + 1]
 
@@ -59,7 +58,6 @@ def attention() -> Callable[..., torch.Tensor]:
 
 
 def sparse(choose: Choose, scores: Callable[[torch.Tensor], torch.Tensor], rounds: int = 1) -> Any:
-    """A region that attends, so many times, to the keys it chooses."""
     attend = attention()
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -85,7 +83,6 @@ def assert_same_as_first(region: Callable[..., Any], begin: Callable[[], object]
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_choice_is_not_made_again(choice: str, rounds: int) -> None:
-    """Nor for a second backward."""
     scores = Wavering()
 
     def twice(loss: torch.Tensor) -> None:

@@ -92,7 +92,6 @@ class Block(torch.nn.Module):
         self.attn_qkv, self.attn_out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """video: (batch, tokens, 64) -> the same. There is no text in it."""
         query, key, value = (tensor[:, None].contiguous() for tensor in self.attn_qkv(video).chunk(3, -1))
         return video + self.attn_out(sageattn(query, key, value)[:, 0])
 

@@ -38,7 +38,6 @@ def dense(kernel: Any = None, bias: Any = None) -> Callable[..., torch.Tensor]:
 
 
 def packed(kernel: Any, queries: tuple[int, ...]) -> Callable[..., torch.Tensor]:
-    """queries: lengths of their sequences."""
     mask = BlockDiagonalMask.from_seqlens(list(queries), list(KEY_LENGTHS))
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> torch.Tensor:
@@ -62,7 +61,6 @@ def variants(
     queries: int = QUERIES,
     lengths: tuple[int, ...] = QUERY_LENGTHS,
 ) -> list[Case]:
-    """Every kernel's two layouts. lengths: of packed sequences of queries."""
     case = functools.partial(Case, op, kernel=counted_as, drops=drops, dim=dim)
     # ck does not get the longest sequence of keys: keys of all sequences count.
     seen = (sum(KEY_LENGTHS),) if kernel is ck else ()
