@@ -1,23 +1,7 @@
 """The parity tests: what every attention library is put through, case by case.
 
-A library file in tests/backends/libraries brings its package, CPU kernels and cases; the tests come by inheritance:
-
-    packages.use("flash_attn_2")             # the real package on sys.path
-    sys.modules["flash_attn_2_cuda"] = ...   # a substitute for what is no Python in it
-    from flash_attn import flash_attn_func   # noqa: E402
-
-    def kernel(q, k, v, dropout_p, ...):     # registered for the real op: torch.library.register_kernel(op, "cpu", ...)
-        support.executions["flash_attn::_flash_attn_forward"] += 1
-        ...
-
-    class TestFlashAttn2(Parity):
-        cases = [
-            Case("flash_attn::_flash_attn_forward", swapped(flash_attn_func), drops=True),
-            Case(..., way="packed", packed=True),  # tensors are (tokens, heads, dim) then
-        ]
-        rows = flash_attn_2.ROWS                   # each is run by a case, refused, or named in not_run
-        not_run = {"block_sparse_attn_sm90": "its Python layer calls the extension past the op"}
-        refused = (inference,)                     # functions that call the op of their name, which does not train
+A file in tests/backends/libraries brings its package, CPU kernels and cases; the tests come by inheritance
+(docs/adding_a_backend.md).
 
 One run of a case is a region of a few operations around the attention, forward and backward. A kernel counts its own
 executions in `support.executions`, so that what is found does not rest on fastac's bookkeeping.

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
@@ -150,15 +149,6 @@ def test_in_place_change_of_an_output_that_shares_no_version(
 @CHANGES
 def test_in_place_change_of_an_output_outside_the_graph(change: Change) -> None:
     assert_exact(lambda: One(change, before=torch.Tensor.detach, first=frozen), policy=FIRST)
-
-
-def test_autocast(products: Counter[str]) -> None:
-    class Mixed(AttentionBlock):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(video, text).float()
-
-    assert_exact(Mixed, products, 0, ALL)
 
 
 def test_low_rank_adapters() -> None:
@@ -333,28 +323,6 @@ def test_hooks_come_and_go(products: Counter[str]) -> None:
     assert state_of(model) == before
 
 
-def test_a_module_in_a_checkpoint_of_the_block_s_own_is_refused() -> None:
-    """Its product would be saved, and run again anyway."""
-
-    class Inner(One):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            return video + self.out(torch_checkpoint(self.first, video, use_reentrant=False))
-
-    with pytest.raises(
-        PolicyNotAppliedError, match="Linear module 'first' is called in a checkpoint of the block's own"
-    ):
-        train_step(stack(block=Inner, policy=FIRST), stack_inputs())
-
-
-def test_disable_between_forward_and_backward_is_an_error() -> None:
-    model = stack()
-    fastac.enable(model, ALL, blocks="blocks")
-    loss = support.loss_of(model(**stack_inputs()))
-    fastac.disable(model)
-    with pytest.raises(FastacError, match="Linear module"):
-        loss.backward()
-
-
 def test_products_are_intercepted_only_where_a_policy_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes every product of the process a few microseconds slower."""
     asked: list[Any] = []
@@ -365,16 +333,3 @@ def test_products_are_intercepted_only_where_a_policy_needs_it(monkeypatch: pyte
         with contextlib.suppress(PolicyNotAppliedError):
             train_step(model, stack_inputs())
     assert set(asked) == {ALONE}
-
-
-@pytest.mark.parametrize("name", ["attn_only", "linear_only"])
-def test_unknown_attention_is_an_error_although_linear_outputs_are_saved(name: str) -> None:
-    """Where the policy saves attention."""
-    attend = support.attention_function(support.define_attention_op(f"mixes_beside_{len(name)}"))
-    model = stack(block=lambda: AttentionBlock(attend=attend))
-    fastac.enable(model, Policy(name, linear=("ffn.*",)), blocks="blocks")
-    if name == "linear_only":
-        train_step(model, stack_inputs())
-        return
-    with pytest.raises(PolicyNotAppliedError, match=r"no attention is saved.*AttentionStack[^$]*none seen"):
-        train_step(model, stack_inputs())

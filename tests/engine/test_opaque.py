@@ -255,9 +255,7 @@ def test_report_and_verify(counted: Counter[str]) -> None:
     output, statistics = 2 * 3 * 12 * 8 * 4, 2 * 3 * 12 * 4
     assert row.extra_bytes == output, "the halved query"
     assert 0 <= row.saved_bytes - row.extra_bytes - output - statistics <= 200
-    for policy, backward in (("attn_only", 0), ("full", 1)):
-        found = fastac.verify(Block(), **inputs(), policy=policy)
-        assert (found.reference_executions, found.policy_executions) == ((1, 0), (1, backward))
+    assert fastac.verify(Block(), **inputs(), policy="full").policy_executions == (1, 1)
 
 
 # What is refused

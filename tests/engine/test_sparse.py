@@ -117,20 +117,6 @@ def test_a_choice_under_full() -> None:
         assert_region(sparse(CHOICES["topk"], Wavering()), inputs(), policy="full")
 
 
-def test_a_recompute_that_chooses_in_another_order() -> None:
-    """Choices are matched by the order of their calls. A difference is an error."""
-    attend, orders = attention(), itertools.cycle([1, -1])
-
-    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        scores = torch.tanh(key).mean(dim=(0, 1, 3)).detach()
-        choices: list[Choose] = [CHOICES["topk"], CHOICES["sort"]]
-        blocks = [choose(scores) for choose in choices[:: next(orders)]][-1]
-        return torch.tanh(attend(torch.tanh(query), key[:, :, blocks], value[:, :, blocks]))
-
-    with pytest.raises(fastac.FastacError, match=r"topk|sort"):
-        train_step(functools.partial(fastac.checkpoint, region), inputs())
-
-
 def test_bytes_of_choices_are_reported_apart() -> None:
     class Sparse(support.AttentionBlock):
         def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:

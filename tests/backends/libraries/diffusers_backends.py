@@ -23,7 +23,7 @@ from fastac.backends.verdicts import Verdict
 from tests import support
 from tests.backends import flash_4_on_cpu, flash_on_cpu, flex_on_cpu, packages, xformers_on_cpu
 from tests.backends.parity import op_of
-from tests.support import assert_model, assert_same, train_step
+from tests.support import assert_model, train_step
 
 packages.use("diffusers_backends")
 flash_on_cpu.flash_attn_2()
@@ -99,22 +99,6 @@ def wan(backend: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 def test_wan(backend: str, attention_executions: Counter[str]) -> None:
     assert_model(*wan(backend), attention_executions)
     assert attention_executions == {KERNELS[backend]: ATTENTIONS}
-
-
-def test_a_hub_kernel_that_is_loaded_after_enable(
-    monkeypatch: pytest.MonkeyPatch, attention_executions: Counter[str]
-) -> None:
-    """Its ops have a namespace of their own, which is looked for between regions."""
-    model, inputs = wan("flash_hub")
-    expected = train_step(model, inputs)
-    fastac.enable(model, "attn_only")
-    train_step(model, inputs)
-    config = dispatch._HUB_KERNELS_REGISTRY[dispatch.AttentionBackendName.FLASH_HUB]
-    monkeypatch.setattr(config, "kernel_fn", flash_on_cpu.hub_build("_flash_attn2_late").flash_attn_func)
-    for _ in range(2):
-        attention_executions.clear()
-        assert_same(train_step(model, inputs), expected)
-        assert attention_executions == {"_flash_attn2_late::_flash_attn_forward": ATTENTIONS}
 
 
 def test_flash_3_does_not_train() -> None:
