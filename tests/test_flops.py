@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fastac
 from fastac import registry
@@ -131,11 +126,6 @@ def test_unequal_lengths_heads_and_head_dims(layout: str) -> None:
     output = op(query, key, value)
     assert counted(op, query, key, value) == {str(op): FORWARD}
     assert counted(of_backward, True, output, query, key, value=value) == {str(of_backward): BACKWARD}
-    if not releases.is_at_least("2.12"):
-        return  # its formula refuses unequal heads
-    shapes = [tensor.shape for tensor in tensors()]
-    assert sdpa_flop_count(*shapes) == FORWARD
-    assert sdpa_backward_flop_count((BATCH, HEADS, QUERIES, VALUE_DIM), *shapes) == BACKWARD
 
 
 # Packed and sparse attention: what counts where values can be read, and on the device meta, where they cannot

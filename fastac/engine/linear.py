@@ -37,7 +37,7 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
             )
         if _begin not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_begin)
-            module.register_forward_hook(_end, always_call=True)
+            module.register_forward_hook(_end)
         vars(module)[_NAME] = name
     if named:
         interception.install_linear()
@@ -54,7 +54,6 @@ def detach(model: torch.nn.Module) -> None:
         for hooks, mine in ((module._forward_pre_hooks, _begin), (module._forward_hooks, _end)):
             for key in [key for key, hook in hooks.items() if hook is mine]:
                 del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
 
 
 def check_called(policy: Policy, called: Collection[str], block: torch.nn.Module, where: str) -> None:
@@ -88,9 +87,7 @@ def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
     scope = _open_scope()
     if scope is None or scope.product is None:
         return
-    name, scope.product = scope.product, None
-    if output is not None:  # None if the module has raised
-        raise PolicyNotAppliedError(
-            f"{scope.policy}: the output of the Linear module {name!r} was to be saved, and it called no matmul that "
-            f"could be seen (its weight is quantized or a tensor subclass). Leave it out of linear=(...)."
-        )
+    raise PolicyNotAppliedError(
+        f"{scope.policy}: the output of the Linear module {scope.product!r} was to be saved, and it called no matmul "
+        f"that could be seen (its weight is quantized or a tensor subclass). Leave it out of linear=(...)."
+    )

@@ -1,8 +1,7 @@
 """Attention for any op whose schema says what it takes: CPU kernels for tests, made from the names in the schema.
 
-With these the real schemas and the real autograd formulas of a library run on any machine; only the arithmetic is the
-tests' own. As in the real kernels a drawn mask is never kept, but a seed, from which backward draws it again; sums are
-in float32 at least, and the statistics stay so.
+As in the real kernels a drawn mask is never kept, but a seed, from which backward draws it again; sums are in float32
+at least, and the statistics stay so.
 """
 
 from __future__ import annotations

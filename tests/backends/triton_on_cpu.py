@@ -1,7 +1,6 @@
 """Triton's own interpreter: the kernels of real libraries run on the CPU, written as they are.
 
-Import this before the libraries; it needs Triton's wheel on sys.path, not a GPU. The interpreter (triton 3.8) lacks a
-few things that these kernels use; each patch below says which. Nothing here knows a library.
+Import this before the libraries. Each patch below says what the interpreter (triton 3.8) lacks.
 """
 
 from __future__ import annotations

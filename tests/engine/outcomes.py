@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -330,18 +329,6 @@ class Cases(Run):
             output = self(lambda video: self.block(video, self.text) * torch.ones(WIDTH), self.video)
         in_two_threads(torch.Tensor.backward, [output.float().sum()])
 
-    def two_threads_in_two_regions(self) -> Any:
-        self.eval()
-        both = threading.Barrier(2, timeout=60)
-
-        def step(factor: int) -> Any:
-            both.wait()
-            output = self(self.block, self(self.parts, self.video * factor)[1], self.text)
-            both.wait()
-            return torch.autograd.grad(output.sum(), [self.video, self.block.qkv.weight])
-
-        self.found += sum(in_two_threads(step, [1, 2]), ())
-
     # Exceptions, after which everything works
 
     def exception_in_the_forward(self) -> Any:
@@ -349,26 +336,20 @@ class Cases(Run):
             self(lambda video: self.attention(video).sin() * (1 // 0), self.video)
         return self.region()
 
-    def exception_in_the_recompute(self, in_hook: bool = False) -> Any:
-        def fail(*_: Any) -> None:
-            calls.append(True)
-            if len(calls) == (1 if in_hook else 2):
-                raise KeyError
-
+    def exception_in_the_recompute(self) -> Any:
         def function(video: torch.Tensor) -> torch.Tensor:
             hidden = F.dropout(self.attention(video), 0.3)
-            hidden.register_hook(fail) if in_hook else fail()
+            calls.append(True)
+            if len(calls) == 2:
+                raise KeyError
             return self(self.block, hidden, self.text).sin()
 
         calls: list[bool] = []
         output = self(function, self.video)
-        with NOTHING if self.policy == "none" and not in_hook else pytest.raises(KeyError):
+        with NOTHING if self.policy == "none" else pytest.raises(KeyError):
             torch.autograd.grad(output.sum(), self.video, retain_graph=True)
         self.grad(output, self.video)
         return output
-
-    def exception_in_a_hook(self) -> Any:
-        return self.exception_in_the_recompute(in_hook=True)
 
     # Contexts in the forward, and others in the backward
 

@@ -176,18 +176,6 @@ def test_products_that_are_no_linear_modules_run_again() -> None:
     assert_exact(Between, policy=ALONE, backward=twice)
 
 
-def test_linear_that_raises_and_is_caught(products: Counter[str]) -> None:
-    """The product after it is another's, and runs again."""
-
-    class FallsBack(One):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            with contextlib.suppress(RuntimeError):
-                self.first(video[..., :3])
-            return super().forward(torch.mm(video[0], self.out.weight)[None], text)
-
-    assert_exact(FallsBack, products, 4, ALONE)  # in the recompute of each layer that raises as well
-
-
 # What users do around it
 
 

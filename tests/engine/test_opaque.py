@@ -29,13 +29,9 @@ KERNEL = "the test's opaque kernel"
 PLAIN: dict[str, Any] = {"layout": "bhsd", "dropout": None}
 
 
-def kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention that reaches no dispatcher op of its own name. blocks: indices of the keys to attend to."""
+def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention that reaches no dispatcher op of its own name."""
     support.executions[KERNEL] += 1
-    if blocks is not None:
-        key, value = key[..., blocks, :], value[..., blocks, :]
     return support.attention_math(query, key, value)
 
 
@@ -47,16 +43,14 @@ def function(**options: Any) -> Any:
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(
-            ctx: Any, q: Any, k: Any, v: Any, blocks: Any = None, settings: Any = None, dropout_p: Any = 0.0
-        ) -> Any:
+        def forward(ctx: Any, q: Any, k: Any, v: Any, settings: Any = None, dropout_p: Any = 0.0) -> Any:
             with torch.no_grad():
-                output, statistics = kernel(q, k, v, blocks)
+                output, statistics = kernel(q, k, v)
                 if dropout_p or options.get("draws"):
                     output = output * (torch.rand_like(output) > 0.3)
             statistics = statistics + q.new_zeros(())  # outside no_grad, so that marking it matters
             half = q * 0.5  # as a quantized kernel keeps for backward: as large as the query
-            ctx.save_for_backward(q, k, v, None, blocks, statistics, output, half)
+            ctx.save_for_backward(q, k, v, None, statistics, output, half)
             ctx.settings = settings
             ctx.mark_non_differentiable(statistics)
             ctx.set_materialize_grads(False)
@@ -66,17 +60,12 @@ def function(**options: Any) -> Any:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor, *others: Any) -> Any:
-            q, k, v, nothing, blocks, statistics, output, half = ctx.saved_tensors
+            q, k, v, nothing, statistics, output, half = ctx.saved_tensors
             assert nothing is None
             assert not any(isinstance(one, torch.Tensor) for one in others), "they are not materialized"
             assert ctx.settings in (None, "kept on the context", 10, 3)
             assert torch.equal(half, q * 0.5)
-            chosen = slice(None) if blocks is None else blocks
-            grads = support.attention_math_backward(grad, q, k[..., chosen, :], v[..., chosen, :], output, statistics)
-            if blocks is None:
-                return (*grads, None, None, None)
-            whole = [torch.zeros_like(t).index_add(-2, blocks, g) for t, g in zip((k, v), grads[1:], strict=True)]
-            return (grads[0], *whole, None, None, None)
+            return (*support.attention_math_backward(grad, q, k, v, output, statistics), None, None)
 
     Attention.__qualname__ = f"Attention_{uuid.uuid4().hex[:8]}"
     return Attention
@@ -123,7 +112,7 @@ def assert_visible(
 @pytest.mark.parametrize("way", [{}, {"view": True}, {"none": True}], ids=["plain", "a view", "None among the outputs"])
 def test_executions_and_gradients(way: Any, counted: Counter[str]) -> None:
     opaque = function(**way)
-    region = block(opaque.apply, None, "kept on the context")  # captured before it is made visible, as libraries do
+    region = block(opaque.apply, "kept on the context")  # captured before it is made visible, as libraries do
     assert_visible(opaque, region, counted, key="k")
     for policy in ("torch", "full"):
         assert_region(region, inputs(), counted, again=1, policy=policy)
@@ -139,24 +128,7 @@ def test_inputs_that_do_not_require_grad(frozen: str, counted: Counter[str]) -> 
 @pytest.mark.parametrize("dropout", ["dropout_p", "always"])
 def test_dropout_in_the_kernel_and_after_it(dropout: str, counted: Counter[str]) -> None:
     opaque = function(draws=dropout == "always")
-    assert_visible(opaque, block(opaque.apply, None, None, 0.3), counted, dropout=dropout)
-
-
-def test_a_choice_of_blocks_is_not_made_again(counted: Counter[str]) -> None:
-    """Saved for backward among the inputs: an input of whole numbers is kept, the recomputed one not used."""
-    opaque, asked = function(), []
-    choices = [torch.tensor([0, 3, 5]), torch.tensor([1, 2, 9])]
-
-    def choosing(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        asked.append(1)
-        return opaque.apply(query, key, value, choices[len(asked) > 1])
-
-    region = block(choosing)
-    reference = train_step(region, inputs())
-    asked.clear()
-    fastac.make_visible(opaque, **PLAIN)
-    support.assert_same(train_step(functools.partial(fastac.checkpoint, region), inputs()), reference)
-    assert len(asked) == 2, "the region was recomputed, and chose otherwise"
+    assert_visible(opaque, block(opaque.apply, None, 0.3), counted, dropout=dropout)
 
 
 @pytest.mark.parametrize("retain", [True, False])
@@ -195,7 +167,7 @@ def test_a_gradient_that_is_taken_inside_the_region(retain: bool, counted: Count
 def test_number_of_keys(named: dict[str, str], settings: Any, counted: Counter[str]) -> None:
     opaque = function()
     fastac.make_visible(opaque, dropout=None, **named)
-    region = block(opaque.apply, None, settings)
+    region = block(opaque.apply, settings)
     for min_kv, again in ((10, 0), (11, 1)):
         assert_region(region, inputs(), counted, again, Policy("attn_only", min_kv=min_kv))
 

@@ -1,8 +1,6 @@
-"""fastac.checkpoint is exact wherever torch's own checkpoint is.
+"""fastac.checkpoint is exact wherever torch's own checkpoint is: cases of tests/engine/outcomes.py, bit for bit.
 
-Each case of tests/engine/outcomes.py runs without checkpointing, with torch's own and with a policy of fastac. Where
-torch's own is exact, fastac is exact, bit for bit, and runs the function as often; where torch's own raises, fastac
-raises or is exact. Then: recomputes that go wrong, and memory.
+It runs the function as often; where torch's own raises, it raises or is exact. Then: failed recomputes, and memory.
 """
 
 from __future__ import annotations

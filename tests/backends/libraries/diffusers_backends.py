@@ -1,7 +1,6 @@
 """diffusers 0.42: Wan, trained on each attention backend that can run on a CPU, refused on those that do not train.
 
-diffusers looks for libraries when it is imported, and finds the real flash-attn 2 and xFormers. What it would download
-from the hub is handed to it: a build of flash-attn 2 with its ops in a namespace of its own, and flash-attn 4.
+It finds the real flash-attn 2 and xFormers. What it would download from the hub is handed to it.
 """
 
 from __future__ import annotations

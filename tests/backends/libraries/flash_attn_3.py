@@ -1,7 +1,6 @@
 """flash-attn 3: the real Python layer of 2.8.3 (`hopper`) over ops of its schema, and the generation after it.
 
-The later one is on no package index. Its op is defined here with its schema, in each namespace that it had: at first
-that of flash-attn 2, which this process does without, and those of builds from the hub.
+The later one is on no package index: its op is defined here, in each namespace that it had.
 """
 
 from __future__ import annotations
