@@ -208,16 +208,17 @@ def test_recompute_on_another_path(ways: tuple[str, ...], message: str) -> None:
         support.loss_of(output).backward()
 
 
-def test_recompute_with_other_strides() -> None:
+@pytest.mark.parametrize("what", ["strides", "op"])
+def test_recompute_with_other_calls(what: str) -> None:
     """A cache that the forward filled may do this. The message shows the difference."""
-    calls: list[int] = []
-
-    def attend(*heads: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return sdpa(*(one.contiguous() if len(calls) > 1 else one for one in heads))
-
-    output = fastac.checkpoint(OneAttention(attend), **stack_inputs())
-    with pytest.raises(FastacError, match=r"with strides \(384, 192.* with strides \(1152, 8.*use_cache=True"):
+    block = OneAttention(sdpa if what == "strides" else custom_attention("one_op"))
+    other = custom_attention("another_op")
+    output = fastac.checkpoint(block, **stack_inputs())
+    block.attend = other if what == "op" else lambda *heads: sdpa(*map(torch.Tensor.contiguous, heads))
+    message = (
+        r"strides \(384.* strides \(1152.*use_cache" if what == "strides" else "another_op.* forward called .*one_op"
+    )
+    with pytest.raises(FastacError, match=message):
         support.loss_of(output).backward()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -295,7 +294,6 @@ def test_what_the_device_waited_for_is_reported(late: bool, waited: int) -> None
         model(**stack_inputs()).sum().backward()
         (row,) = fastac.report(model).rows
         assert row.offloaded == Offloaded(2 * INPUT, 2 * INPUT + TEXT, 4, (INPUT,) * (waited // 2))
-        assert pickle.loads(pickle.dumps(row)) == row
         assert "3.0 KiB on the host" in str(fastac.report(model))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 import sys
 import types
@@ -129,6 +130,30 @@ def test_inputs_that_do_not_require_grad(frozen: str, counted: Counter[str]) -> 
 def test_dropout_in_the_kernel_and_after_it(dropout: str, counted: Counter[str]) -> None:
     opaque = function(draws=dropout == "always")
     assert_visible(opaque, block(opaque.apply, None, 0.3), counted, dropout=dropout)
+
+
+class Chooses(torch.autograd.Function):
+    """Reads the keys that it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, blocks: Any) -> Any:
+        ctx.save_for_backward(k, blocks)
+        return q * k[..., blocks, :].sum(-2, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        k, blocks = ctx.saved_tensors
+        return grad * k[..., blocks, :].sum(-2, keepdim=True), None, None, None
+
+
+def test_a_choice_of_blocks_is_not_made_again() -> None:
+    """An input of whole numbers that is saved for backward is kept, the recomputed one not used."""
+    choices = itertools.cycle([torch.tensor([0, 3, 5]), torch.tensor([1, 2, 9])])
+    region = block(lambda *heads: (Chooses.apply(*heads, next(choices)),))
+    reference = train_step(region, inputs())
+    next(choices)
+    fastac.make_visible(Chooses, **PLAIN)
+    support.assert_same(train_step(functools.partial(fastac.checkpoint, region), inputs()), reference)
 
 
 @pytest.mark.parametrize("retain", [True, False])
