@@ -219,8 +219,6 @@ class _Call:
             )
         if is_compiled(self.function):
             tracing.refuse_eager_only(self.policy, describe(self.function))
-        if not self.record.name:  # else `enable` has checked the names in all blocks
-            linear.check_names({block: self.policy})
         linear.attach(block, self.policy)
 
     def _end(self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None, calls: Any) -> None:
@@ -240,8 +238,8 @@ class _Call:
                 return
             first = kinds.first_result(function, self.key)
             if first is None:
-                if policy.linear:
-                    linear.check_called(policy, tape.products, describe(function))
+                if policy.linear and self.block is not None:
+                    linear.check_called(policy, tape.products, self.block, describe(function))
                 self._remember(known)
             elif _is_fewer(tape, first):  # it hides nothing
                 self.owner.doubts[self.key] = True

@@ -386,7 +386,6 @@ def enable(
     prepare()
     check_backends(model, named, selected)
     enabled = Enabled(model, selected, determinism_check, named, by_forward, blocks)
-    linear.check_names({block: enabled.policy_of(block) for block in named.values()})
     before = enabled_on(model)
     disable(model)
     try:

@@ -112,17 +112,20 @@ class Policy:
         """The policy as it is written in a call of `fastac.enable`."""
         if (name := str(self)) in NAMED:
             return f'"{name}"'
-        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)[1:]}
-        chosen = [f"{name}={value!r}" for name, value in values.items() if value != getattr(Policy, name)]
+        chosen = [f"{name}={value!r}" for name, value in self._options().items()]
         return f"fastac.Policy({', '.join([repr(self.name), *chosen])})".replace("'", '"')
+
+    def _options(self) -> dict[str, Any]:
+        """Fields after the name that differ from their defaults."""
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
+        return {name: value for name, value in options.items() if value != getattr(Policy, name)}
 
     def __str__(self) -> str:
         for name, policy in NAMED.items():
             if policy == self:
                 return name
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:]}
-        given = {name: value for name, value in options.items() if value != getattr(Policy, name)}
-        words = [f"{name}={'+'.join(value) if name == 'linear' else repr(value)}" for name, value in given.items()]
+        given = self._options().items()
+        words = [f"{name}={'+'.join(value) if name == 'linear' else repr(value)}" for name, value in given]
         return f"{self.name}({', '.join(words)})"
 
 

@@ -1,7 +1,6 @@
-"""Bytes that are alive while a step runs, by weak references to storages: a mode sees each the moment an op returns it.
+"""Bytes that are alive while a step runs, by weak references to storages that ops return.
 
-Neither RSS nor saved_tensors_hooks see what checkpointing keeps. A kernel's scratch memory, and what compiled code
-allocates by itself, no mode sees; `allocated_bytes` does, by the allocator's own events.
+What kernels and compiled code allocate by themselves, `allocated_bytes` sees, by the allocator's events.
 """
 
 from __future__ import annotations

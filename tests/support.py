@@ -77,12 +77,10 @@ def counting(*ops: str) -> Iterator[Counter[str]]:
 
 
 def count_cpu_attention() -> None:
-    """Count the executions of torch's CPU attention kernel."""
     count_kernel(CPU_ATTENTION, "CPU")
 
 
 def code_blocks(document: Path, language: str) -> list[str]:
-    """The code of a Markdown document in one language."""
     text = document.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
@@ -207,17 +205,14 @@ def stack_inputs(seed: int = 1, dtype: torch.dtype = torch.float32, batch: int =
 
 
 def written_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention in small ops, of which nothing can be saved."""
     return (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1) @ value
 
 
 def dropping_out(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention that torch runs as small ops on a CPU."""
     return F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
 
 
 def math_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention with the math kernel forced."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(query, key, value)
 
@@ -237,7 +232,6 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def flat_tensors(value: Any, name: str) -> Tensors:
-    """Every tensor in nested tuples, lists and dicts, by path."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     items: Any = ()
@@ -268,7 +262,6 @@ def train_step(
 
 
 def pickled(model: Any) -> Any:
-    """A copy, by way of pickle."""
     return pickle.loads(pickle.dumps(model))
 
 
@@ -333,14 +326,12 @@ def assert_model(model: Any, inputs: Mapping[str, Any], counts: Counter[str] | N
 
 
 def leaves_of(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensors:
-    """Every parameter and input that requires grad, by name."""
     leaves = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else {}
     leaves |= {f"input {name}": t for name, t in flat_tensors(inputs, "inputs").items()}
     return {name: t for name, t in leaves.items() if t.requires_grad}
 
 
 def gradients(leaves: Tensors) -> Tensors:
-    """Copies of the gradients that there are."""
     return {f"gradient of {name}": t.grad.clone() for name, t in leaves.items() if t.grad is not None}
 
 
@@ -464,7 +455,6 @@ def define_op(schema: str, kernel: Callable[..., Any]) -> torch.library.Library:
 
 
 def register_row(name: str, dropout: str | None = None) -> None:
-    """Register a row for an op of the tests' own."""
     fastac.register(fastac.AttentionOp(backend="tests", namespace=NAMESPACE, name=name, layout="bhsd", dropout=dropout))
 
 

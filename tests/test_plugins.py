@@ -18,7 +18,8 @@ import fastac
 from fastac import FastacError, cli
 from fastac.backends import plugins
 from tests import support
-from tests.support import AttentionBlock, assert_same, stack, stack_inputs, train_step
+from tests.engine.cases import assert_exact
+from tests.support import AttentionBlock
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -152,14 +153,8 @@ def test_installing_a_plugin_is_enough_and_a_broken_one_takes_no_other_down(
         plugins.prepare()
         kernel = importlib.import_module("attention_plugin.kernel")
         for attend in (kernel.attend, lambda *tensors: kernel.OpaqueAttention.apply(*tensors)):
-            expected, ran = None, []
-            for policy in ("none", "full", "attn_only"):
-                model = stack(policy=policy, block=lambda attend=attend: AttentionBlock(attend=attend))
-                support.executions.clear()
-                found = train_step(model, stack_inputs())
-                ran.append(support.executions.total())
-                assert_same(found, expected := expected or found)
-            assert ran == [4, 8, 4]
+            assert_exact(lambda attend=attend: AttentionBlock(attend=attend), support.executions)
+            assert support.executions.total() == 4
     assert is_registered("fastac_tests", "of_a_plugin")
     assert all(is_registered("attention_plugin", name) for name in ("second", "third", "fourth"))
     before = ("before_a_text", "before_a_function", "before_it_raises")

@@ -82,10 +82,10 @@ def inputs_of(args: Sequence[Any]) -> list[Any]:
     return [one for i in range(0, len(first), 3) for one in described(first[i : i + 3])] + list(args[1:])
 
 
-def readable(op: BoundOp, inputs: Sequence[Any], product: str, strides: bool = False) -> str:
+def readable(op: BoundOp, inputs: Sequence[Any], product: str) -> str:
     """A call in words. inputs: as above. product: the Linear module whose output it is, or ""."""
     parts = [
-        f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')}" + f" with strides {one[1]}" * strides
+        f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')} with strides {one[1]}"
         if isinstance(one, tuple) and one and isinstance(one[0], torch.Size)
         else str(one)
         for one in inputs

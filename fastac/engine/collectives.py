@@ -33,24 +33,11 @@ class Communication:
         """Both together."""
         return Communication(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
-    def issue(self, outputs: Any) -> None:
-        """Count a collective of the forward."""
-        self.issued += 1
-        self.issued_bytes += _bytes(outputs)
-
-    def save(self, outputs: Any) -> None:
-        """Count a collective whose outputs are kept."""
-        self.saved += 1
-        self.saved_bytes += _bytes(outputs)
-
-    def issue_again(self, outputs: Any) -> None:
-        """Count a collective of a recompute."""
-        self.again += 1
-        self.again_bytes += _bytes(outputs)
-
-
-def _bytes(outputs: Any) -> int:
-    return sum(tensor.nbytes for tensor in ([outputs] if isinstance(outputs, torch.Tensor) else outputs))
+    def count(self, how: str, outputs: Any) -> None:
+        """Count a collective, and the bytes of its outputs. how: "issued", "saved" or "again"."""
+        size = sum(one.nbytes for one in ([outputs] if isinstance(outputs, torch.Tensor) else outputs))
+        for name, more in ((how, 1), (f"{how}_bytes", size)):
+            setattr(self, name, getattr(self, name) + more)
 
 
 def writes_its_buffer(op: Any) -> bool:

@@ -7,14 +7,13 @@ Hooks stay on a module until `detach`. Without an open scope they do nothing.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastac.engine import interception
-from fastac.engine.blocks import known_record
 from fastac.engine.tape import Scope, thread
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.policy import Policy
@@ -28,7 +27,7 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
 
     Raises FastacError for a module whose forward is not that of torch.nn.Linear: its matmul cannot be identified.
     """
-    named = {name: module for name, module in linear_modules(block).items() if policy.saves_linear(name)}
+    named = {name: module for name, module in _linear_modules(block).items() if policy.saves_linear(name)}
     for name, module in named.items():
         if type(module).forward is not torch.nn.Linear.forward or is_parametrized(module):
             raise FastacError(
@@ -37,7 +36,7 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
             )
         if _begin not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_begin)
-            module.register_forward_hook(_end, always_call=True)
+            module.register_forward_hook(_end)
         vars(module)[_NAME] = name
     if named:
         interception.install_linear()
@@ -46,46 +45,27 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
 def detach(model: torch.nn.Module) -> None:
     """Remove the hooks from every Linear module of a model."""
     for module in model.modules():
-        record = known_record(module)
-        if record is not None:
-            record.key = None  # so that its next region attaches them again
         if vars(module).pop(_NAME, None) is None:
             continue
         for hooks, mine in ((module._forward_pre_hooks, _begin), (module._forward_hooks, _end)):
             for key in [key for key, hook in hooks.items() if hook is mine]:
                 del hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
 
 
-def check_names(policies: Mapping[torch.nn.Module, Policy]) -> None:
-    """Raise FastacError for a name in the policies of blocks that none of these blocks has."""
-    for policy in dict.fromkeys(policies.values()):
-        names = [name for block, mine in policies.items() if mine == policy for name in linear_modules(block)]
-        for pattern in _without_match(policy, names):
-            raise FastacError(
-                f"{policy}: {pattern!r} names no Linear module of the blocks. Their Linear modules are "
-                f"{', '.join(dict.fromkeys(names)) or 'none'}."
+def check_called(policy: Policy, called: Collection[str], block: torch.nn.Module, where: str) -> None:
+    """Raise PolicyNotAppliedError for a name in a policy that none of the Linear modules has that a block called."""
+    for pattern in policy.linear:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in called):
+            raise PolicyNotAppliedError(
+                f"{policy}: no Linear module {pattern!r} of {where} was called in this thread, so its output is not "
+                f"saved. Its Linear modules are {', '.join(_linear_modules(block)) or 'none'}. Call module(x), not "
+                f"module.forward(x) or its weight, or leave the name out of linear=(...)."
             )
 
 
-def check_called(policy: Policy, called: Collection[str], where: str) -> None:
-    """Raise PolicyNotAppliedError for a name in a policy that none of the Linear modules has that a block called."""
-    for pattern in _without_match(policy, called):
-        raise PolicyNotAppliedError(
-            f"{policy}: no Linear module {pattern!r} of {where} was called in this thread, so its output is not "
-            f"saved. Called were {', '.join(dict.fromkeys(called)) or 'none of those that are named'}. Call "
-            f"module(x), not module.forward(x) or its weight, or leave the name out of linear=(...)."
-        )
-
-
-def _without_match(policy: Policy, names: Collection[str]) -> list[str]:
-    return [pattern for pattern in policy.linear if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
-
-
-def linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """The Linear modules of a block, by name. A module with several names is there several times."""
-    modules = block.named_modules(remove_duplicate=False)
-    return {name: module for name, module in modules if isinstance(module, torch.nn.Linear)}
+def _linear_modules(block: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """The Linear modules of a block, by name."""
+    return {name: module for name, module in block.named_modules() if isinstance(module, torch.nn.Linear)}
 
 
 def _open_scope() -> Scope | None:
@@ -103,9 +83,7 @@ def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
     scope = _open_scope()
     if scope is None or scope.product is None:
         return
-    name, scope.product = scope.product, None
-    if output is not None:  # None if the module has raised
-        raise PolicyNotAppliedError(
-            f"{scope.policy}: the output of the Linear module {name!r} was to be saved, and it called no matmul that "
-            f"could be seen (its weight is quantized or a tensor subclass). Leave it out of linear=(...)."
-        )
+    raise PolicyNotAppliedError(
+        f"{scope.policy}: the output of the Linear module {scope.product!r} was to be saved, and it called no matmul "
+        f"that could be seen (its weight is quantized or a tensor subclass). Leave it out of linear=(...)."
+    )

@@ -144,6 +144,7 @@ class Stash:
         self.takes_inputs = policy.offloads_inputs and torch_private.innermost_checkpoint() is None
         self.versions = {one: one._version for one in inputs if torch_private.is_plain(one)}
         self.storages: list[KeptStorage] = []
+        self.transport: Transport | None = None  # of all of these: tensors on another device stay there
         self.reloaded: list[ReloadedStorage] = []  # for a recompute
         self.previous: weakref.ref[Stash] | None = None  # of the region before this one in the forward
         self.transfers = record.transfers = Transfers()
@@ -160,7 +161,8 @@ class Stash:
     def keep(self, tensor: torch.Tensor, version: int, is_input: bool = False) -> Any:
         """Keep a tensor. Returns a KeptTensor, or the tensor itself if it cannot move."""
         transport, untyped = transport_of(tensor.device), tensor.untyped_storage()
-        if transport is None or untyped.nbytes() < SMALLEST:
+        self.transport = self.transport or transport
+        if transport is None or transport is not self.transport or untyped.nbytes() < SMALLEST:
             return tensor
         storage = transport.storages.get(torch_private.memory(tensor))
         if storage is None:
@@ -184,18 +186,18 @@ class Stash:
         storages = [one for one in self.storages if one.frees_memory(self)]
         blocks = max(1, self.record.offloading - self.policy.keep)
         host_memory.check(blocks * sum(one.size for one in storages), blocks, self.policy)
-        for transport, group in _by_transport(storages):
-            pairs = [pair for one in group if one.device is not None for pair in one.pairs(one.device)]
-            copies = transport.begin(pairs, True, (), self.transfers)
-            for one in group:  # no sooner: allocating host memory may fail
+        pairs = [pair for one in storages if one.device is not None for pair in one.pairs(one.device)]
+        if self.transport is not None and pairs:
+            copies = self.transport.begin(pairs, True, (), self.transfers)
+            for one in storages:  # no sooner: allocating host memory may fail
                 one.leave(copies)
                 one.transfers.device_bytes -= one.size
                 self.transfers.host_bytes += one.size
 
     def reload(self) -> None:
         """A recompute begins: wait for its copies, and prefetch for the region that backward needs next."""
-        for transport, _ in _by_transport(self.storages):
-            transport.release()
+        if self.transport is not None:
+            self.transport.release()
         if _state.prefetched is not None and (prefetched := _state.prefetched()) not in (None, self):
             prefetched.reloaded = []  # backward came to another region: hold one prefetched region at most
         self.reloaded = _reload(self.storages, self.transfers)
@@ -209,21 +211,15 @@ class Stash:
 def _reload(storages: Sequence[KeptStorage], transfers: Transfers) -> list[ReloadedStorage]:
     """Begin to copy back those that are on the host alone. Returns all that were offloaded."""
     found = [reloaded for one in storages if (reloaded := one.reloaded()) is not None]
-    for transport, group in _by_transport(one for one in storages if one.device is None and one.reloaded() is None):
-        devices = [transport.device_memory(one.size) for one in group]
-        pairs = [pair for one, device in zip(group, devices, strict=True) for pair in one.pairs(device)]
-        copies = transport.begin(pairs, False, [one.offloaded for one in group if one.offloaded], transfers)
-        for one, device in zip(group, devices, strict=True):
+    away = [one for one in storages if one.device is None and one.reloaded() is None]
+    if away:
+        devices = [away[0].transport.device_memory(one.size) for one in away]
+        pairs = [pair for one, device in zip(away, devices, strict=True) for pair in one.pairs(device)]
+        copies = away[0].transport.begin(pairs, False, [one.offloaded for one in away if one.offloaded], transfers)
+        for one, device in zip(away, devices, strict=True):
             found.append(ReloadedStorage(device, copies))
             one.reloaded = weakref.ref(found[-1])
     return found
-
-
-def _by_transport(storages: Iterable[KeptStorage]) -> Iterable[tuple[Transport, list[KeptStorage]]]:
-    groups: dict[Transport, list[KeptStorage]] = {}
-    for one in storages:
-        groups.setdefault(one.transport, []).append(one)
-    return groups.items()
 
 
 def unpack_input(kept: KeptTensor) -> torch.Tensor:

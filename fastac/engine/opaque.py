@@ -43,7 +43,7 @@ class _State:
     def __init__(self) -> None:
         self.visible: dict[str, tuple[type[torch.autograd.Function], OpaqueFunction]] = {}  # by the name of their op
         self.known: list[OpaqueFunction] = []
-        self.settled: set[tuple[OpaqueFunction, str]] = set()  # with the module in which it was looked for
+        self.settled: set[tuple[OpaqueFunction, str]] = set()  # with the module in which it was found
         self.modules: object = None  # modules that were loaded at the last look
         self.lock = threading.RLock()
 
@@ -130,18 +130,14 @@ class _Call:
 
 
 def _check_outputs(context: Any, outputs: Any, dirty: Sequence[Any]) -> None:
-    name = context.name().removesuffix("Backward")
-    if dirty:
+    sequence = outputs if isinstance(outputs, tuple) else (outputs,)
+    others = [type(one).__name__ for one in sequence if one is not None and not isinstance(one, torch.Tensor)]
+    if dirty or others:
         raise FastacError(
-            f"{name} calls mark_dirty: on replay its kernel does not run, and the write would be missing. "
-            f'Return a new tensor instead, or use policy="full" for this block.'
+            f"{context.name().removesuffix('Backward')} {'calls mark_dirty' if dirty else f'returns a {others[0]}'}, "
+            f"which cannot be saved. Return new tensors or None, and keep other values on the context; or use "
+            f'policy="full" for this block.'
         )
-    for output in outputs if isinstance(outputs, tuple) else (outputs,):
-        if output is not None and not isinstance(output, torch.Tensor):
-            raise FastacError(
-                f"{name} returns a {type(output).__name__}, which cannot be saved: make_visible needs outputs that "
-                f'are tensors or None. Keep other values on the context, or use policy="full" for this block.'
-            )
 
 
 def _kernel(first: torch.Tensor, others: list[torch.Tensor], keys: int, draws: bool, handle: int) -> list[torch.Tensor]:
@@ -202,9 +198,8 @@ def make_visible(
     original = function.forward
     defaults = {one.name: one.default for one in list(inspect.signature(original).parameters.values())[1:]}
     _check(function, row, defaults)
-    if not hasattr(_ops, name):  # else it is there from a first try that failed below
-        _library.define(f"{name}(Tensor first, Tensor[] others, int keys, bool draws, int handle) -> Tensor[]")
-        _library.impl(name, _kernel, "CompositeExplicitAutograd")
+    _library.define(f"{name}(Tensor first, Tensor[] others, int keys, bool draws, int handle) -> Tensor[]")
+    _library.impl(name, _kernel, "CompositeExplicitAutograd")
     op = _op(name)
 
     def formula(*args: Any, out_val: Any) -> int:
@@ -266,11 +261,10 @@ def _op(name: str) -> torch._ops.OpOverload:
 
 
 def _key_of(row: OpaqueFunction, named: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The key tensor of a call: as the row names it, or the second tensor of more than two dimensions."""
+    """The key tensor of a call: as the row names it, or the second one."""
     if row.key and named[row.key] is not None:
         return named[row.key]  # type: ignore[no-any-return]
-    large = [tensor for tensor in tensors if tensor.dim() > 2] or tensors[:1]
-    return large[min(1, len(large) - 1)]
+    return tensors[min(1, len(tensors) - 1)]
 
 
 def _is_watched(tensors: Sequence[Any]) -> bool:
@@ -326,33 +320,18 @@ def make_known_visible() -> None:
     if (loaded := interception.loaded_modules()) == state.modules:
         return
     with state.lock:
-        found = [
-            (known, name, module)
-            for name, module in sys.modules.copy().items()  # other threads import meanwhile; copy() is atomic
-            for known in state.known
-            if (known, name) not in state.settled and re.fullmatch(known.module, name)
-        ]
-        settled = [_settle(*one) for one in found]
-        is_complete = all(settled)
-        for known, name in {known: name for known, name, _ in found}.items() if is_complete else ():
-            if not any(function.__name__ == known.name for function, _ in state.visible.values()):
-                logger.warning("%s has no %s, which fastac was to make visible", name, known.name)
-        state.modules = loaded if is_complete else None
-
-
-def _settle(known: OpaqueFunction, module_name: str, module: Any) -> bool:
-    """Make one Function visible, or say why not. Returns False where its module is still being imported."""
-    if module is None:
-        return True  # Python's way to forbid an import
-    # From its __dict__: getattr would make a lazy module load it.
-    function = getattr(module, "__dict__", {}).get(known.name)
-    if function is None and getattr(getattr(module, "__spec__", None), "_initializing", False):
-        return False
-    state.settled.add((known, module_name))
-    if function is not None and not is_visible(function):  # else by the user, whose options count
-        try:
-            options = {name: value for name, value in vars(known).items() if name not in ("module", "name")}
-            make_visible(function, **options)
-        except FastacError as error:
-            logger.warning("%s.%s cannot be saved: %s", module_name, known.name, error)
-    return True
+        for name, module in sys.modules.copy().items():  # other threads import meanwhile; copy() is atomic
+            for known in state.known:
+                # From its __dict__: getattr would make a lazy module load it.
+                function = getattr(module, "__dict__", {}).get(known.name)
+                if function is None or (known, name) in state.settled or not re.fullmatch(known.module, name):
+                    continue
+                state.settled.add((known, name))
+                if is_visible(function):  # made so by the user, whose options count
+                    continue
+                options = {field: value for field, value in vars(known).items() if field not in ("module", "name")}
+                try:
+                    make_visible(function, **options)
+                except FastacError as error:
+                    logger.warning("%s.%s cannot be saved: %s", name, known.name, error)
+        state.modules = loaded

@@ -377,11 +377,11 @@ class Tape(Scope):
         outputs = self.run(op, keyset, args, kwargs)
         entry.ran = True
         self.communication = self.communication or Communication()
-        self.communication.issue(outputs)
+        self.communication.count("issued", outputs)
         if op.kind == "exchange" and self.policy.saves_collectives:
             guarded = is_differentiable(args)
             entry.keep(outputs, guarded, copied=False)
-            self.communication.save(entry.kept or ())
+            self.communication.count("saved", entry.kept)
             for position, tensor in enumerate(() if guarded else entry.kept or ()):
                 self.pending.setdefault(torch_private.memory(tensor), []).append((entry, position))
         return outputs
@@ -434,7 +434,7 @@ class Replay(Scope):
         if entry is None or entry.kept is None:
             outputs = self.run(op, keyset, args, kwargs)
             if is_issued and self.tape.communication is not None:
-                self.tape.communication.issue_again(outputs)
+                self.tape.communication.count("again", outputs)
             return outputs
         set_states(entry.generators)  # what runs next draws what it drew before
         for counter in engine.answered if op.is_attention else ():
@@ -458,11 +458,8 @@ class Replay(Scope):
             or entry.product != product
             or (entry.op is not op and entry.op.qualified_name != op.qualified_name)
         ):
-            calls = (op, inputs, product), (entry.op, entry.inputs, entry.product)
-            here, forward = (readable(*call) for call in calls)
-            if here == forward:
-                here, forward = (readable(*call, strides=True) for call in calls)
-            raise _another_path(f"called {here}", f"called {forward}")
+            forward = readable(entry.op, entry.inputs, entry.product)
+            raise _another_path(f"called {readable(op, inputs, product)}", f"called {forward}")
         self.position += 1
         return entry
 

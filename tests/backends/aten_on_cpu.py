@@ -1,7 +1,6 @@
-"""CPU kernels for the aten attention ops that torch implements for other devices only.
+"""CPU kernels for the aten attention ops that torch implements for other devices only: `kernels_on_cpu`.
 
-With these the real schemas and the real autograd formulas of torch run on any machine. The arithmetic is that of
-`kernels_on_cpu`.
+So torch's real schemas and autograd formulas run on any machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """flash-attn 2 and 3 on any machine: real Python layers and ops, with CPU kernels of `kernels_on_cpu`.
 
-The packages must be on sys.path (tests/backends/packages.py) and must not have been imported. `import diffusers` comes
-later: it looks at its import whether flash-attn works.
+The packages must be on sys.path (tests/backends/packages.py). Import it before them and before diffusers.
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ _parts: list[torch.fx.GraphModule] = []
 
 
 def _indices(query: torch.Tensor, key: torch.Tensor) -> list[torch.Tensor]:
-    """Batch, head, query and key, each along a dimension of its own."""
     sizes = (*query.shape[:3], key.shape[2])
     return [torch.arange(n).reshape([-1 if i == place else 1 for i in range(4)]) for place, n in enumerate(sizes)]
 

@@ -1,8 +1,7 @@
 """Attention for any op whose schema says what it takes: CPU kernels for tests, made from the names in the schema.
 
-With these the real schemas and the real autograd formulas of a library run on any machine; only the arithmetic is the
-tests' own. As in the real kernels a drawn mask is never kept, but a seed, from which backward draws it again; sums are
-in float32 at least, and the statistics stay so.
+As in the real kernels a drawn mask is never kept, but a seed, from which backward draws it again; sums are in float32
+at least, and the statistics stay so.
 """
 
 from __future__ import annotations
@@ -101,7 +100,6 @@ class Call:
         return tuple(self._together(grads) for grads in zip(*found, strict=True))
 
     def _with_options(self, query: Any, key: Any, value: Any, seed: Any) -> tuple[list[Any], dict[str, Any]]:
-        """Arguments of the functions of `support`, for one sequence."""
         queries, keys = query.shape[-2], key.shape[-2]
         wide = [_wide(one).repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (query, key, value)]
         bias, keep = self["bias"], None
@@ -137,14 +135,12 @@ class Call:
         return [tensor[None, :, place] for place in self._places(of_keys=False)]
 
     def _together(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The inverse of `_apart`."""
         if not self.packed:
             return _swap(parts[0]) if self.swapped else parts[0]
         whole = torch.cat([_swap(part[0]) for part in parts])
         return whole[None] if self.batch_of_one else whole
 
     def _statistics_together(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The inverse of `_statistics_apart`."""
         if self.aligned:
             longest = -(-max(part.shape[-1] for part in parts) // self.aligned) * self.aligned
             return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts])
@@ -153,7 +149,6 @@ class Call:
 
 
 def _named(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, by name."""
     arguments = op._schema.arguments
     given = dict(zip([argument.name for argument in arguments], args, strict=False))
     return {argument.name: argument.default_value for argument in arguments} | given | dict(kwargs)

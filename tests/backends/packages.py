@@ -47,7 +47,6 @@ class Package:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def options(self, name: str) -> list[str]:
-        """For `pip download`."""
         if self.source:
             # pip asks a source release for its name, by running its setup.py: that needs what is installed here.
             return ["--no-binary", name, "--no-build-isolation"]
@@ -140,7 +139,6 @@ NEEDS = LIBRARIES | TRAINERS | DIFFUSERS
 
 
 def place(name: str, folder: Path | None = None) -> Path:
-    """The folder of a package."""
     return (folder or FOLDER) / f"{name}-{PACKAGES[name].version}"
 
 

@@ -1,23 +1,7 @@
 """The parity tests: what every attention library is put through, case by case.
 
-A library file in tests/backends/libraries brings its package, CPU kernels and cases; the tests come by inheritance:
-
-    packages.use("flash_attn_2")             # the real package on sys.path
-    sys.modules["flash_attn_2_cuda"] = ...   # a substitute for what is no Python in it
-    from flash_attn import flash_attn_func   # noqa: E402
-
-    def kernel(q, k, v, dropout_p, ...):     # registered for the real op: torch.library.register_kernel(op, "cpu", ...)
-        support.executions["flash_attn::_flash_attn_forward"] += 1
-        ...
-
-    class TestFlashAttn2(Parity):
-        cases = [
-            Case("flash_attn::_flash_attn_forward", swapped(flash_attn_func), drops=True),
-            Case(..., way="packed", packed=True),  # tensors are (tokens, heads, dim) then
-        ]
-        rows = flash_attn_2.ROWS                   # each is run by a case, refused, or named in not_run
-        not_run = {"block_sparse_attn_sm90": "its Python layer calls the extension past the op"}
-        refused = (inference,)                     # functions that call the op of their name, which does not train
+A file in tests/backends/libraries brings its package, CPU kernels and cases; the tests come by inheritance
+(docs/adding_a_backend.md).
 
 One run of a case is a region of a few operations around the attention, forward and backward. A kernel counts its own
 executions in `support.executions`, so that what is found does not rest on fastac's bookkeeping.
@@ -114,7 +98,6 @@ class Case:
         return self.seen or (max(self.key_lengths) if self.packed else self.keys,)
 
     def executions(self, times: int = 1) -> dict[str, int]:
-        """What the kernel counts when every call runs so many times."""
         return {self.kernel or self.op: times * len(self.keys_of_calls)}
 
     def flops(self) -> tuple[int, int]:
@@ -149,7 +132,6 @@ class Case:
         return F.dropout(output, dropout_p) * torch.tanh(query)
 
     def is_of(self, row: Any) -> bool:
-        """Whether the case runs the op, or the autograd.Function, of a row."""
         if self.function is None:
             resolved = classify(op_of(self.op))
             return resolved is not None and resolved.row is row
@@ -163,7 +145,6 @@ def swapped(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def op_of(name: str) -> Any:
-    """The op of a qualified name."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     op = getattr(getattr(torch.ops, namespace), packet)
@@ -190,7 +171,6 @@ class Parity:
 
     @classmethod
     def _parameters(cls, test: str) -> list[Any]:
-        """Cases of a test, or functions that are refused."""
         if test == "test_refused":
             return list(cls.refused)
         concerns = {
@@ -256,7 +236,6 @@ class Parity:
         assert not torch.equal(*outputs), "no dropout in the kernel"
 
     def test_recompute_keeps_what_was_chosen(self, case: Case) -> None:
-        """Gradients are right although recompute would choose otherwise."""
         assert case.chooser is not None
         inputs = case.inputs()
         reference = train_step(case.region, inputs)

@@ -9,8 +9,10 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 
 import fastac
+from fastac import registry
 from fastac.backends.diffusers import BACKENDS, backend_uses
 from fastac.backends.verdicts import Verdict
+from fastac.engine import opaque
 from tests import support
 from tests.model_state import state_of
 
@@ -43,6 +45,8 @@ def uses(model: torch.nn.Module) -> dict[str, str]:
 def test_every_backend_of_diffusers_has_a_verdict() -> None:
     """And says which rows serve it, or why none can."""
     assert set(EVERY) == set(BACKENDS)
+    families = {getattr(row, "backend", "") for row in registry.rows()} | opaque.known_backends()
+    assert {found.family for found in BACKENDS.values() if found.family} <= families
     for name, found in BACKENDS.items():
         assert found.reason
         assert bool(found.family) == (name in SERVED)

@@ -1,7 +1,4 @@
-"""Every attention library: the files of tests/backends/libraries, in two processes.
-
-What they load must not leak: substitutes for compiled modules, kernels for ops, and what diffusers found at its import.
-"""
+"""Every attention library: the files of tests/backends/libraries, in two processes, so that nothing leaks."""
 
 from __future__ import annotations
 

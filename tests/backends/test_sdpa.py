@@ -14,21 +14,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import flop_registry
 
 from fastac.backends import sdpa
-from fastac.engine import releases
 from fastac.registry import find_op, present_ops
 from tests import support
 from tests.backends import aten_on_cpu
 from tests.backends.parity import KEY_LENGTHS, KEYS, QUERIES, QUERY_LENGTHS, Case, Parity, ends, op_of, swapped
-from tests.engine.cases import OneAttention, assert_exact
-from tests.marks import needs_torch
 from tests.support import assert_region
 
 ENDS = ends(QUERY_LENGTHS), ends(KEY_LENGTHS)
 LONGEST = max(QUERY_LENGTHS), max(KEY_LENGTHS)
-SWAPPED = "torch's formula takes sequences for heads: test_what_torch_counts_otherwise"
+SWAPPED = "torch's formula for this op takes (batch, sequence, heads, dim) for (batch, heads, sequence, dim)"
 DECOMPOSITION = "_safe_softmax"
 DROPOUT = object()
 """Stands for the dropout of a call, among the arguments of an op."""
@@ -77,27 +73,6 @@ class TestSdpa(Parity):
     )
     cases = tuple(case for case in cases if find_op(case.op))
     rows = tuple(row for row in sdpa.ROWS if row.name != DECOMPOSITION)
-
-
-@needs_torch("2.15")  # before, it runs as small ops: tests/diagnosis/test_causes.py
-def test_a_query_without_heads(attention_executions: Counter[str]) -> None:
-    def attend(*heads: torch.Tensor) -> torch.Tensor:
-        flat = F.scaled_dot_product_attention(*[one.flatten(0, 1) for one in heads])
-        return flat.unflatten(0, heads[0].shape[:2])
-
-    assert_exact(lambda: OneAttention(attend), attention_executions)
-
-
-@needs_torch("2.12")  # before, it refuses the shapes
-@pytest.mark.parametrize("name", ["_flash_attention_forward", "_efficient_attention_forward"])
-def test_what_torch_counts_otherwise(name: str) -> None:
-    """Its formulas of these two take (batch, sequence, heads, dim) for (batch, heads, sequence, dim), where no packed
-    sequences are given. A formula that is there stays; xFormers' cutlass kernel is such a call."""
-    query, key = torch.empty(2, 24, 3, 8), torch.empty(2, 12, 3, 8)
-    ends_and_longest = (None,) * (4 if name == "_flash_attention_forward" else 5)
-    counted = flop_registry[getattr(torch.ops.aten, name)](query, key, key, *ends_and_longest)
-    mended = name == "_flash_attention_forward" and releases.is_at_least("2.15")
-    assert counted == 4 * 2 * 24 * (3 * 12 if mended else 3 * 3) * 8
 
 
 def test_every_overload_is_run() -> None:

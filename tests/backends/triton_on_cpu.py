@@ -1,7 +1,6 @@
 """Triton's own interpreter: the kernels of real libraries run on the CPU, written as they are.
 
-Import this before the libraries; it needs Triton's wheel on sys.path, not a GPU. The interpreter (triton 3.8) lacks a
-few things that these kernels use; each patch below says which. Nothing here knows a library.
+Import this before the libraries. Each patch below says what the interpreter (triton 3.8) lacks.
 """
 
 from __future__ import annotations
@@ -134,8 +133,6 @@ tl.constexpr.__rmod__ = lambda self, other: tl.constexpr(other % self.value)
 
 
 class _Counted:
-    """A kernel that counts its launches."""
-
     def __init__(self, kernel: Any, name: str) -> None:
         self.kernel, self.name = kernel, name
 
@@ -148,5 +145,4 @@ class _Counted:
 
 
 def count_launches(module: ModuleType, kernel: str, name: str) -> None:
-    """Count the launches of a module's kernel in `support.executions[name]`."""
     setattr(module, kernel, _Counted(getattr(module, kernel), name))

@@ -1,11 +1,7 @@
 """xFormers on any machine: its real Python layer and dispatcher, with CPU kernels of `kernels_on_cpu`.
 
-Its custom ops run with their own bodies, which call torch's flash op, or `flash_attn_3::fwd`, or an op of C++: these
-get kernels. Of xFormers' own conditions three are widened: the device, the dtypes (float32 beside half precision) and
-that half precision needs a GPU.
-
-The package must be on sys.path (tests/backends/packages.py) and must not have been imported; `import diffusers` comes
-later.
+Its custom ops run with their own bodies; the ops that these call get kernels. Its conditions on devices and dtypes are
+widened. Import it before xFormers and diffusers.
 """
 
 from __future__ import annotations

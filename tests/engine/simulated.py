@@ -1,9 +1,7 @@
 """A device whose copies are late, on a CPU: what offload has to wait for and to hold shows as wrong bytes.
 
-Memory of the device is ordinary memory, and what is computed runs at once, so that the stream that computes never has
-anything to wait for but copies. A copy is done when something waits for it, no sooner. If what it reads was freed by
-then, or written, it reads NaN; if what it writes was freed, that is noted; a destination holds NaN until it is written.
-Host memory that is free is handed out again at once.
+A copy is done when something waits for it, no sooner. If what it reads was freed by then, or written, it reads NaN; if
+what it writes was freed, that is noted; a destination holds NaN until it is written. Host memory is reused at once.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@ The list of them, with those that are tested elsewhere: docs/how-it-works.md#haz
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
-import textwrap
 import threading
 import uuid
 from collections import Counter
@@ -24,6 +21,7 @@ from torch.utils.checkpoint import set_checkpoint_debug_enabled
 import fastac
 from fastac import FastacError
 from fastac.engine import interception
+from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from tests import support
 from tests.engine import cases
 from tests.engine.cases import OWN_ALONE, Attend, Change, OneAttention, add_one, assert_exact, twice
@@ -210,16 +208,17 @@ def test_recompute_on_another_path(ways: tuple[str, ...], message: str) -> None:
         support.loss_of(output).backward()
 
 
-def test_recompute_with_other_strides() -> None:
+@pytest.mark.parametrize("what", ["strides", "op"])
+def test_recompute_with_other_calls(what: str) -> None:
     """A cache that the forward filled may do this. The message shows the difference."""
-    calls: list[int] = []
-
-    def attend(*heads: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return sdpa(*(one.contiguous() if len(calls) > 1 else one for one in heads))
-
-    output = fastac.checkpoint(OneAttention(attend), **stack_inputs())
-    with pytest.raises(FastacError, match=r"with strides \(384, 192.* with strides \(1152, 8.*use_cache=True"):
+    block = OneAttention(sdpa if what == "strides" else custom_attention("one_op"))
+    other = custom_attention("another_op")
+    output = fastac.checkpoint(block, **stack_inputs())
+    block.attend = other if what == "op" else lambda *heads: sdpa(*map(torch.Tensor.contiguous, heads))
+    message = (
+        r"strides \(384.* strides \(1152.*use_cache" if what == "strides" else "another_op.* forward called .*one_op"
+    )
+    with pytest.raises(FastacError, match=message):
         support.loss_of(output).backward()
 
 
@@ -349,31 +348,19 @@ def test_registrations_stay() -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(CPU_ATTENTION, "BackendSelect")
 
 
+@pytest.mark.usefixtures("rows_as_before")
 def test_another_package_at_backend_select() -> None:
-    """The later registration replaces the earlier silently. It cannot be undone, so it needs a process of its own."""
-    program = """
-        import torch, fastac
-        library = torch.library.Library("aten", "IMPL")
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-        def somebody_else(keyset, *args, **kwargs):
-            return op.redispatch(keyset & below, *args, **kwargs)
-        library.impl("_scaled_dot_product_flash_attention_for_cpu", somebody_else, "BackendSelect", with_keyset=True)
-        q = torch.randn(1, 2, 8, 8, requires_grad=True)
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        try:
-            fastac.checkpoint(sdpa, q, q, q)
-        except fastac.FastacError as error:
-            print("refused:", error)
-        fastac.checkpoint(sdpa, q, q, q, policy="full").sum().backward()
-        print("full works")
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False, timeout=240
-    )
-    assert "refused: aten::_scaled_dot_product_flash_attention_for_cpu" in run.stdout, run.stderr
-    assert "another package" in run.stdout
-    assert "full works" in run.stdout
+    """The later registration replaces the earlier silently."""
+    op = support.define_attention_op("taken")
+    library = torch.library.Library(support.NAMESPACE, "IMPL")
+    somebody_else = lambda keyset, *args: op.redispatch(keyset & BELOW_BACKEND_SELECT, *args)  # noqa: E731
+    library.impl("taken", somebody_else, "BackendSelect", with_keyset=True)
+    register_row("taken")
+    block = functools.partial(OneAttention(support.attention_function(op)), **stack_inputs())
+    with pytest.raises(FastacError, match=r"fastac_tests::taken .* another package"):
+        fastac.checkpoint(block)
+    fastac.checkpoint(block, policy="full").sum().backward()
+    library._destroy()
 
 
 def test_views_in_the_forward_alone(attention_executions: Counter[str]) -> None:
@@ -525,62 +512,19 @@ def test_attention_of_another_thread(attention_executions: Counter[str]) -> None
 # Ops that come late
 
 
-def define(name: str, arguments: str, runs: list[bool], *options: Any) -> tuple[torch.library.Library, Attend]:
-    """An attention op that draws a random number when it runs, and a function that calls it with these options."""
-
-    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any) -> torch.Tensor:
-        runs.append(True)
-        return support.attention_math(query, key, value)[0] * (torch.rand(()) + 1)
-
-    library = support.define_op(f"{name}(Tensor query, Tensor key, Tensor value{arguments}) -> Tensor", kernel)
-
-    class Attention(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *heads: torch.Tensor) -> torch.Tensor:
-            return getattr(torch.ops.fastac_tests, name)(*heads, *options).clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            return grad, grad, grad
-
-    return library, Attention.apply
-
-
-def test_an_op_that_is_defined_anew_with_other_arguments() -> None:
+def test_an_op_that_is_defined_anew_with_other_arguments(attention_executions: Counter[str]) -> None:
     """A notebook cell that runs again. Calls must be read by the new schema, or random draws are missed."""
     register_row("anew", "dropout_p")
 
-    def before(query: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return F.dropout(attend(torch.tanh(query), query, query), 0.3)
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any) -> Any:
+        support.executions["anew"] += 1
+        return *support.attention_math(query, key, value), torch.rand(3)[:0].clone()
 
-    def after(query: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return F.dropout(attend(torch.tanh(query), query, query), 0.4)
-
-    schemas = (", float dropout_p", 0.3), (", bool causal, float dropout_p", False, 0.3)
-    for region, (arguments, *options) in zip((before, after), schemas, strict=True):
-        runs: list[bool] = []
-        library, attend = define("anew", arguments, runs, *options)
-        inputs = {"query": torch.randn(1, 2, 8, 4, requires_grad=True)}
-        support.assert_region(functools.partial(region, attend=attend), inputs)
-        assert len(runs) == 3, "once in each step"
+    for arguments, *options in (("float dropout_p", 0.3), ("bool causal, float dropout_p", False, 0.3)):
+        schema = f"anew(Tensor query, Tensor key, Tensor value, {arguments}) -> (Tensor, Tensor, Tensor)"
+        library = support.define_op(schema, kernel)
+        interception.install()
+        attend = support.attention_function(lambda *heads: torch.ops.fastac_tests.anew(*heads))
+        block = functools.partial(AttentionBlock, dropout=0.2)
+        assert_exact(lambda: block(attend=lambda *heads: attend(*heads, *options)), attention_executions)  # noqa: B023
         library._destroy()
-
-
-def test_an_op_that_is_defined_without_an_import() -> None:
-    """Between two steps. The first region misses it; the next one is watched, and saves it."""
-    register_row("late", "always")
-    attend = [sdpa]
-    runs: list[bool] = []
-
-    def function(query: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(attend[0](torch.tanh(query), query, query))
-
-    def runs_in_a_step() -> int:
-        runs.clear()
-        fastac.checkpoint(function, torch.randn(1, 2, 8, 4, requires_grad=True)).sum().backward()
-        return len(runs)
-
-    runs_in_a_step()
-    library, attend[0] = define("late", "", runs)
-    assert [runs_in_a_step() for _ in range(3)] == [2, 1, 1]
-    library._destroy()

@@ -6,11 +6,7 @@ Products are counted by the kernel of aten::addmm, in which a Linear module with
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model, inject_adapter_in_model
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from peft import LoraConfig, get_peft_model
 
 import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
+from fastac.engine import interception
 from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.errors import readable_bytes
 from tests import support
 from tests.engine.cases import Change, assert_exact, held_bytes, twice
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.model_state import state_of
-from tests.support import AttentionBlock, assert_same, stack, stack_inputs, train_step
+from tests.support import AttentionBlock, stack, stack_inputs, train_step
 
 W = support.WIDTH
 
@@ -111,7 +107,6 @@ def frozen(module: torch.nn.Linear) -> torch.nn.Linear:
 @pytest.mark.parametrize("first", [None, frozen], ids=["trained", "frozen"])
 @pytest.mark.parametrize("before", [None, crossed, first_token], ids=["plain", "crossed", "vector"])
 def test_every_way_to_multiply(bias: bool, first: Any, before: Any, products: Counter[str]) -> None:
-    """In one op with the bias; in mm, to which the bias is added in place; frozen and not to be flattened, in bmm."""
     assert_exact(lambda: One(bias=bias, first=first, before=before), products, 0, FIRST, batch=2)
 
 
@@ -156,15 +151,6 @@ def test_in_place_change_of_an_output_outside_the_graph(change: Change) -> None:
     assert_exact(lambda: One(change, before=torch.Tensor.detach, first=frozen), policy=FIRST)
 
 
-def test_autocast(products: Counter[str]) -> None:
-    class Mixed(AttentionBlock):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(video, text).float()
-
-    assert_exact(Mixed, products, 0, ALL)
-
-
 def test_low_rank_adapters() -> None:
     """Adapters are Linear modules as well, without a bias. Dropout between them draws what it drew."""
 
@@ -190,24 +176,10 @@ def test_products_that_are_no_linear_modules_run_again() -> None:
     assert_exact(Between, policy=ALONE, backward=twice)
 
 
-def test_linear_that_raises_and_is_caught(products: Counter[str]) -> None:
-    """The product after it is another's, and runs again."""
-
-    class FallsBack(One):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            with contextlib.suppress(RuntimeError):
-                self.first(video[..., :3])
-            return super().forward(torch.mm(video[0], self.out.weight)[None], text)
-
-    assert_exact(FallsBack, products, 4, ALONE)  # in the recompute of each layer that raises as well
-
-
 # What users do around it
 
 
 def test_recompute_on_another_path() -> None:
-    """Two modules of one shape take turns."""
-
     class Other(AttentionBlock):
         calls = 0
 
@@ -242,7 +214,6 @@ def test_held_bytes_are_those_of_the_outputs(name: str) -> None:
 
 @pytest.mark.parametrize(("bias", "before"), [(False, None), (True, crossed)])
 def test_held_bytes_of_copies(bias: bool, before: Any) -> None:
-    """A copy is kept instead of the output, not in addition."""
     assert held_bytes(One(before=before, bias=bias), FIRST) == (rows_of(W), 0, 0)
 
 
@@ -250,31 +221,26 @@ def test_report_and_verify_say_what_is_held() -> None:
     model, inputs = support.build("WanTransformer3DModel")
     policy = Policy("attn_only", linear=("ffn.*",))
     verified = fastac.verify(model, **inputs, policy=policy)
-    assert verified.linear_saved == 4
     assert verified.policy_executions == (verified.reference_executions[0], 0), "of attention alone"
     fastac.enable(model, policy)
     train_step(model, inputs)
     (row,) = fastac.report(model).rows
     block, video = model.blocks[0], inputs["hidden_states"]
     columns = block.ffn.net[0].proj.out_features + block.ffn.net[2].out_features
-    assert row.linear_saved == 4
+    assert row.linear_saved == verified.linear_saved == 4
     assert row.linear_bytes == 2 * 4 * video.shape[0] * (video[0, 0].numel() // 4) * columns
     assert (verified.saved_bytes, verified.linear_bytes) == (row.saved_bytes, row.linear_bytes)
     for size in map(readable_bytes, (row.saved_bytes, row.linear_bytes)):
         assert all(size in str(one) for one in (fastac.report(model), verified))
-    fastac.verify(model, **inputs)
-    train_step(model, inputs)
-    assert fastac.report(model).rows == (row,), "verify leaves it as it was"
 
 
 # Refused
 
 
-def test_a_name_of_no_linear_module() -> None:
-    with pytest.raises(FastacError, match=r"'to_q'.*qkv"):
-        fastac.enable(stack(), Policy("attn_only", linear=("*", "to_q")), blocks="blocks")
-    with pytest.raises(FastacError, match="'ffn'"):
-        fastac.checkpoint(AttentionBlock(), **stack_inputs(), policy=Policy("attn_only", linear=("ffn",)))
+@pytest.mark.parametrize("names", [("*", "to_q"), ("to_q",)])
+def test_a_name_of_no_linear_module(names: tuple[str, ...]) -> None:
+    with pytest.raises(PolicyNotAppliedError, match=r"'to_q'.*qkv"):
+        fastac.checkpoint(AttentionBlock(), **stack_inputs(), policy=Policy("attn_only", linear=names))
 
 
 @pytest.mark.parametrize("function", [lambda block: lambda *args: block(*args), functools.partial], ids=["", "partial"])
@@ -315,42 +281,6 @@ def test_a_module_whose_product_is_not_seen(way: str) -> None:
     assert_exact(lambda: Around(first=first), policy=Policy("linear_only", linear=("out",)))
 
 
-def test_modules_that_are_not_used_are_no_error() -> None:
-    class Spare(One):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare, self.tied = (torch.nn.Linear(W, W) for _ in range(2))
-            self.tied.weight = self.first.weight
-            self.alias = self.first
-
-    for names in ("*", "alias"):
-        assert_exact(Spare, policy=Policy("linear_only", linear=(names,)))
-
-
-@pytest.mark.parametrize("change", ["adapter", "replaced"])
-def test_a_module_that_is_replaced_later(change: str) -> None:
-    """Until the next step it runs again, and gradients are right. Then a module of the same name is saved."""
-    model = stack(block=lambda: One(first=lambda one: torch.nn.Sequential(one)))
-    fastac.enable(model, ALONE, blocks="blocks")
-    train_step(model, stack_inputs())
-    block = model.blocks[0]
-    if change == "adapter":
-        inject_adapter_in_model(LoraConfig(target_modules=["first.0"], init_lora_weights=False), block)
-    else:
-        block.first[0] = copy.deepcopy(block.first[0])
-        torch.nn.init.zeros_(block.first[0].bias)
-        for hooks in (block.first[0]._forward_hooks, block.first[0]._forward_pre_hooks):
-            hooks.clear()
-    found = train_step(model, stack_inputs())
-    saved = fastac.report(model).rows[0].linear_saved
-    assert_same(train_step(model, stack_inputs()), found)
-    assert fastac.report(model).rows[0].linear_saved - saved == (change == "replaced")
-    fastac.enable(model, ALONE, blocks="blocks")
-    assert_same(train_step(model, stack_inputs()), found)
-    fastac.disable(model)
-    assert_same(train_step(model, stack_inputs()), found)
-
-
 @pytest.mark.parametrize("how", ["block", pytest.param("model", marks=NEEDS_COMPILED_MODELS)])
 def test_compiled_code_is_refused(how: str) -> None:
     torch._dynamo.reset()
@@ -381,56 +311,13 @@ def test_hooks_come_and_go(products: Counter[str]) -> None:
     assert state_of(model) == before
 
 
-def test_a_module_in_a_checkpoint_of_the_block_s_own_is_refused() -> None:
-    """Its product would be saved, and run again anyway."""
-
-    class Inner(One):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            return video + self.out(torch_checkpoint(self.first, video, use_reentrant=False))
-
-    with pytest.raises(
-        PolicyNotAppliedError, match="Linear module 'first' is called in a checkpoint of the block's own"
-    ):
-        train_step(stack(block=Inner, policy=FIRST), stack_inputs())
-
-
-def test_disable_between_forward_and_backward_is_an_error() -> None:
-    model = stack()
-    fastac.enable(model, ALL, blocks="blocks")
-    loss = support.loss_of(model(**stack_inputs()))
-    fastac.disable(model)
-    with pytest.raises(FastacError, match="Linear module"):
-        loss.backward()
-
-
-def test_products_are_intercepted_only_where_a_policy_needs_it() -> None:
+def test_products_are_intercepted_only_where_a_policy_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes every product of the process a few microseconds slower."""
-    program = """
-        import torch, fastac
-        def intercepted():
-            return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm", "BackendSelect")
-        model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, dropout=0.0), 1)
-        found = []
-        for policy in ("attn_only", "full", fastac.Policy("linear_only", linear=("linear1",))):
-            fastac.enable(model, policy, blocks="layers")
-            model(torch.randn(3, 2, 8)).sum().backward()
-            found.append(intercepted())
-        print(found)
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False, timeout=240
-    )
-    assert run.stdout.strip() == "[False, False, True]", run.stderr
-
-
-@pytest.mark.parametrize("name", ["attn_only", "linear_only"])
-def test_unknown_attention_is_an_error_although_linear_outputs_are_saved(name: str) -> None:
-    """Where the policy saves attention."""
-    attend = support.attention_function(support.define_attention_op(f"mixes_beside_{len(name)}"))
-    model = stack(block=lambda: AttentionBlock(attend=attend))
-    fastac.enable(model, Policy(name, linear=("ffn.*",)), blocks="blocks")
-    if name == "linear_only":
-        train_step(model, stack_inputs())
-        return
-    with pytest.raises(PolicyNotAppliedError, match=r"no attention is saved.*AttentionStack[^$]*none seen"):
-        train_step(model, stack_inputs())
+    asked: list[Any] = []
+    monkeypatch.setattr(interception, "install_linear", lambda: asked.append(policy))
+    for policy in ("attn_only", "full", ALONE):
+        model = stack()
+        fastac.enable(model, policy, blocks="blocks")
+        with contextlib.suppress(PolicyNotAppliedError):
+            train_step(model, stack_inputs())
+    assert set(asked) == {ALONE}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -136,8 +135,6 @@ def test_outcome(name: str, device: Simulated, at_once: None, attention_executio
             raise
         device.faults.clear()  # what the case changed in place
         return
-    if name == "saved":  # which says whether it was given the very tensor
-        found["output.1"] = expected["output.1"]
     assert_same(found, expected)
     assert attention_executions[support.CPU_ATTENTION] == executions
 
@@ -156,34 +153,6 @@ def test_an_input_changed_in_place_is_an_error(device: Simulated) -> None:
         with pytest.raises(FastacError, match=r"an input \(1, 24, 16\) .* was changed in place"):
             hidden.sum().backward()
     device.faults.clear()
-
-
-def test_forwards_that_raise_give_host_memory_back(device: Simulated) -> None:
-    model = stack(layers=LAYERS, policy=Policy("attn_only", offload=True))
-    expected = train(model)
-    broken = model.blocks[3].register_forward_pre_hook(lambda *_: 1 // 0)
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            train(model)
-    broken.remove()
-    allocated = device.allocated
-    assert_same(train(model), expected)
-    assert device.allocated == allocated
-
-
-def test_host_memory_that_cannot_be_had_loses_nothing(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward that asks for it raises; the one before it trains."""
-    model, expected = stack(layers=LAYERS, policy=Policy("full", offload=True)), train(stack(layers=LAYERS))
-    inputs = stack_inputs()
-    loss = support.loss_of(model(**inputs))
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "host_memory", lambda size: (_ for _ in ()).throw(MemoryError))
-        with pytest.raises(MemoryError):
-            model(**stack_inputs())
-    loss.backward()
-    assert_same(
-        support.gradients(support.leaves_of(model, inputs)), {k: v for k, v in expected.items() if k != "output"}
-    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -325,16 +294,7 @@ def test_what_the_device_waited_for_is_reported(late: bool, waited: int) -> None
         model(**stack_inputs()).sum().backward()
         (row,) = fastac.report(model).rows
         assert row.offloaded == Offloaded(2 * INPUT, 2 * INPUT + TEXT, 4, (INPUT,) * (waited // 2))
-        assert pickle.loads(pickle.dumps(row)) == row
         assert "3.0 KiB on the host" in str(fastac.report(model))
-
-
-def test_what_verify_shows(device: Simulated) -> None:
-    model = Leading("none", 4)
-    fastac.enable(model, Policy("attn_only", offload="inputs"), blocks="blocks")
-    found = str(fastac.verify(model, **stack_inputs()))
-    for line in ("3.0 KiB on the host", "3.4 KiB on the device", "2 of 4 copies waited for (3.0 KiB)"):
-        assert line in found
 
 
 # The guards, taken out

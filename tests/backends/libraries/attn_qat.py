@@ -1,7 +1,6 @@
 """Attention with quantization-aware training, of fastvideo-kernel: an autograd.Function over Triton, no op.
 
-The real Triton kernels, interpreted, which calculate through numbers of 4 bits. Not run: warp specialization and the
-kernels for Blackwell, which a GPU must choose. Both stand behind the same Function.
+The real Triton kernels, interpreted. Not run: warp specialization and the kernels for Blackwell.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """diffusers 0.42: Wan, trained on each attention backend that can run on a CPU, refused on those that do not train.
 
-diffusers looks for libraries when it is imported, and finds the real flash-attn 2 and xFormers. What it would download
-from the hub is handed to it: a build of flash-attn 2 with its ops in a namespace of its own, and flash-attn 4.
+It finds the real flash-attn 2 and xFormers. What it would download from the hub is handed to it.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from fastac.backends.diffusers import BACKENDS
 from fastac.backends.verdicts import Verdict
 from tests import support
 from tests.backends import flash_4_on_cpu, flash_on_cpu, flex_on_cpu, packages, xformers_on_cpu
-from tests.backends.kernels_on_cpu import forward_kernel
 from tests.backends.parity import op_of
-from tests.support import assert_model, assert_same, train_step
+from tests.support import assert_model, train_step
 
 packages.use("diffusers_backends")
 flash_on_cpu.flash_attn_2()
@@ -60,7 +58,6 @@ def _on_cpu() -> Iterator[None]:
 
 
 def flash_attn_4() -> ModuleType:
-    """The real Python layer under the name of a build."""
     package = flash_on_cpu.substitute(FLASH_4)
     name = f"{FLASH_4}.interface"
     specification = importlib.util.spec_from_file_location(name, flash_4_on_cpu.flash_attn_4().__file__)
@@ -97,48 +94,14 @@ def wan(backend: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     return model, inputs
 
 
-def test_the_real_libraries_are_found() -> None:
-    assert dispatch._CAN_USE_FLASH_ATTN
-    assert dispatch._CAN_USE_XFORMERS_ATTN
-    assert dispatch.flash_attn_func.__module__ == "flash_attn.flash_attn_interface"
-    assert dispatch.xops.__name__ == "xformers.ops"
-
-
 @pytest.mark.parametrize("backend", KERNELS)
 def test_wan(backend: str, attention_executions: Counter[str]) -> None:
-    """Executions N without checkpointing and N under attn_only, and the same gradients."""
     assert_model(*wan(backend), attention_executions)
     assert attention_executions == {KERNELS[backend]: ATTENTIONS}
 
 
-def test_a_hub_kernel_that_is_loaded_after_enable(
-    monkeypatch: pytest.MonkeyPatch, attention_executions: Counter[str]
-) -> None:
-    """Its ops have a namespace of their own, which is looked for between regions."""
-    model, inputs = wan("flash_hub")
-    expected = train_step(model, inputs)
-    fastac.enable(model, "attn_only")
-    train_step(model, inputs)
-    config = dispatch._HUB_KERNELS_REGISTRY[dispatch.AttentionBackendName.FLASH_HUB]
-    monkeypatch.setattr(config, "kernel_fn", flash_on_cpu.hub_build("_flash_attn2_late").flash_attn_func)
-    for _ in range(2):
-        attention_executions.clear()
-        assert_same(train_step(model, inputs), expected)
-        assert attention_executions == {"_flash_attn2_late::_flash_attn_forward": ATTENTIONS}
-
-
-def test_flash_3_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises in backward, for lack of an autograd formula: refused under every policy."""
-    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN_3", True)
-    dispatch._wrapped_flash_attn_3.register_kernel("cpu")(
-        forward_kernel("", op_of(FLASH_3), "bshd", ("out", "logsumexp"))
-    )
-    model, inputs = wan("_flash_3")
-    with pytest.raises(RuntimeError, match="autograd"):
-        train_step(model, inputs)
-    for policy in ("attn_only", "full"):
-        with pytest.raises(fastac.UnsupportedBackendError, match=r"'_flash_3' at .*blocks\.0\.attn1"):
-            fastac.enable(model, policy)
+def test_flash_3_does_not_train() -> None:
+    """Its op has no autograd formula."""
     tensors = {name: torch.randn(1, 8, 2, 8, requires_grad=True) for name in "qkv"}
     with pytest.raises(fastac.UnsupportedBackendError, match="diffusers' wrapper of flash-attn 3"):
         train_step(functools.partial(fastac.checkpoint, op_of(FLASH_3)), tensors)
@@ -148,5 +111,5 @@ def test_each_that_can_be_saved_is_run_or_needs_what_is_not_here() -> None:
     """A backend that is added to the table has to be tried here, or to be named."""
     savable = {name for name, row in BACKENDS.items() if row.verdict in (Verdict.SAVABLE, Verdict.OPAQUE)}
     on_a_gpu = {"_native_cudnn", "_native_efficient"}  # the ops are run in test_sdpa.py
-    newer_flash_attn_3 = {"_flash_varlen_3", "_flash_3_hub", "_flash_3_varlen_hub"}  # in flash_attn_3.py
+    newer_flash_attn_3 = {"_flash_varlen_3", "_flash_3_hub", "_flash_3_varlen_hub"}  # its op: in flash_attn_3.py
     assert savable == set(KERNELS) | on_a_gpu | newer_flash_attn_3

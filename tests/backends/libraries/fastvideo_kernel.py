@@ -1,7 +1,6 @@
 """fastvideo-kernel 0.3.5: video sparse attention (VSA), by its Triton kernels and through its CUDA extensions' ops.
 
-The Triton kernels are the real ones, interpreted. The extensions (sm90, sm100a) are substituted: the sm100a forward has
-the results of the Triton forward, by its own documentation; that of sm90 another layout of statistics.
+The Triton kernels are the real ones, interpreted. The extensions (sm90, sm100a) are substituted by them.
 """
 
 from __future__ import annotations

@@ -1,31 +1,24 @@
 """flash-attn 3: the real Python layer of 2.8.3 (`hopper`) over ops of its schema, and the generation after it.
 
-The later one is on no package index. Its op is defined here with its schema, in each namespace that it had: at first
-that of flash-attn 2, which this process does without, and those of builds from the hub.
+The later one is on no package index: its op is defined here, in each namespace that it had.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
-import fastac
 from fastac.backends import flash_attn_3
-from tests import support
 from tests.backends import flash_on_cpu, packages
 from tests.backends.parity import LENGTHS, Case, Parity, op_of, swapped
-from tests.support import assert_model, train_step
 
 packages.use("flash_attn_3")
 flash_on_cpu.flash_attn_3()
 
 import flash_attn_interface as library
-from diffusers.models import attention_dispatch
 
 # The later generation says of no argument that it is written.
 LATER_ARGUMENTS = (
@@ -127,37 +120,3 @@ class TestFlashAttn3(Parity):
         *(case for namespace in later for case in later_cases(namespace)),
     )
     rows = flash_attn_3.ROWS
-
-
-def test_a_call_that_writes_an_argument_is_refused() -> None:
-    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():  # as the autograd.Functions of the library call it
-            return torch.tanh(query) + torch.ops.flash_attn_3.fwd(query, key, value, out=query.clone())[0]
-
-    with pytest.raises(fastac.FastacError, match="'out', which it writes"):
-        train_step(functools.partial(fastac.checkpoint, region), TestFlashAttn3.cases[0].inputs())
-
-
-def as_diffusers_calls_it(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, return_attn_probs: bool = False, **options: Any
-) -> torch.Tensor:
-    """flash_attn_func and flash_attn_varlen_func of the later generation."""
-    assert not return_attn_probs
-    return later[HUB](q, k, v, causal=causal, **{name: options[name] for name in LENGTHS if name in options})
-
-
-@pytest.mark.parametrize("backend", ["_flash_3_hub", "_flash_3_varlen_hub", "_flash_varlen_3"])
-def test_wan(backend: str, attention_executions: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In diffusers, under the backends that take the later generation."""
-    name = attention_dispatch.AttentionBackendName(backend)
-    if name in attention_dispatch._HUB_KERNELS_REGISTRY:
-        config = attention_dispatch._HUB_KERNELS_REGISTRY[name]
-        monkeypatch.setattr(config, "kernel_fn", as_diffusers_calls_it)
-        monkeypatch.setattr(attention_dispatch, "_maybe_download_kernel_for_backend", lambda _: None)
-    else:
-        monkeypatch.setattr(attention_dispatch, "flash_attn_3_varlen_func", as_diffusers_calls_it)
-    monkeypatch.setattr(attention_dispatch, "_check_attention_backend_requirements", lambda _: None)
-    model, inputs = support.build("WanTransformer3DModel")
-    model.set_attention_backend(backend)
-    assert_model(model, inputs, attention_executions)
-    assert attention_executions == {f"{HUB}::fwd": 4}

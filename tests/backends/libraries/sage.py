@@ -1,7 +1,6 @@
 """SageAttention: kernels for inference. Release 2 has ops, which are refused; release 1.0.6 has none that could be.
 
-Release 2 is built from source on a GPU and is not on the package index; its ops are defined here, with its schemas.
-The Triton kernels of 1.0.6 are the real ones, interpreted.
+The ops of release 2, which is on no package index, are defined here. The Triton kernels of 1.0.6 are the real ones.
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class Block(torch.nn.Module):
         self.attn_qkv, self.attn_out = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64)
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """video: (batch, tokens, 64) -> the same. There is no text in it."""
         query, key, value = (tensor[:, None].contiguous() for tensor in self.attn_qkv(video).chunk(3, -1))
         return video + self.attn_out(sageattn(query, key, value)[:, 0])
 

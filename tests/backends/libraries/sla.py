@@ -1,7 +1,6 @@
 """Sparse-linear attention (SLA): fastvideo-kernel's autograd.Function over Triton, and FastVideo's layer that calls it.
 
-No op shows it: fastac makes the Function visible when its module is loaded. The Triton kernels are the real ones,
-interpreted. Of the package fastvideo only the layer's file is imported, without the package around it.
+The Triton kernels are the real ones, interpreted. Of fastvideo only the layer's file is imported.
 """
 
 from __future__ import annotations

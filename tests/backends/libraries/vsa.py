@@ -1,7 +1,6 @@
 """vsa 0.0.4, the first release of video sparse attention: its real Triton kernels, and its op for the H100's extension.
 
-On import it asks which GPU there is: an H100, so that it defines both its ops. The extension is substituted, with the
-results of the Triton kernels.
+The extension is substituted by the Triton kernels.
 """
 
 from __future__ import annotations

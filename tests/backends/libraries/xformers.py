@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from fastac.backends import xformers as catalogue
 from tests.backends import packages, xformers_on_cpu
 from tests.backends.parity import DIM, KEY_LENGTHS, QUERIES, QUERY_LENGTHS, Case, Parity
-from tests.support import assert_region
 
 packages.use("xformers")
 ops = xformers_on_cpu.xformers()
@@ -40,7 +38,6 @@ def dense(kernel: Any = None, bias: Any = None) -> Callable[..., torch.Tensor]:
 
 
 def packed(kernel: Any, queries: tuple[int, ...]) -> Callable[..., torch.Tensor]:
-    """queries: lengths of their sequences."""
     mask = BlockDiagonalMask.from_seqlens(list(queries), list(KEY_LENGTHS))
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float) -> torch.Tensor:
@@ -51,7 +48,7 @@ def packed(kernel: Any, queries: tuple[int, ...]) -> Callable[..., torch.Tensor]
     return call
 
 
-SWAPPED = "torch's formula takes sequences for heads: test_what_torch_counts_otherwise in tests/backends/test_sdpa.py"
+SWAPPED = "torch's formula for this op takes (batch, sequence, heads, dim) for (batch, heads, sequence, dim)"
 
 
 def variants(
@@ -64,7 +61,6 @@ def variants(
     queries: int = QUERIES,
     lengths: tuple[int, ...] = QUERY_LENGTHS,
 ) -> list[Case]:
-    """Every kernel's two layouts. lengths: of packed sequences of queries."""
     case = functools.partial(Case, op, kernel=counted_as, drops=drops, dim=dim)
     # ck does not get the longest sequence of keys: keys of all sequences count.
     seen = (sum(KEY_LENGTHS),) if kernel is ck else ()
@@ -92,21 +88,3 @@ class TestXFormers(Parity):
     )
     rows = catalogue.ROWS
     refused = (memory_efficient_attention_forward,)
-
-
-@pytest.mark.parametrize(
-    ("dim", "cuda", "kernel"),
-    [
-        (DIM, None, "xformers::efficient_attention_forward_ck"),  # a build for ROCm
-        (64, "12.8", "flash_attn_3::fwd"),
-        (DIM, "12.8", "aten::_flash_attention_forward"),
-    ],
-)
-def test_the_dispatcher_finds_each_kernel(
-    dim: int, cuda: str | None, kernel: str, monkeypatch: pytest.MonkeyPatch, attention_executions: Counter[str]
-) -> None:
-    """memory_efficient_attention without `op`, as diffusers calls it: what is saved is what xFormers chose."""
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    case = Case("", dense(), dim=dim)
-    assert_region(case.region, case.inputs(), attention_executions)
-    assert attention_executions == {kernel: 1}
