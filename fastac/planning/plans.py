@@ -45,7 +45,7 @@ def parse_bytes(text: str | int) -> int:
     """A number of bytes: "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB", or a number. Raises FastacError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    pattern = r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b\s*"
+    pattern = r"\s*([0-9]+(?:\.[0-9]+(?=\s*[kmgt]))?)\s*(?:([kmgt])(i?))?b\s*"  # no half of a byte: "1.5B"
     found = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
     if found is None:
         raise FastacError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -216,15 +215,25 @@ class _Search:
 def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> int:
     """The most steps whose peak fits a memory; -1 for none.
 
+    Bytes are nearly proportional to steps: most guesses are on the line through two known peaks.
+
     peak: bytes of so many steps, None where they are refused, few of them or many. start: steps that are not refused.
     """
-
-    def fits(steps: int) -> bool:
-        size = peak(steps)
-        return steps < start if size is None else size <= memory
-
-    low, high = 0, start
-    while fits(high):
-        low, high = high + 1, 2 * high + 1
-    most = bisect.bisect_left(range(high), True, low, key=lambda steps: not fits(steps)) - 1
-    return most if most >= 0 and peak(most) is not None else -1
+    peaks: dict[int, int | None] = {}
+    low, high, guess = -1, None, start
+    while True:
+        size = peaks[guess] = peak(guess)
+        if guess < start if size is None else size <= memory:
+            low = guess
+        else:
+            high = guess
+        known = {steps: size for steps, size in peaks.items() if size is not None}
+        end = FARTHEST * (max(known) + 1) if high is None else high
+        if end - low <= 1:
+            return low if low in known else -1
+        guess = (low + end) // 2
+        # There is no line where steps are refused, or the peak moves to another moment.
+        if 1 < len(known) == len(peaks) and len(peaks) % 3:
+            a, b = sorted(known, key=lambda steps: abs(known[steps] - memory))[:2]
+            slope = max(1, (known[b] - known[a]) / (b - a))
+            guess = min(max(int(a + (memory - known[a]) / slope), low + 1), end - 1)
