@@ -7,7 +7,6 @@ million of 10 KiB for Wan 14B, while at most 0.3 million of its sums are not bea
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -111,13 +110,11 @@ def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_Step]:
     steps = []
     # Parts that go one by one come first, then large ones, while lists are short. Small ones fill the gaps in between.
     for levels in sorted(pools, key=lambda levels: (len(levels) > 2, levels[-1]), reverse=True):
-        rest = len(pools[levels])
-        for power in itertools.count():
-            copies = min(rest, 2**power if len(levels) == 2 else 1)
-            if not copies:
-                break
-            steps.append(_Step(levels, copies))
-            rest -= copies
+        rest, chunk = len(pools[levels]), 1
+        while rest:
+            steps.append(_Step(levels, min(rest, chunk)))
+            rest -= steps[-1].copies
+            chunk *= 2 if len(levels) == 2 else 1
     return steps
 
 

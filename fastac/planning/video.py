@@ -16,7 +16,7 @@ from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
-from fastac.planning.plans import ROWS, WITHIN, Plan, make_plan
+from fastac.planning.plans import ROWS, WITHIN, Plan, explained, make_plan
 from fastac.planning.simulation import Split
 from fastac.planning.subject import Subject, subject
 from fastac.planning.weights import BREAKS
@@ -71,25 +71,14 @@ def plan_video(
     Raises:
         FastacError: the video does not fit the model, or this does not run.
     """
-    sizes = (
-        f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
-    )
     how = f"LoRA of rank {training.lora}" if training.lora else "all weights"
     on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
-    described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
-    try:
+    described = f"{video}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
+    with explained(f"{configuration.name} cannot be built as it is configured, or does not run on {described}"):
         search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
         found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload)
-    except FastacError:
-        raise
-    except BREAKS as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise FastacError(
-            f"plan: {configuration.name} cannot be built as it is configured, or does not run on {described}: "
-            f"{type(error).__name__}: {first}"
-        ) from error
     if memory is None:
         return found
     largest = {
@@ -156,15 +145,10 @@ class _Search:
             )
         return part, split
 
-    @functools.cached_property
+    @property
     def step(self) -> int:
-        """By how many frames a video that the model takes may be longer. Raises FastacError."""
-        compression = self.configuration.compression.frames
-        for step in range(compression, 8 * compression + 1, compression):
-            with contextlib.suppress(FastacError):
-                self._part(self.video.frames + step)
-                return step
-        raise FastacError(f"plan: found no video longer than {self.video.frames} frames for {self.configuration.name}")
+        """By how many frames videos of the model differ."""
+        return self.configuration.default.compression.frames * self.configuration.patch[0]
 
     @functools.cached_property
     def far(self) -> int | None:
@@ -191,9 +175,10 @@ class _Search:
             return self._peak(frames, policy)
         with contextlib.suppress(FastacError):
             self._part(frames)
+            near, far = self.forecasts[self.video.frames], self.forecasts[self.far]
             part = Fraction(frames - self.video.frames, self.far - self.video.frames)
-            peak = self.forecasts[self.video.frames].peak_on_line(ROWS[policy], self.forecasts[self.far], part)
-            return self._peak(frames, policy) if peak is None else peak
+            step = near.step(ROWS[policy]).on_line(far.step(ROWS[policy]), part)
+            return self._peak(frames, policy) if step is None else near.peak(ROWS[policy], step)
         return None
 
     def longest(self, policy: str, memory: int) -> int:
