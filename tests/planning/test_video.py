@@ -19,7 +19,6 @@ from fastac.errors import FastacError
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
-from fastac.planning import Plan
 from fastac.planning.forecast import Forecast
 from fastac.planning.plans import ROWS
 from fastac.planning.simulation import Split
@@ -43,10 +42,6 @@ def small(tmp_path: Path) -> Configuration:
 
 def video_of(configuration: Configuration, frames: int = 33, text_tokens: int = 8) -> Video:
     return dataclasses.replace(configuration.default, frames=frames, height=32, width=64, text_tokens=text_tokens)
-
-
-def peaks_of(found: Plan) -> dict[str, int]:
-    return {one.policy: one.peak_bytes for one in found.policies}
 
 
 # The longest video

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,16 +124,6 @@ def test_weights_that_are_stored_in_another_way(way: str, enabled: bool, tmp_pat
         assert fastac.report(model).rows
 
 
-def test_what_cannot_be_copied_is_shared() -> None:
-    """A Python module, a lock, a generator, also inside of others."""
-    model: Any = stack()
-    expected = fastac.plan(model, stack_inputs(), blocks="blocks")
-    model.library, model.blocks[0].lock = torch, threading.Lock()
-    model.blocks[1].queue = [{"items": (number for number in range(3))}]
-    assert fastac.plan(model, stack_inputs(), blocks="blocks") == expected
-    assert list(model.blocks[1].queue[0]["items"]) == [0, 1, 2]
-
-
 def test_what_cannot_be_planned_says_when_it_can() -> None:
     """With the cause: hooks that change what is computed, and modules that cannot be copied."""
 
@@ -145,7 +134,7 @@ def test_what_cannot_be_planned_says_when_it_can() -> None:
     hooked = stack()
     HookRegistry.check_if_exists_or_initialize(hooked).register_hook(ModelHook(), "own")
     for model, cause in ((Whole(), "AssertionError: in parts here"), (hooked, "FakeTensor")):
-        with pytest.raises(FastacError, match=f"(?s){cause}.*sharded or quantized, plan before.*fastac plan") as caught:
+        with pytest.raises(FastacError, match=f"sharded or quantized, plan before.*{cause}") as caught:
             fastac.plan(model, stack_inputs(), blocks="blocks")
         assert caught.value.__cause__ is not None
 
