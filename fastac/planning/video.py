@@ -216,7 +216,7 @@ def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> in
         end = FARTHEST * (max(known) + 1) if high is None else high
         if end - low <= 1:
             return low if low in known else -1
-        guess = (low + end) // 2
+        guess = 2 * low + 1 if high is None else (low + end) // 2  # twice as long is `far`, which is simulated
         # There is no line where steps are refused, or the peak moves to another moment.
         if 1 < len(known) == len(peaks) and len(peaks) % 3:
             a, b = sorted(known, key=lambda steps: abs(known[steps] - memory))[:2]

@@ -297,24 +297,6 @@ WAN = Compression(4, 8, 8)
 
 
 @pytest.mark.parametrize(
-    ("frames", "height", "width", "compression", "latents"),
-    [
-        (77, 720, 1280, WAN, (20, 90, 160)),  # Wan 2.1
-        (121, 704, 1280, Compression(4, 16, 16), (31, 44, 80)),  # Wan 2.2 TI2V 5B
-        (163, 480, 848, Compression(6, 8, 8), (28, 60, 106)),  # Mochi
-        (161, 512, 704, Compression(8, 32, 32), (21, 16, 22)),  # LTX-Video
-        (88, 720, 1280, Compression(4, 8, 8, first_alone=False), (22, 90, 160)),  # Allegro
-        (1, 64, 64, WAN, (1, 8, 8)),
-    ],
-    ids=str,
-)
-def test_latents(frames: int, height: int, width: int, compression: Compression, latents: tuple[int, int, int]) -> None:
-    video = Video(frames=frames, height=height, width=width, text_tokens=1, compression=compression)
-    assert video.latents() == latents
-    assert video.tokens((1, 2, 2)) == latents[0] * (latents[1] // 2) * (latents[2] // 2)
-
-
-@pytest.mark.parametrize(
     ("sizes", "patch", "message"),
     [
         ({"frames": 80}, (1, 2, 2), r"frames 80 is not a multiple of 4, plus 1.* Use 77 or 81\."),

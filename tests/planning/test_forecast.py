@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -43,15 +40,6 @@ OTHER_KINDS: dict[str, tuple[torch.dtype, int]] = {WAN: (torch.bfloat16, 4)}
 
 ALL_LINEAR = Policy(linear=("*",))
 POLICIES: tuple[str | Policy, ...] = ("none", "full", "attn_only", ALL_LINEAR)
-
-
-@pytest.fixture(autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Measuring collects garbage often, which need not look at all that was imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("name", quick(KINDS, WAN, COGVIDEOX))

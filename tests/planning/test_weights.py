@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import cpu_offload, disk_offload
+from accelerate import disk_offload
 from diffusers.hooks import HookRegistry, ModelHook
 
 import fastac
@@ -77,11 +77,6 @@ WAYS: dict[str, Callable[[Any, Path], object]] = {
         CPU, CPU, "leaf_level", offload_to_disk_path=str(path)
     ),
     "layerwise casting": lambda model, path: model.enable_layerwise_casting(**FLOAT8),
-    "casting and leaves": lambda model, path: (
-        model.enable_layerwise_casting(**FLOAT8),
-        model.enable_group_offload(CPU, CPU, "leaf_level"),
-    ),
-    "cpu_offload": lambda model, path: cpu_offload(model, CPU),
     "disk_offload": lambda model, path: disk_offload(model, str(path), CPU),
     "quantized": lambda model, path: packed(model, ByParameter),
     "quantized, in buffers": lambda model, path: packed(model, ByBuffer),

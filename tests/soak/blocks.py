@@ -52,7 +52,6 @@ class RandomAttentionBlock(torch.nn.Module):
             )
             for _ in spec.parts
         )
-        self.bias = torch.nn.Parameter(torch.randn(HEADS, 1, 1))
         self.ffn = torch.nn.Sequential(
             torch.nn.Linear(WIDTH, 12), torch.nn.Sequential(torch.nn.ReLU(inplace=spec.in_place)), linear(12, WIDTH)
         )

@@ -15,7 +15,7 @@ import fastac
 from fastac import Policy
 from tests import support
 from tests.soak import models
-from tests.soak.attention import AttentionCall, observed
+from tests.soak.attention import REFUSED, AttentionCall, observed
 from tests.soak.models import SHAPES, ModelSpec, Policies
 from tests.soak.steps import AROUND, WAYS, Step
 from tests.support import Tensors, assert_same, train_step
@@ -30,7 +30,6 @@ class Twins:
         torch._dynamo.reset()
         self.spec, self.how = spec, how  # how it is enabled, of models.HOW
         self.policy: Policies | None = None
-        self.others: list[tuple[Any, Any]] = []  # copies that stay alive
         self.compiled: set[int] = set()  # places of blocks
         self.remade = False
         self.plain = models.build(spec)
@@ -56,13 +55,6 @@ class Twins:
     def disable(self) -> None:
         self.checked.disable()
         self.policy = None
-
-    def copy(self, goes_on: bool) -> None:
-        """Go on with copies, or keep them. torch does not copy compiled code."""
-        copies = copy.deepcopy(self.plain), copy.deepcopy(self.checked)
-        self.others.append(self.both if goes_on else copies)
-        if goes_on:
-            (self.plain, self.checked), self.compiled = copies, set()
 
     def freeze(self, bits: int) -> None:
         for model in self.both:
@@ -201,12 +193,7 @@ class Twins:
         return self.has_refused(shape) and not (self.remade or self.spec.one_class)
 
     def has_refused(self, shape: int) -> bool:
-        return any(
-            kind in ("written out", "math", "inner checkpoint")
-            or (kind == "learned bias" and block.bias.requires_grad)
-            or (kind == "dropout" and block.training)
-            for block, kind in self.calls_to_save(shape)
-        )
+        return any(kind in REFUSED for _, kind in self.calls_to_save(shape))
 
     def may_refuse(self, way: str, shape: int) -> bool:
         """Whether a step may end in a FastacError: also a checkpoint around the model, and a policy without effect."""
@@ -216,7 +203,7 @@ class Twins:
             return True  # the recompute of the block runs the region inside it again
         if way == "inside a region" or not all(self.calls_to_save(one) for one in range(len(SHAPES))):
             return True
-        return self.remade or self.has_refused(shape) or bool(self.checked.kinds & {"learned bias", "dropout"})
+        return self.remade or self.has_refused(shape)
 
     def check_executions(self, executed: int, needed: int, way: str) -> None:
         """Compare how often kernels ran. needed: how often in the step of the plain twin."""
