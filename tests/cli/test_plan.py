@@ -174,7 +174,6 @@ def test_a_config_json_of_strangers(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One line, at once, whatever stands in it."""
     path = Path(small[0])
     path.write_text(changes if isinstance(changes, str) else json.dumps(json.loads(path.read_text()) | changes))
     started = time.perf_counter()

@@ -77,12 +77,6 @@ def test_what_diffusers_writes(class_name: str, tmp_path: Path) -> None:
     }
 
 
-def test_a_configuration_of_the_5b_model_is_known_by_its_channels(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"_class_name": "WanTransformer3DModel", "in_channels": 48}))
-    assert load(str(path)).compression == load("wan2.2-ti2v-5b").default.compression == Compression(4, 16, 16)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -30,7 +30,6 @@ def row_of(name: str) -> ModelRow:
 
 
 def model_for(name: str, frames: int, **changes: Any) -> Any:
-    """A tiny model with positions for so many frames."""
     config = dict(TINY[name].config) | LARGER.get(name, {}) | changes
     if "video_length" in config:
         config["video_length"] = frames
@@ -39,7 +38,6 @@ def model_for(name: str, frames: int, **changes: Any) -> Any:
 
 
 def small(row: ModelRow, config: Any, latents: tuple[int, int, int], **changes: Any) -> Video:
-    """A video of a row with so many latents."""
     video = row.default_of(config)
     first, scale = int(video.compression.first_alone), video.compression
     return dataclasses.replace(
@@ -300,10 +298,8 @@ WAN = Compression(4, 8, 8)
     ("sizes", "patch", "message"),
     [
         ({"frames": 80}, (1, 2, 2), r"frames 80 is not a multiple of 4, plus 1.* Use 77 or 81\."),
-        ({"frames": 2}, (1, 2, 2), r"Use 1 or 5\."),
         ({"frames": 81}, (2, 2, 2), r"frames 81 is not a multiple of 8, plus 5.* Use 77 or 85\."),
         ({"frames": 3}, (2, 2, 2), r"Use 5\."),
-        ({"height": 712}, (1, 2, 2), r"height 712 is not a multiple of 16.* Use 704 or 720\."),
         ({"width": 4}, (1, 2, 2), r"width 4 is not a multiple of 16.* Use 16\."),
     ],
     ids=str,
@@ -311,8 +307,6 @@ WAN = Compression(4, 8, 8)
 def test_sizes_that_do_not_fit(sizes: dict[str, int], patch: tuple[int, int, int], message: str) -> None:
     fitting = Video(frames=77, height=720, width=1280, text_tokens=512, compression=WAN)
     video = dataclasses.replace(fitting, **sizes)  # type: ignore[arg-type]
-    with pytest.raises(FastacError, match=message):
-        video.latents(patch)
     with pytest.raises(FastacError, match=message):
         video.tokens(patch)
 

@@ -21,7 +21,6 @@ Blocks = dict[str, list[Candidate]]
 
 
 def saved_of(outputs: Sequence[Candidate], marks: Marks) -> list[Candidate]:
-    """The outputs of a block that are saved."""
     bound = min((mark for mark in marks if isinstance(mark, int)), default=float("inf"))
     return [out for out in outputs if (out.keys >= bound if out.keys else out.name in marks)]
 
@@ -33,7 +32,6 @@ def total(blocks: Blocks, chosen: dict[str, Marks]) -> tuple[int, int]:
 
 
 def possible(outputs: Sequence[Candidate]) -> set[tuple[int, int]]:
-    """Bytes and flops of everything that one block may save."""
     names = sorted({out.name for out in outputs if not out.keys})
     subsets = [set(taken) for count in range(len(names) + 1) for taken in itertools.combinations(names, count)]
     sums = set()
@@ -45,7 +43,6 @@ def possible(outputs: Sequence[Candidate]) -> set[tuple[int, int]]:
 
 
 def all_sums(blocks: Blocks) -> set[tuple[int, int]]:
-    """Bytes and flops of everything that a model may save."""
     sums = {(0, 0)}
     for outputs in blocks.values():
         sums = {(a + b, f + g) for a, f in sums for b, g in possible(outputs)}

@@ -63,7 +63,6 @@ class ByBuffer(torch.nn.Module):
 
 
 def packed(model: Any, kind: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
-    """Its frozen Linear modules become such ones."""
     for name, module in list(model.blocks.named_modules()):
         if type(module) is torch.nn.Linear and not module.weight.requires_grad:
             model.blocks.set_submodule(name, kind(module))
@@ -135,7 +134,6 @@ def test_what_cannot_be_planned_says_when_it_can() -> None:
 
 
 def test_a_linear_module_of_a_class_of_its_own_is_not_chosen() -> None:
-    """`enable` refuses it."""
     model: Any = stack()
     for block in model.blocks:
         block.ffn.requires_grad_(False)

@@ -34,8 +34,6 @@ class AttentionCall(NamedTuple):
 
 
 class Observed:
-    """What the blocks note."""
-
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self.in_forward = False
@@ -92,7 +90,6 @@ def _math(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _inner(checkpoint: Callable[..., Any], block: Any, *tensors: Tensor) -> Tensor:
-    """A region inside the region."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query.sin(), key, value) * 0.5

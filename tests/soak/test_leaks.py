@@ -67,7 +67,6 @@ class Run:
         twins.train(way, self.random.randrange(len(SHAPES)), self.random.randrange(5))
 
     def alive_at_rest(self) -> dict[str, int]:
-        """What is alive, always in the same state."""
         self.twins.disable()
         self.twins.enable("attn_only", "hook")
         for model in self.twins.both:

@@ -85,7 +85,6 @@ def operations(**more: Arguments) -> st.SearchStrategy[Steps]:
 
 
 def go_through(twins: Twins, policy: Policies, steps: Steps) -> None:
-    """Enable it, and do it all."""
     twins.enable(policy)
     twins.train("plain", 0, 0)
     for (name, arguments), training in steps:

@@ -40,7 +40,6 @@ class Twins:
         return self.plain, self.checked
 
     def inputs(self, shape: int, seed: int) -> dict[str, Any]:
-        """New inputs, of one of several shapes."""
         return models.inputs(self.spec, shape, seed)
 
     # Operations
@@ -71,7 +70,6 @@ class Twins:
             self.compiled.add(block.place)
 
     def remake(self, place: int, kinds: list[str]) -> None:
-        """Change the kinds of attention of a block, as when its attention function is replaced."""
         for model in self.both:
             block = model.blocks[place % len(model.blocks)]
             parts = [(kind, source) for (_, source), kind in zip(block.spec.parts, kinds, strict=False)]
@@ -89,7 +87,6 @@ class Twins:
             torch.optim.SGD(model.parameters(), lr=rate).step()
 
     def sample(self, mode: str) -> None:
-        """A forward without gradients."""
         found: list[Tensors | Exception] = []
         for model in self.both:
             self.watch(model)
@@ -120,7 +117,6 @@ class Twins:
             assert_same(*reversed(results))
 
     def train(self, way: str, shape: int, seed: int) -> None:
-        """A training step of both, which must be the same."""
         expected, needed = self.attempt(self.plain, way, shape, seed)
         found, executed = self.attempt(self.checked, way, shape, seed)
         if isinstance(expected, Exception):
@@ -164,7 +160,6 @@ class Twins:
             self.enable(policy)
 
     def watch(self, model: Any) -> None:
-        """Begin a step of this model."""
         observed.calls.clear()
         observed.inner_regions = model is self.checked and self.policy is not None
 
@@ -172,7 +167,6 @@ class Twins:
 
     @property
     def policies(self) -> list[str | Policy | None]:
-        """Those that a mapping mixes."""
         return list(self.policy.values()) if isinstance(self.policy, dict) else [self.policy]
 
     def calls_to_save(self, shape: int) -> list[tuple[Any, str]]:

@@ -106,8 +106,6 @@ def test_a_module_without_the_hook_is_one_block() -> None:
 
 
 class Outside(Diffuser):
-    """Attends outside of its blocks only."""
-
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         return AttentionBlock.forward(self.blocks[0], video, text)
 

@@ -15,6 +15,7 @@ from tests.trainers.training import OfDiffusers
 
 packages.use("simpletuner")
 
+from simpletuner.helpers.models.hunyuanvideo.transformer import HunyuanVideo15Transformer3DModel
 from simpletuner.helpers.models.kandinsky5_video.transformer_kandinsky5 import Kandinsky5Transformer3DModel
 from simpletuner.helpers.models.ltxvideo2.transformer import LTX2VideoTransformer3DModel
 from simpletuner.helpers.models.wan.transformer import WanTransformer3DModel
@@ -73,6 +74,11 @@ class TestWan(SimpleTuner):
         self.expect(switched_on(), again)
         with fastac.patch_checkpoint():
             self.expect(switched_on())
+
+
+class TestHunyuanVideo15(SimpleTuner):
+    kind, attention, blocks = HunyuanVideo15Transformer3DModel, 2, "transformer_blocks"
+    beside = 1  # refines the text
 
 
 class TestKandinsky5(SimpleTuner):
