@@ -55,11 +55,7 @@ def run(options: argparse.Namespace) -> int:
         found = bench(workload, subject, options.rounds, budget, options.offload, status.update)
     print(found)
     if options.json is not None:
-        what = {
-            "command": shlex.join(["fastac", *options.arguments]),
-            "machine": machine(),
-            **dataclasses.asdict(found),
-        }
+        what = {"command": shlex.join(["fastac", *options.arguments]), "machine": machine()} | dataclasses.asdict(found)
         options.json.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
     return 0
 

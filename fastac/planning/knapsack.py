@@ -34,11 +34,11 @@ _Levels = tuple[tuple[int, int], ...]
 """Bytes and flops at each level of a part, ascending from (0, 0), which saves nothing."""
 
 
-class _Part(NamedTuple):
-    """One decision about a block: whether a Linear module is saved, or attention over how many keys."""
+_Part = tuple[str, tuple[str | int, ...]]
+"""One decision about a block: the block, and the marks of the levels above (0, 0).
 
-    block: str
-    marks: tuple[str | int, ...]  # of the levels above (0, 0): the name of the module, or numbers of keys
+The marks are the name of a Linear module, or numbers of keys.
+"""
 
 
 class _Step(NamedTuple):
@@ -67,9 +67,9 @@ def choose(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dict[str, M
         chosen[step.levels] += [level] * step.copies
     found: dict[str, Marks] = {block: set() for block in blocks}
     for levels, parts in pools.items():
-        for part, level in zip(parts, sorted(chosen[levels], reverse=True), strict=True):
+        for (block, marks), level in zip(parts, sorted(chosen[levels], reverse=True), strict=True):
             if level:
-                found[part.block].add(part.marks[level - 1])
+                found[block].add(marks[level - 1])
     return found
 
 
@@ -98,7 +98,7 @@ def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[_Levels, list[_Par
                 size, flops = levels[-1]
                 levels.append((size + sum(out.bytes for out in held), flops + sum(out.flops for out in held)))
             if levels[-1][1]:
-                pools.setdefault(tuple(levels), []).append(_Part(block, marks))
+                pools.setdefault(tuple(levels), []).append((block, marks))
     return pools
 
 
