@@ -123,14 +123,11 @@ def test_no_blocks_and_no_outputs() -> None:
 
 def test_a_thinned_list_stays_within_the_limit_and_near_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs that save as much per byte: nearly every sum of sizes is undominated."""
-    sizes = Random(0).choices(range(GIB // 8), k=200)
-    names = "qkvo"
-    blocks = {f"blocks.{n}": [Candidate(name, sizes.pop(), 0) for name in names] for n in range(50)}
-    for one in (one for outputs in blocks.values() for one in outputs):
-        one.flops = 1000 * one.bytes
-    limit = 5 * GIB
+    sizes = Random(0).choices(range(GIB // 8), k=20)
+    blocks = {f"blocks.{n}": [Candidate("q", size, 1000 * size)] for n, size in enumerate(sizes)}
+    limit = GIB // 2
     _, exact = total(blocks, choose(blocks, limit))
     monkeypatch.setattr(knapsack, "POINTS", 2000)
     size, flops = total(blocks, choose(blocks, limit))
-    assert limit - GIB < size <= limit
-    assert 0.99 * exact < flops <= exact
+    assert 0.98 * limit < size <= limit
+    assert 0.98 * exact < flops <= exact
