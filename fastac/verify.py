@@ -72,10 +72,9 @@ def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
     moved = [record.transfers for record in _records(modules) if record.transfers is not None]
     if not moved:
         return None
-    host, device, copies = (
-        sum(getattr(one, name) for one in moved) for name in ("host_bytes", "device_bytes", "copies")
-    )
-    return Offloaded(host, device, copies, tuple(size for one in moved for size in one.waited_bytes()))
+    host, device, copies = zip(*((one.host_bytes, one.device_bytes, one.copies) for one in moved), strict=True)
+    waited = tuple(size for one in moved for size in one.waited_bytes())
+    return Offloaded(sum(host), sum(device), sum(copies), waited)
 
 
 def _records(modules: Iterable[torch.nn.Module]) -> list[BlockRecord]:
@@ -474,11 +473,6 @@ class Verification:
     is_enabled: bool = True
     """Whether the model was enabled; else this is what `enable` would do."""
 
-    @property
-    def is_noise(self) -> bool:
-        """Whether results differ, and no more than the reference does by itself, which then proves nothing finer."""
-        return bool(self.different) and not self.broken
-
     def __str__(self) -> str:
         would = "" if self.is_enabled else " (not enabled: this is what fastac.enable would do)"
         table = Table()
@@ -489,7 +483,9 @@ class Verification:
         alike = f"not bitwise: two runs of {self.reference} differ too, by {self.noise:.1g}"
         if self.compiled:
             alike = f"not bitwise: compiling {self.reference} alone changes as much (rounding, or {self.noise:.1g})"
-        table.add_row("outputs and gradients", "", equal, alike if self.is_noise else _yes(not self.broken))
+        table.add_row(
+            "outputs and gradients", "", equal, alike if self.different and not self.broken else _yes(not self.broken)
+        )
         same, once = forward[0] == forward[1], self.policy_executions[1] <= self.allowed_again
         unseen = "none seen" if not forward[0] else ""
         table.add_row("attention runs in forward", str(forward[0]), str(forward[1]), unseen or _yes(same))

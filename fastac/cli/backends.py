@@ -134,10 +134,7 @@ def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.BoundOp]) -> dict[str
     how = ["its ops"] * trains + [f"made visible when it is loaded: {functions}"] * bool(functions)
     return {
         "name": str(plugin),
-        "entry_point": plugin.value,
-        "distribution": plugin.distribution,
         "installed": plugin.version,
-        "backends": sorted(made_visible | {row.backend for row in plugin.rows if isinstance(row, AttentionOp)}),
         "ops": sorted(op.qualified_name for op in mine),
         "verdict": verdict.value,
         "how": "; ".join(how),

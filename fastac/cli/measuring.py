@@ -161,7 +161,6 @@ def take_turns(
     step: Callable[[], object],
     *,
     clock: Callable[[], float] = time.perf_counter,
-    tell: Tell = lambda text: None,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Time several ways to run a step: in each round every way once, in a random order, so that a slow spell hits all.
 
@@ -173,7 +172,6 @@ def take_turns(
         switch: called with the name of the way to run next; not timed.
         step: runs one, until the device has finished it.
         clock: seconds.
-        tell: called with the progress, in words.
 
     Returns:
         Seconds of each way in each round, and one line for each way that failed.
@@ -185,8 +183,7 @@ def take_turns(
     gc.freeze()  # later collections skip the objects that are alive now
     gc.disable()
     try:
-        for number in range(rounds):
-            tell(f"round {number + 1} of {rounds}")
+        for _ in range(rounds):
             for name in order.sample(list(seconds), len(seconds)):
                 gc.collect()
                 try:
@@ -387,7 +384,8 @@ def measure(switch: Switch, look: Callable[[str], Mapping[str, Any]], rounds: in
         except FAILURES as error:
             rows[name] = Measurement(name, failure(error))
     names = [name for name, row in rows.items() if not row.problem]
-    seconds, problems = take_turns(names, rounds, switch.to, workload.step, tell=tell)
+    tell(f"{rounds} rounds of steps")
+    seconds, problems = take_turns(names, rounds, switch.to, workload.step)
     ratios = relative(seconds, "full")
     rows |= {name: replace(rows[name], seconds=tuple(one), relative=ratios.get(name)) for name, one in seconds.items()}
     rows |= {name: Measurement(name, problem) for name, problem in problems.items()}
@@ -460,8 +458,6 @@ class Measurements:
         captions += [f"two runs of {self.reference} differ by up to {self.noise:.2g}"] * bool(self.noise)
         captions += [f"budget: {readable_bytes(self.budget)}"] if self.budget is not None else []
         more = offload_columns(self.rows, self.device)
-        if more and self.device == "cpu":
-            captions += ["on a CPU the host and the device are one memory: bytes on the host are held as well"]
         equality = f"outputs and gradients as {self.reference}"
         return render(table_of(self.rows, self.subject, captions, {equality: self._equality, **more}))
 

@@ -59,10 +59,6 @@ def add_video(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a plan. Raises FastacError if that is not possible."""
-    if options.lora < 0:
-        raise FastacError(f"plan --lora {options.lora}: a rank of 1 or more was expected")
-    if not options.tflops > 0:
-        raise FastacError(f"plan --tflops {options.tflops:g}: a number above 0 was expected")
     budget, memory = (None if text is None else parse_bytes(text) for text in (options.budget, options.memory))
     configuration = configurations.load(options.model)
     with telling() as status, warnings.catch_warnings():
@@ -84,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(found)
         if found.budget is not None and options.context_parallel == 1:
-            within = f"within({_written(found.budget)}{', offload=True' * options.offload})"
+            within = f"within({json.dumps(options.budget or found.budget)}{', offload=True' * options.offload})"
             print(f"fastac.enable(transformer, fastac.plan(transformer, inputs).{within})")
         if options.checkpointed is not None:
             print("or" * (found.budget is not None))
@@ -92,14 +88,6 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         plot(found, options.plot)
     return 0
-
-
-def _written(size: int) -> str:
-    """A number of bytes as a Python literal, with the largest unit that leaves a whole number."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size and size % 2**power == 0:
-            return f'"{size >> power}{unit}"'
-    return str(size)
 
 
 def video_of(options: argparse.Namespace, default: Video) -> Video:

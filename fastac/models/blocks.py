@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from fastac.models.row import ModelRow
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 """Containers of blocks."""
+_NO_FORWARD = (torch.nn.Module.forward, torch.nn.Sequential.forward)  # of a container that only holds its members
 
 _FUNCTION = "_gradient_checkpointing_func"
 _ABSENT = "no function"  # a string, since it is pickled with the model
@@ -53,7 +53,8 @@ def possible_containers(model: torch.nn.Module) -> list[BlockContainer]:
     """
 
     def is_possible(found: BlockContainer) -> bool:
-        return _says_attention(found) or (len(found.blocks) > 1 and all(map(_has_parts, found.blocks.values())))
+        parts = [[list(part.parameters()) for part in block.children()] for block in found.blocks.values()]
+        return _says_attention(found) or (len(parts) > 1 and all(map(any, parts)))
 
     lists = _lists(model)
     names = _outermost(lists, is_possible)
@@ -85,10 +86,6 @@ def _says_attention(found: BlockContainer) -> bool:
         return any("attention" in name or "attn" in name for name in names)
 
     return all(map(says, found.blocks.values()))
-
-
-def _has_parts(block: torch.nn.Module) -> bool:
-    return any(list(part.parameters()) for part in block.children())
 
 
 def has_switch(module: torch.nn.Module) -> bool:
@@ -169,7 +166,7 @@ def select(
         outer: the wrapper around the model; its names are accepted too.
 
     Raises:
-        FastacError: no blocks, a module outside the model, nested blocks, or a forward that cannot be replaced.
+        FastacError: no blocks, a module outside the model, or nested blocks.
     """
     several = [blocks] if isinstance(blocks, (str, torch.nn.Module)) or not isinstance(blocks, Iterable) else blocks
     names = {module: name for name, module in model.named_modules()}
@@ -181,10 +178,9 @@ def select(
                 f"enable(blocks=...): {type(one).__name__} is no module of {class_name(model)}. Give the dotted name "
                 f'of a module list, such as "transformer.layers", or modules of the model.'
             )
-        for block in module.children() if _is_container(module) else (module,):
-            name = plain_name(names[block])
-            found[name] = inside(block)
-            _check_forward(name, found[name])
+        is_list = isinstance(module, LISTS) and type(module).forward in _NO_FORWARD
+        for block in module.children() if is_list else (module,):
+            found[plain_name(names[block])] = inside(block)
     if not found:
         raise FastacError("enable(blocks=...): there is no block in it")
     for name in found:
@@ -192,24 +188,6 @@ def select(
         if around:
             raise FastacError(f"enable(blocks=...): block {name!r} is inside block {around[0]!r}. Name one of them.")
     return grouped(found)
-
-
-def _is_container(module: torch.nn.Module) -> bool:
-    """Whether a module only holds others and has no forward of its own."""
-    plain = (torch.nn.Module.forward, torch.nn.Sequential.forward)
-    return isinstance(module, LISTS) and type(module).forward in plain
-
-
-def _check_forward(name: str, block: torch.nn.Module) -> None:
-    forward = inspect.getattr_static(type(block), "forward", None)
-    own = "forward" in vars(block)  # a compiled module, for example
-    if isinstance(block, torch.jit.ScriptModule) or (
-        not own and isinstance(forward, (property, staticmethod, classmethod))
-    ):
-        raise FastacError(
-            f"enable(blocks=...): the forward of {name!r} ({class_name(block)}) cannot be replaced (TorchScript, or no "
-            f"plain method). Call fastac.checkpoint(block, *args) where the model calls it."
-        )
 
 
 def without_wrappers(containers: Iterable[BlockContainer]) -> list[BlockContainer]:

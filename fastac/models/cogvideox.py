@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from fastac.errors import FastacError
 from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video
 
@@ -24,11 +23,6 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
         tokens = frames // (config["patch_size_t"] or 1) * (height // patch) * (width // patch)
         shape = (tokens, config["attention_head_dim"])
         inputs["image_rotary_emb"] = (torch.ones(shape), torch.zeros(shape))
-    if video.text_tokens != config["max_text_seq_length"] and not config["use_rotary_positional_embeddings"]:
-        raise FastacError(
-            f"video: {video.text_tokens} tokens of text, but this model has positions for "
-            f"{config['max_text_seq_length']} tokens of text and the video. Use {config['max_text_seq_length']}."
-        )
     if config["ofs_embed_dim"] is not None:
         inputs["ofs"] = torch.full((1,), 2.0, dtype=video.dtype)
     return inputs

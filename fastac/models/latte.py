@@ -5,17 +5,12 @@ from typing import Any
 
 import torch
 
-from fastac.errors import FastacError
 from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, inputs_of_text_to_video
 
 
 def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     inputs = inputs_of_text_to_video(config, video, text_width=config["caption_channels"], times=torch.int64)
-    if video.latents()[0] not in (1, config["video_length"]):
-        raise FastacError(
-            f"video: frames {video.frames}, but this model has positions for {config['video_length']}. Use that, or 1."
-        )
     return inputs | {"enable_temporal_attentions": True}
 
 

@@ -53,6 +53,9 @@ class Video:
         if not self.dtype.is_floating_point:
             raise FastacError(f"video: dtype {self.dtype} is no floating-point type. Use torch.bfloat16 or another.")
 
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.frames} frames of {self.height} x {self.width}, {self.text_tokens} tokens of text"
+
     def latents(self, patch: tuple[int, int, int] = (1, 1, 1)) -> tuple[int, int, int]:
         """Frames, height and width of the latents of one video.
 

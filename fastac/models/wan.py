@@ -45,12 +45,6 @@ def _inputs_of_controlled_video(config: Mapping[str, Any], video: Video) -> dict
     return inputs | {"control_hidden_states": control}
 
 
-def _inputs_of_skyreels_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
-    if config["inject_sample_info"]:
-        raise FastacError("video: SkyReels-V2 for diffusion forcing (inject_sample_info) is not known here.")
-    return _inputs_of_video(config, video)
-
-
 ROWS = (
     ModelRow("WanTransformer3DModel", ("blocks",), video_inputs=_inputs_of_video, default_video=_default_video),
     ModelRow(
@@ -63,7 +57,7 @@ ROWS = (
     ModelRow(
         "SkyReelsV2Transformer3DModel",
         ("blocks",),
-        video_inputs=_inputs_of_skyreels_video,
+        video_inputs=_inputs_of_video,
         default_video=Video(
             frames=97, height=544, width=960, text_tokens=TEXT_TOKENS, compression=Compression(4, 8, 8)
         ),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import torch
 
@@ -127,11 +127,6 @@ class Forecast:
         """The most bytes that are allocated at one time under a policy. step: of these inputs, or on a line to them."""
         return self.states.total + (step or self.step(policy)).peak(self.policies(policy), self.gpus)
 
-    def peak_on_line(self, policy: AnyPolicy, other: Forecast, part: Fraction) -> int | None:
-        """The peak on inputs that are `part` of the way to another forecast's; None where that is not known."""
-        step = self.step(policy).on_line(other.step(policy), part)
-        return None if step is None else self.peak(policy, step)
-
     def plan(self, policy: AnyPolicy, name: str = "") -> PolicyPlan:
         """The plan of a policy. name: by default the policy's."""
         step, policies = self.step(policy), self.policies(policy)
@@ -184,14 +179,11 @@ class Forecast:
         def fits(units: int) -> bool:
             return self.peak(self.within(units * unit, offload=offload)) <= memory
 
-        low, high = 0, -(-everything // unit)
+        high = -(-everything // unit)
         if fits(high):
             return high * unit
-        tolerance = max(1, high // 1000)
-        while high - low > tolerance:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low * unit
+        budgets = range(0, high, max(1, high // 1000))
+        return unit * budgets[bisect.bisect_left(budgets, True, 1, key=lambda units: not fits(units)) - 1]
 
     def frontier(self, points: int = 257) -> list[tuple[int, float]]:
         """Saved bytes and FLOPs relative to full checkpointing, for growing budgets."""

@@ -7,7 +7,6 @@ million of 10 KiB for Wan 14B, while at most 0.3 million of its sums are not bea
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,11 +34,11 @@ _Levels = tuple[tuple[int, int], ...]
 """Bytes and flops at each level of a part, ascending from (0, 0), which saves nothing."""
 
 
-class _Part(NamedTuple):
-    """One decision about a block: whether a Linear module is saved, or attention over how many keys."""
+_Part = tuple[str, tuple[str | int, ...]]
+"""One decision about a block: the block, and the marks of the levels above (0, 0).
 
-    block: str
-    marks: tuple[str | int, ...]  # of the levels above (0, 0): the name of the module, or numbers of keys
+The marks are the name of a Linear module, or numbers of keys.
+"""
 
 
 class _Step(NamedTuple):
@@ -68,9 +67,9 @@ def choose(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dict[str, M
         chosen[step.levels] += [level] * step.copies
     found: dict[str, Marks] = {block: set() for block in blocks}
     for levels, parts in pools.items():
-        for part, level in zip(parts, sorted(chosen[levels], reverse=True), strict=True):
+        for (block, marks), level in zip(parts, sorted(chosen[levels], reverse=True), strict=True):
             if level:
-                found[part.block].add(part.marks[level - 1])
+                found[block].add(marks[level - 1])
     return found
 
 
@@ -99,7 +98,7 @@ def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[_Levels, list[_Par
                 size, flops = levels[-1]
                 levels.append((size + sum(out.bytes for out in held), flops + sum(out.flops for out in held)))
             if levels[-1][1]:
-                pools.setdefault(tuple(levels), []).append(_Part(block, marks))
+                pools.setdefault(tuple(levels), []).append((block, marks))
     return pools
 
 
@@ -111,13 +110,11 @@ def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_Step]:
     steps = []
     # Parts that go one by one come first, then large ones, while lists are short. Small ones fill the gaps in between.
     for levels in sorted(pools, key=lambda levels: (len(levels) > 2, levels[-1]), reverse=True):
-        rest = len(pools[levels])
-        for power in itertools.count():
-            copies = min(rest, 2**power if len(levels) == 2 else 1)
-            if not copies:
-                break
-            steps.append(_Step(levels, copies))
-            rest -= copies
+        rest, chunk = len(pools[levels]), 1
+        while rest:
+            steps.append(_Step(levels, min(rest, chunk)))
+            rest -= steps[-1].copies
+            chunk *= 2 if len(levels) == 2 else 1
     return steps
 
 

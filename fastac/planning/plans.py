@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -45,7 +46,7 @@ def parse_bytes(text: str | int) -> int:
     """A number of bytes: "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB", or a number. Raises FastacError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    pattern = r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(i?))?b\s*"
+    pattern = r"\s*([0-9]+(?:\.[0-9]+(?=\s*[kmgt]))?)\s*(?:([kmgt])(i?))?b\s*"  # no half of a byte: "1.5B"
     found = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
     if found is None:
         raise FastacError(
@@ -73,7 +74,6 @@ class Plan:
     memory: int | None = None  # bytes of the device
     budget: int | None = None  # bytes of saved outputs: those asked for, or the most with which a step fits `memory`
     tflops: float = 400  # TFLOP/s of the device, for the bandwidth that hides copies to the host
-    notes: tuple[str, ...] = NOT_MODELLED
 
     def within(self, saved: str | int, *, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
         """The policies of all blocks that avoid the most recompute with so many bytes of saved outputs.
@@ -159,7 +159,7 @@ class Plan:
             )
             if min(one.peak_bytes for one in self.policies) > self.memory:
                 lines.append("no policy fits: fewer frames, LoRA, more GPUs or context parallelism would hold less")
-        return lines + list(self.notes)
+        return lines + list(NOT_MODELLED)
 
 
 def table_of_figures(title: str, captions: Sequence[str], headings: Sequence[str]) -> Table:
@@ -224,17 +224,10 @@ def plan(
     named = [*(("", value) for value in args), *kwargs.items()]
     tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}".strip() for name, tensor in tensors)
-    try:
+    advice = "If its weights are sharded or quantized, plan before, or from its configuration: fastac plan config.json."
+    with explained(f"{class_name(model)} does not run without data on {shapes}", advice):
         forecast = Forecast(subject(model, inputs, blocks), optimizer, gpus)
         found = make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
-    except FastacError:
-        raise
-    except BREAKS as error:  # the model's own, or for want of data
-        raise FastacError(
-            f"plan: {class_name(model)} does not run without data on {shapes}: {type(error).__name__}: "
-            f"{error}\nIf its weights are offloaded, sharded or quantized, plan before, or from its configuration: "
-            f"fastac plan config.json."
-        ) from error
     if not next(one for one in found.policies if one.policy == "attn_only").saved_bytes:
         logger.warning(
             "plan: no attention of %s on %s can be saved, so a plan saves outputs of Linear modules alone. "
@@ -243,6 +236,18 @@ def plan(
             shapes,
         )
     return found
+
+
+@contextlib.contextmanager
+def explained(problem: str, advice: str = "") -> Iterator[None]:
+    """Raise FastacError from an error of the model's own, or for want of data: with its first line."""
+    try:
+        yield
+    except FastacError:
+        raise
+    except BREAKS as error:
+        cause, _, _ = f"{type(error).__name__}: {error}".partition("\n")
+        raise FastacError(f"plan: {problem}: {cause}\n{advice}".strip()) from error
 
 
 def make_plan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -17,7 +16,7 @@ from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
-from fastac.planning.plans import ROWS, WITHIN, Plan, make_plan
+from fastac.planning.plans import ROWS, WITHIN, Plan, explained, make_plan
 from fastac.planning.simulation import Split
 from fastac.planning.subject import Subject, subject
 from fastac.planning.weights import BREAKS
@@ -72,25 +71,14 @@ def plan_video(
     Raises:
         FastacError: the video does not fit the model, or this does not run.
     """
-    sizes = (
-        f"{video.batch} x {video.frames} frames of {video.height} x {video.width}, {video.text_tokens} tokens of text"
-    )
     how = f"LoRA of rank {training.lora}" if training.lora else "all weights"
     on = f", {training.gpus} GPUs (FSDP2)" if training.gpus > 1 else ""
     on += f", context parallel over {training.context_parallel}" if training.context_parallel > 1 else ""
-    described = f"{sizes}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
-    try:
+    described = f"{video}, {str(video.dtype).removeprefix('torch.')}, {how}, {training.optimizer}{on}"
+    with explained(f"{configuration.name} cannot be built as it is configured, or does not run on {described}"):
         search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
         found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload)
-    except FastacError:
-        raise
-    except BREAKS as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise FastacError(
-            f"plan: {configuration.name} cannot be built as it is configured, or does not run on {described}: "
-            f"{type(error).__name__}: {first}"
-        ) from error
     if memory is None:
         return found
     largest = {
@@ -157,15 +145,10 @@ class _Search:
             )
         return part, split
 
-    @functools.cached_property
+    @property
     def step(self) -> int:
-        """By how many frames a video that the model takes may be longer. Raises FastacError."""
-        compression = self.configuration.compression.frames
-        for step in range(compression, 8 * compression + 1, compression):
-            with contextlib.suppress(FastacError):
-                self._part(self.video.frames + step)
-                return step
-        raise FastacError(f"plan: found no video longer than {self.video.frames} frames for {self.configuration.name}")
+        """By how many frames videos of the model differ."""
+        return self.configuration.default.compression.frames * self.configuration.patch[0]
 
     @functools.cached_property
     def far(self) -> int | None:
@@ -192,9 +175,10 @@ class _Search:
             return self._peak(frames, policy)
         with contextlib.suppress(FastacError):
             self._part(frames)
+            near, far = self.forecasts[self.video.frames], self.forecasts[self.far]
             part = Fraction(frames - self.video.frames, self.far - self.video.frames)
-            peak = self.forecasts[self.video.frames].peak_on_line(ROWS[policy], self.forecasts[self.far], part)
-            return self._peak(frames, policy) if peak is None else peak
+            step = near.step(ROWS[policy]).on_line(far.step(ROWS[policy]), part)
+            return self._peak(frames, policy) if step is None else near.peak(ROWS[policy], step)
         return None
 
     def longest(self, policy: str, memory: int) -> int:
@@ -216,15 +200,25 @@ class _Search:
 def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> int:
     """The most steps whose peak fits a memory; -1 for none.
 
+    Bytes are nearly proportional to steps: most guesses are on the line through two known peaks.
+
     peak: bytes of so many steps, None where they are refused, few of them or many. start: steps that are not refused.
     """
-
-    def fits(steps: int) -> bool:
-        size = peak(steps)
-        return steps < start if size is None else size <= memory
-
-    low, high = 0, start
-    while fits(high):
-        low, high = high + 1, 2 * high + 1
-    most = bisect.bisect_left(range(high), True, low, key=lambda steps: not fits(steps)) - 1
-    return most if most >= 0 and peak(most) is not None else -1
+    peaks: dict[int, int | None] = {}
+    low, high, guess = -1, None, start
+    while True:
+        size = peaks[guess] = peak(guess)
+        if guess < start if size is None else size <= memory:
+            low = guess
+        else:
+            high = guess
+        known = {steps: size for steps, size in peaks.items() if size is not None}
+        end = FARTHEST * (max(known) + 1) if high is None else high
+        if end - low <= 1:
+            return low if low in known else -1
+        guess = 2 * low + 1 if high is None else (low + end) // 2  # twice as long is `far`, which is simulated
+        # There is no line where steps are refused, or the peak moves to another moment.
+        if 1 < len(known) == len(peaks) and len(peaks) % 3:
+            a, b = sorted(known, key=lambda steps: abs(known[steps] - memory))[:2]
+            slope = max(1, (known[b] - known[a]) / (b - a))
+            guess = min(max(int(a + (memory - known[a]) / slope), low + 1), end - 1)

@@ -12,6 +12,5 @@ import pytest
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Imports one of them."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     return importlib.import_module

@@ -84,10 +84,3 @@ def test_region_steps(run: Run) -> None:
         first, *_, last = shares.values()
         assert first == 100
         assert last < first
-
-
-def test_nothing_to_measure_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run("classification", "--calls", "0")
-    assert ended.value.code == 2
-    assert "must be at least 1" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,24 +19,20 @@ TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "fre
 KERNELS = {
     "attention forward": (
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false>>",
-        "void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64, 128, 4, false, false>>",
         "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<2> > >",
         "flash::FlashAttentionForwardSm100",
         "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>)",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_kernel0_0",
-        "_attn_fwd",
         "_fwd_kernel",
     ),
     "attention backward": (
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128, 64, 128, 8>>",
-        "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<128, 64, 128, 8>>",
         "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnBwdSm90<2> > >",
         "fmha_cutlassB_bf16_aligned_128x128_k128_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<cutlass>)",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1_kernel0_0",
         "_bwd_kernel_dk_dv",
     ),
     "matrix products": (
-        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>(cutlass_80)",
         "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT",
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int, int>>>",
@@ -88,7 +83,6 @@ def test_a_profile(gpu_wan: Any) -> None:
         event("a gemm of mine", 9e6, named=True),
     ]
     assert gpu_wan.hidden_seconds(events) == 4
-    assert gpu_wan.hidden_seconds(reversed(events)) == 4
     assert gpu_wan.hidden_seconds([event(out, 1e6), event("nvjet_tst", 1e6, start=1e6)]) == 0
     assert {name: (one.count, one.seconds) for name, one in gpu_wan.grouped(events).items()} == {
         "attention forward": (1, 2.0),
@@ -97,16 +91,6 @@ def test_a_profile(gpu_wan: Any) -> None:
         "copies": (2, 7.0),
         "other": (3, 27.0),
     }
-
-
-def test_without_a_gpu_it_says_so_and_writes_nothing(
-    gpu_wan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_wan.py", "--output", str(tmp_path / "result.json")])
-    assert gpu_wan.main() == 0
-    assert "torch finds none here" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -118,12 +102,10 @@ def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path, monkeypatch: pyte
     assert gpu_wan.fitting_budget(case, 10**9) > 0
     device = torch.device("cpu")
     checked = gpu_wan.check(case, device)
-    assert (checked.saved, checked.different) == (4, ()), "two blocks of it"
     result = gpu_wan.measured(case, device, 1, None, Console(quiet=True))
     rows = {row.variant: row for row in result.rows}
     (refused,) = (row for row in result.rows if row.problem)
     assert (refused.variant, refused.problem.partition(":")[0]) == ("long_attn_only", "refused"), "32 keys are not long"
-    assert all(len(row.seconds) == 1 for row in result.rows if row is not refused)
     attention = {name: row.attention for name, row in rows.items() if row is not refused}
     assert attention.pop("planned") in range(6, 13)
     assert attention == {"none": 6, "full": 12, "attn_only": 6, "torch SAC, by name": 6} | {
@@ -139,24 +121,3 @@ def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path, monkeypatch: pyte
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert [row["variant"] for row in written["results"]] == list(rows)
     assert written["results"][1]["ops"] == {"aten::_scaled_dot_product_flash_attention_for_cpu": 12}
-
-
-@pytest.mark.gpu
-def test_small_on_a_gpu(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "SMALLEST", 2**20)
-    case = gpu_wan.Case(5, 256, 256, 64, change={"num_layers": 4}, crop=(5, 128, 128))
-    device = torch.device("cuda")
-    gpu_wan.check(case, device)
-    result = gpu_wan.measured(case, device, 2, gpu_wan.fitting_budget(case, gpu_wan.gpu()["memory_bytes"]), Console())
-    kernels = result.kernels
-    for row in result.rows:
-        assert not row.problem, row
-        assert kernels[row.variant]["attention forward"].count == row.attention, kernels[row.variant]
-        assert kernels[row.variant]["attention backward"].count == kernels["none"]["attention backward"].count > 0
-        assert kernels[row.variant]["matrix products"].count > 0
-    attention = {row.variant: row.attention for row in result.rows}
-    assert (attention["none"], attention["full"], attention["attn_only"]) == (8, 16, 8)
-    moved = {row.variant: row for row in result.rows if row.host_bytes}
-    assert list(moved) == ["full, offload", "attn_only, offload"], "of four blocks, what the first two keep"
-    for name, row in moved.items():
-        assert kernels[name]["copies"].count >= row.copies > 0

@@ -74,15 +74,6 @@ def test_json_of_the_installed_command_which_imports_no_library(tmp_path: Path) 
     assert (backends["sage"]["can_be_saved"], backends["sage"]["verdict"]) == (False, "not_trainable")
 
 
-def test_help_imports_no_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.importlib, "import_module", None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert all(command in printed for command in ("backends", "plan", "bench"))
-
-
 @pytest.mark.parametrize("arguments", [[], ["check"], ["plan", "wan2.1-t2v-1.3b", "--frames", "nine"]])
 def test_a_wrong_call(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pickle
-import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -31,8 +30,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_wan  # noqa: E402
-import train_wan_data  # noqa: E402
-from train_wan_output import seal_checkpoint  # noqa: E402
 
 TINY = (
     *("--layers", "2", "--width", "32", "--resolution", "16", "--frames", "4", "--batch-size", "2"),
@@ -45,7 +42,6 @@ Snapshot = dict[str, bytes]
 
 
 def main(*arguments: object) -> int:
-    """The script's exit code."""
     try:
         return train_wan.main([*TINY, *map(str, arguments)])
     finally:
@@ -121,18 +117,6 @@ def weights(output: Path, step: int = 2) -> dict[str, torch.Tensor]:
 # A run and what it leaves behind
 
 
-def test_the_script(tmp_path: Path, video: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train_wan.py", *TINY, "--video", str(video)])
-    try:
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(EXAMPLES / "train_wan.py"), run_name="__main__")
-    finally:
-        forget_accelerate()
-    assert ended.value.code == 0
-    assert len(metrics(tmp_path / "runs" / "wan")) == 2
-
-
 def test_outputs_exist_and_parse(run: Run, video: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And training is the same under `full`, which runs attention again."""
     output = run("--steps", 4, "--checkpoint-every", 2)
@@ -162,12 +146,6 @@ def test_outputs_exist_and_parse(run: Run, video: Path, tmp_path: Path, capsys: 
     assert all(torch.equal(tensor, weights(output, 4)[name]) for name, tensor in saved.state_dict().items())
 
 
-def test_learns(run: Run) -> None:
-    output = run("--steps", 60, "--learning-rate", "5e-3", "--checkpoint-every", 0, "--policy", "attn_only")
-    seen = losses(output)
-    assert sum(seen[-10:]) < 0.7 * sum(seen[:10])
-
-
 def test_lora_trains_adapters_alone(run: Run, tmp_path: Path) -> None:
     base = run(output=tmp_path / "base")
     output = run("--transformer", base / "transformer", "--lora-rank", 2, output=tmp_path / "lora")
@@ -184,22 +162,6 @@ def test_lora_trains_adapters_alone(run: Run, tmp_path: Path) -> None:
     again.load_lora_adapter(output / "lora", prefix=None, weight_name="pytorch_lora_weights.safetensors")
     loaded = {name.replace(".default_0.", ".default."): tensor for name, tensor in again.state_dict().items()}
     assert all(torch.equal(loaded[name], after[name]) for name in adapters)
-
-
-# Clips and latents
-
-
-def test_patches_are_exactly_invertible() -> None:
-    frames = torch.randint(0, 256, (2, 4, 16, 8, 3), dtype=torch.uint8).numpy()
-    clips = [train_wan_data.Clip(str(number), clip) for number, clip in enumerate(frames)]
-    pixels = train_wan_data.to_pixels(clips)
-    latents = train_wan_data.patchify(pixels)
-    assert latents.shape == (2, train_wan_data.LATENT_CHANNELS, 2, 4, 2)
-    assert torch.equal(train_wan_data.unpatchify(latents), pixels)
-    assert np.array_equal(train_wan_data.to_frames(pixels), frames)
-    # One latent holds one patch: 2 frames of 4 x 4 pixels.
-    patch = train_wan_data.patchify(pixels[:, :, 2:4, 12:16, 4:8])
-    assert torch.equal(latents[:, :, 1:, 3:, 1:], patch)
 
 
 # Resume
@@ -227,39 +189,25 @@ def test_resumed_run_equals_uninterrupted_run(run: Run, tmp_path: Path) -> None:
 # Bad input
 
 
-def test_bad_videos(refused: Refused, tmp_path: Path, video: Path) -> None:
+def test_bad_input(refused: Refused, tmp_path: Path, video: Path) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "piped").mkdir()
-    for folder in (tmp_path, tmp_path / "piped"):
-        os.mkfifo(folder / "pipe.mp4")  # reading it would wait for ever
-    (tmp_path / "text.mp4").write_text("no video at all\n" * 100)
+    os.mkfifo(tmp_path / "pipe.mp4")  # reading it would wait for ever
     (tmp_path / "cut.mp4").write_bytes(video.read_bytes()[:200])
     short = write_video(tmp_path / "short.mp4", frames=3)
     namesake = tmp_path / "sub" / video.name
     namesake.parent.mkdir()
     write_video(namesake)
     for given, said in [
-        (["missing.mp4"], "missing.mp4: no such file or folder"),
-        ([tmp_path / "empty"], "no video in this folder"),
-        ([tmp_path / "pipe.mp4"], "neither a file nor a folder"),
-        ([tmp_path / "piped"], "no video in this folder"),
-        ([tmp_path / "text.mp4"], "not a"),
-        ([tmp_path / "cut.mp4"], "not a"),
-        ([short], "too short: it has 3 frames, and --frames 4"),
-        ([video, namesake], "two of the videos have this name"),
-    ]:
-        assert said in refused("--video", *given)
-    assert not (tmp_path / "run").exists()
-
-
-def test_bad_arguments(refused: Refused, tmp_path: Path) -> None:
-    for given, said in [
+        (("--video", "missing.mp4"), "missing.mp4: no such file or folder"),
+        (("--video", tmp_path / "empty"), "no video in this folder"),
+        (("--video", tmp_path / "pipe.mp4"), "neither a file nor a folder"),
+        (("--video", tmp_path / "cut.mp4"), "not a"),
+        (("--video", short), "too short: it has 3 frames, and --frames 4"),
+        (("--video", video, namesake), "two of the videos have this name"),
         (("--policy", "everything"), "attn_only"),
-        (("--steps", 0), "--steps 0: must be at least 1"),
         (("--resolution", 18), "--resolution 18: must be a multiple of 4"),
         (("--learning-rate", "nan"), "--learning-rate nan: must be greater than 0"),
         (("--attention-backend", "fast"), "unknown; there are flash, "),
-        (("--resume", "--overwrite"), "exclude each other"),
         (("--resume",), "no earlier run"),
         (("--attention-backend", "_native_math"), "_native_math"),
         (("--transformer", tmp_path), "no config.json"),
@@ -285,8 +233,6 @@ def test_an_earlier_run_is_never_spoiled(run: Run, refused: Refused, tmp_path: P
 
 
 class RunsCode:
-    """Touches a file when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -301,7 +247,7 @@ def test_a_checkpoint_that_somebody_else_wrote(
     checkpoint, trace = run("--checkpoint-every", 1) / "checkpoint-2", tmp_path / "it-ran"
     more = ("--resume", "--steps", 4)
     seal = (checkpoint / "checkpoint.json").read_text()
-    for file in ("random_states_0.pkl", "optimizer.bin", "sampler.bin"):
+    for file in ("optimizer.bin", "sampler.bin"):
         before = (checkpoint / file).read_bytes() if (checkpoint / file).is_file() else None
         (checkpoint / file).write_bytes(pickle.dumps(RunsCode(trace)))
         assert f"{file} is not what was saved" in refused(*more)
@@ -315,10 +261,5 @@ def test_a_checkpoint_that_somebody_else_wrote(
             (checkpoint / file).write_bytes(before)
         (checkpoint / "checkpoint.json").write_text(seal)
     assert not trace.exists()
-    # Sealed here, and it does not load: of another library's version, say.
-    (checkpoint / "optimizer.bin").write_bytes(b"no optimizer")
-    (checkpoint / "checkpoint.json").unlink()
-    seal_checkpoint(checkpoint, json.loads(seal)["step"], json.loads(seal)["settings"])
-    assert "does not fit" in refused(*more)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))  # a machine that never wrote a checkpoint
     assert "is not sealed with" in refused(*more)

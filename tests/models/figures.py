@@ -69,7 +69,6 @@ class Figures:
 
 @functools.cache
 def reference(name: str) -> Reference:
-    """Train a step without checkpointing."""
     support.count_cpu_attention()
     model, inputs = support.build(name)
     names = {module: module_name for module_name, module in model.named_modules()}

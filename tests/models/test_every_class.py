@@ -44,11 +44,3 @@ def test_every_transformer_of_diffusers_is_known() -> None:
 
 def test_every_row_has_a_tiny_model() -> None:
     assert {name.partition(":")[0] for name in TINY} == set(MODELS)
-
-
-@needs_diffusers("0.42")
-def test_what_cannot_be_checkpointed_still_cannot() -> None:
-    defined = transformers_of(diffusers.models.transformers)
-    assert all(defined[name]._supports_gradient_checkpointing for name in MODELS)
-    able = [name for name in NO_CHECKPOINTING if defined[name]._supports_gradient_checkpointing]
-    assert not able, f"now with gradient checkpointing, add rows in fastac/models: {', '.join(able)}"

@@ -22,7 +22,6 @@ from fastac.policy import Policy
 from tests import support
 from tests.live_bytes import LiveBytes
 from tests.models.tiny import tiny_model
-from tests.support import AttentionBlock
 
 WAN, LTX, COGVIDEOX = "WanTransformer3DModel", "LTXVideoTransformer3DModel", "CogVideoXTransformer3DModel"
 HUNYUAN_VIDEO = "HunyuanVideoTransformer3DModel"
@@ -40,7 +39,6 @@ def tiny(
 
 @functools.cache
 def forecast_of(name: str) -> Forecast:
-    """The forecast of a tiny model."""
     return Forecast(subject(*tiny(name)))
 
 
@@ -53,7 +51,6 @@ def under(model: torch.nn.Module, policy: str | Policy | Mapping[str, Policy], *
 
 
 def step(model: torch.nn.Module, inputs: Mapping[str, Any]) -> None:
-    """The step that is simulated."""
     outputs = [t for t in tree_leaves(model(**inputs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     losses = [output.float().square().mean() for output in outputs]
     torch.stack(losses).sum().backward()
@@ -92,7 +89,6 @@ def allocated(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[int, i
 
 
 def counted_flops(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, int]:
-    """FLOPs of a step as torch counts calls, by op."""
     flops.register_formulas()
     with FlopCounterMode(display=False) as counter:
         step(model, inputs)
@@ -103,10 +99,3 @@ def counted_flops(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str
 def stack_inputs() -> dict[str, Any]:
     """Inputs of a stack, which need no gradients."""
     return {name: tensor.detach() for name, tensor in support.stack_inputs().items()}
-
-
-def wide_block() -> AttentionBlock:
-    """A block whose feed-forward is wider than that of others."""
-    block = AttentionBlock()
-    block.ffn = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
-    return block

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,34 +20,7 @@ GIB = 2**30
 Blocks = dict[str, list[Candidate]]
 
 
-def linear(name: str, tokens: int, inner: int, outer: int) -> Candidate:
-    """The output of a Linear module in bf16."""
-    return Candidate(name, tokens * outer * 2, 2 * tokens * inner * outer)
-
-
-def attention(tokens: int, keys: int, width: int, heads: int) -> Candidate:
-    """The output of an attention call in bf16, with its logsumexp in fp32."""
-    return Candidate("sdpa", tokens * width * 2 + heads * tokens * 4, 4 * tokens * keys * width, keys)
-
-
-def hunyuan_video() -> Blocks:
-    """HunyuanVideo: 20 blocks of two streams, and 40 where these are joined, with modulation: outputs of one token."""
-    width, inner = 3072, 12_288
-    streams = {"": 72_000, "context_": 256}
-    tokens = sum(streams.values())
-    double = [attention(tokens, tokens, width, 24)]
-    for stream, length in streams.items():
-        double += [linear(stream + name, length, width, width) for name in ("q", "k", "v", "o")]
-        double += [linear(stream + "ff.0", length, width, inner), linear(stream + "ff.2", length, inner, width)]
-        double += [linear(stream + "norm", 1, width, 6 * width)]
-    single = [attention(tokens, tokens, width, 24), linear("mlp", tokens, width, inner)]
-    single += [linear(name, tokens, width, width) for name in "qkv"]
-    single += [linear("out", tokens, width + inner, width), linear("norm", 1, width, 3 * width)]
-    return {f"double.{n}": double for n in range(20)} | {f"single.{n}": single for n in range(40)}
-
-
 def saved_of(outputs: Sequence[Candidate], marks: Marks) -> list[Candidate]:
-    """The outputs of a block that are saved."""
     bound = min((mark for mark in marks if isinstance(mark, int)), default=float("inf"))
     return [out for out in outputs if (out.keys >= bound if out.keys else out.name in marks)]
 
@@ -58,7 +32,6 @@ def total(blocks: Blocks, chosen: dict[str, Marks]) -> tuple[int, int]:
 
 
 def possible(outputs: Sequence[Candidate]) -> set[tuple[int, int]]:
-    """Bytes and flops of everything that one block may save."""
     names = sorted({out.name for out in outputs if not out.keys})
     subsets = [set(taken) for count in range(len(names) + 1) for taken in itertools.combinations(names, count)]
     sums = set()
@@ -70,7 +43,6 @@ def possible(outputs: Sequence[Candidate]) -> set[tuple[int, int]]:
 
 
 def all_sums(blocks: Blocks) -> set[tuple[int, int]]:
-    """Bytes and flops of everything that a model may save."""
     sums = {(0, 0)}
     for outputs in blocks.values():
         sums = {(a + b, f + g) for a, f in sums for b, g in possible(outputs)}
@@ -150,10 +122,12 @@ def test_no_blocks_and_no_outputs() -> None:
 
 
 def test_a_thinned_list_stays_within_the_limit_and_near_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modulation: all Linears of one width save as much per byte, so nearly every sum of sizes is undominated."""
-    blocks, limit = hunyuan_video(), 20 * GIB
+    """Outputs that save as much per byte: nearly every sum of sizes is undominated."""
+    sizes = Random(0).choices(range(GIB // 8), k=20)
+    blocks = {f"blocks.{n}": [Candidate("q", size, 1000 * size)] for n, size in enumerate(sizes)}
+    limit = GIB // 2
     _, exact = total(blocks, choose(blocks, limit))
     monkeypatch.setattr(knapsack, "POINTS", 2000)
     size, flops = total(blocks, choose(blocks, limit))
-    assert limit - GIB < size <= limit
-    assert 0.99 * exact < flops <= exact
+    assert 0.98 * limit < size <= limit
+    assert 0.98 * exact < flops <= exact

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
-from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from fastac.engine import offload
@@ -18,73 +15,14 @@ from fastac.planning.plans import ROWS
 from fastac.planning.subject import subject
 from fastac.planning.timeline import Candidate, Event, Kept, Moment, Timeline
 from fastac.planning.video import without_weights
-from fastac.policy import NAMED, Policy
+from fastac.policy import Policy
 from tests.engine.simulated import simulated
 from tests.live_bytes import LiveBytes
 from tests.marks import quick
 from tests.planning import planned
-from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, stack_inputs, tiny
-from tests.support import VIDEO_TOKENS, WIDTH, stack
-
-LAYERS = 6
-VIDEO = VIDEO_TOKENS * WIDTH * 4
-"""Bytes of what a block is called with, but for the text, which all blocks are; the first has what the model has."""
-OUTPUTS, STATISTICS = 2 * VIDEO, 2 * (VIDEO_TOKENS * 2 * 4)
-"""Bytes that a block saves of its two attention calls of two heads."""
-
-Leaves = dict[int, tuple[int, int, int]]
-"""Region -> the bytes that leave with it, the region at whose forward they have left (LAYERS: at the end), and the one
-with whose recompute they return."""
-
-
-def of_all(first: int, size: int, keep: int = 2) -> Leaves:
-    """What leaves where all blocks offload the same."""
-    return {number: (size if number else first, number + keep + 1, number + 1) for number in range(LAYERS - keep)}
-
+from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, LTX, WAN, tiny
 
 OFFLOAD = Policy(offload=True)
-CASES: dict[str, tuple[Sequence[Policy], int, Leaves]] = {
-    "full": ([Policy("full", offload=True)] * LAYERS, 0, of_all(0, VIDEO)),
-    "attn_only": ([OFFLOAD] * LAYERS, 0, of_all(OUTPUTS + STATISTICS, VIDEO + OUTPUTS + STATISTICS)),
-    "statistics are small": ([OFFLOAD] * LAYERS, STATISTICS // 2 + 1, of_all(OUTPUTS, VIDEO + OUTPUTS)),
-    "outputs": ([Policy(offload="attention")] * LAYERS, 0, of_all(OUTPUTS + STATISTICS, OUTPUTS + STATISTICS)),
-    "inputs": ([Policy(offload="inputs")] * LAYERS, 0, of_all(0, VIDEO)),
-    "more stay": ([Policy("full", offload=True, keep=3)] * LAYERS, 0, of_all(0, VIDEO, 3)),
-    "some blocks": (
-        [OFFLOAD, NAMED["attn_only"], OFFLOAD, NAMED["full"], OFFLOAD, OFFLOAD],
-        0,
-        {0: (OUTPUTS + STATISTICS, 5, 2), 2: (VIDEO + OUTPUTS + STATISTICS, 6, 4)},
-    ),
-}
-
-
-@functools.cache
-def forecast() -> Forecast:
-    return Forecast(subject(stack(layers=LAYERS), stack_inputs(), "blocks"))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bytes_leave_the_device_between_two_moments(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the step without offload, whose bytes are alive at the same moments but for those between."""
-    policies, smallest, leaves = CASES[case]
-    monkeypatch.setattr(offload, "SMALLEST", smallest)
-    found = forecast()
-    offloading = {f"blocks.{number}": policy for number, policy in enumerate(policies)}
-    staying = {name: dataclasses.replace(policy, offload=False) for name, policy in offloading.items()}
-    saved, plan, without = found.full.saved(staying), found.plan(offloading), found.plan(staying)
-    alive = np.cumsum([one.bytes + one.change * (one.candidate in saved) for one in found.full.events])
-    assert found.states.total + alive.max() == without.peak_bytes
-
-    marks = [index for index, event in enumerate(found.full.events) if event == Event(0)]
-    assert len(marks) == LAYERS + 1 + LAYERS, "forwards, the end, recomputes"
-    for size, left, returns in leaves.values():
-        alive[marks[left] : marks[2 * LAYERS - returns]] -= size
-    host = sum(size for size, _, _ in leaves.values())
-    assert (plan.host_bytes, plan.held_bytes) == (host, without.held_bytes - host)
-    assert plan.peak_bytes == found.states.total + alive.max()
-    assert (plan.saved_bytes, plan.flops) == (without.saved_bytes, without.flops)
-    forward = found.full.flops["forward"] / LAYERS  # the backward of a block takes longer
-    assert plan.bytes_per_flop == max(size for size, _, _ in leaves.values()) / forward
 
 
 @pytest.mark.parametrize("name", quick([WAN, LTX, COGVIDEOX, HUNYUAN_VIDEO, "LTX2VideoTransformer3DModel"], WAN))

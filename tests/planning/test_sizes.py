@@ -29,7 +29,7 @@ def test_bytes_are_parsed(text: str | int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [-1, True, 1.5, None, "", "GiB", "-1GiB", "1e9", "24 apples", "24G", "1.5", "40", "nan"]
+    "text", [-1, True, 1.5, None, "", "GiB", "-1GiB", "1e9", "24 apples", "24G", "1.5", "1.5B", "40", "nan"]
 )
 def test_what_is_no_number_of_bytes_is_an_error(text: Any) -> None:
     with pytest.raises(FastacError, match=repr(text)):

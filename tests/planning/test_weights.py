@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import cpu_offload, disk_offload
+from accelerate import disk_offload
 from diffusers.hooks import HookRegistry, ModelHook
 
 import fastac
@@ -64,7 +63,6 @@ class ByBuffer(torch.nn.Module):
 
 
 def packed(model: Any, kind: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
-    """Its frozen Linear modules become such ones."""
     for name, module in list(model.blocks.named_modules()):
         if type(module) is torch.nn.Linear and not module.weight.requires_grad:
             model.blocks.set_submodule(name, kind(module))
@@ -78,11 +76,6 @@ WAYS: dict[str, Callable[[Any, Path], object]] = {
         CPU, CPU, "leaf_level", offload_to_disk_path=str(path)
     ),
     "layerwise casting": lambda model, path: model.enable_layerwise_casting(**FLOAT8),
-    "casting and leaves": lambda model, path: (
-        model.enable_layerwise_casting(**FLOAT8),
-        model.enable_group_offload(CPU, CPU, "leaf_level"),
-    ),
-    "cpu_offload": lambda model, path: cpu_offload(model, CPU),
     "disk_offload": lambda model, path: disk_offload(model, str(path), CPU),
     "quantized": lambda model, path: packed(model, ByParameter),
     "quantized, in buffers": lambda model, path: packed(model, ByBuffer),
@@ -125,16 +118,6 @@ def test_weights_that_are_stored_in_another_way(way: str, enabled: bool, tmp_pat
         assert fastac.report(model).rows
 
 
-def test_what_cannot_be_copied_is_shared() -> None:
-    """A Python module, a lock, a generator, also inside of others."""
-    model: Any = stack()
-    expected = fastac.plan(model, stack_inputs(), blocks="blocks")
-    model.library, model.blocks[0].lock = torch, threading.Lock()
-    model.blocks[1].queue = [{"items": (number for number in range(3))}]
-    assert fastac.plan(model, stack_inputs(), blocks="blocks") == expected
-    assert list(model.blocks[1].queue[0]["items"]) == [0, 1, 2]
-
-
 def test_what_cannot_be_planned_says_when_it_can() -> None:
     """With the cause: hooks that change what is computed, and modules that cannot be copied."""
 
@@ -145,13 +128,12 @@ def test_what_cannot_be_planned_says_when_it_can() -> None:
     hooked = stack()
     HookRegistry.check_if_exists_or_initialize(hooked).register_hook(ModelHook(), "own")
     for model, cause in ((Whole(), "AssertionError: in parts here"), (hooked, "FakeTensor")):
-        with pytest.raises(FastacError, match=f"(?s){cause}.*sharded or quantized, plan before.*fastac plan") as caught:
+        with pytest.raises(FastacError, match=f"sharded or quantized, plan before.*{cause}") as caught:
             fastac.plan(model, stack_inputs(), blocks="blocks")
         assert caught.value.__cause__ is not None
 
 
 def test_a_linear_module_of_a_class_of_its_own_is_not_chosen() -> None:
-    """`enable` refuses it."""
     model: Any = stack()
     for block in model.blocks:
         block.ffn.requires_grad_(False)

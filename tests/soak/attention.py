@@ -34,8 +34,6 @@ class AttentionCall(NamedTuple):
 
 
 class Observed:
-    """What the blocks note."""
-
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self.in_forward = False
@@ -45,8 +43,6 @@ class Observed:
 
 observed = Observed()
 
-
-_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 _tests_op = functools.cache(support.custom_attention)
 
@@ -82,27 +78,6 @@ def _sparse(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return _tests_op("random_plain")(query, key[:, :, chosen], value[:, :, chosen])
 
 
-def _nested(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    block.note(key)  # its kernel runs another
-    # Its statistics are float32, in which its backward goes on.
-    return _tests_op("random_nested", "nested")(query.float(), key.float(), value.float()).to(query.dtype)
-
-
-def _unused(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    F.scaled_dot_product_attention(query, key, value)
-    return query.sin()
-
-
-def _with_statistics(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    output, statistics = _flash_attention(query, key, value)
-    return output * torch.sigmoid(statistics).to(output.dtype)[..., None]
-
-
-def _detached(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    with torch.no_grad():
-        return F.scaled_dot_product_attention(query, key, value)
-
-
 def _chunked(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     chunks = [F.scaled_dot_product_attention(chunk, key, value) for chunk in query.chunk(2, dim=-2)]
     block.note(key, len(chunks) - 1)
@@ -114,19 +89,7 @@ def _math(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value)
 
 
-def _learned_bias(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    block.note(key, 0 if block.bias.requires_grad else 1)
-    bias = block.bias.to(query.dtype).expand(len(query), HEADS, query.shape[-2], key.shape[-2])
-    return F.scaled_dot_product_attention(query, key, value, bias)
-
-
-def _dropout(block: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    block.note(key, 0 if block.training else 1)
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=0.3 if block.training else 0.0)
-
-
 def _inner(checkpoint: Callable[..., Any], block: Any, *tensors: Tensor) -> Tensor:
-    """A region inside the region."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query.sin(), key, value) * 0.5
@@ -138,13 +101,9 @@ SUPPORTED: dict[str, Attend] = {
     "sdpa": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v),
     "mask": lambda block, q, k, v: F.scaled_dot_product_attention(q, k, v, _mask(q, k)),
     "grouped": lambda block, q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
-    "unused": _unused,
     "custom": lambda block, q, k, v: _tests_op("random_plain")(q, k, v),
     "drawing": lambda block, q, k, v: _tests_op("random_drawing", "dropout", "dropout_p")(q, k, v, 0.3),
-    "nested op": _nested,
     "visible": lambda block, q, k, v: _visible_function().apply(q, k, v),
-    "statistics": _with_statistics,
-    "detached": _detached,
     "chunked": _chunked,
     "sparse": _sparse,
     "inner region": functools.partial(_inner, fastac.checkpoint),
@@ -153,11 +112,9 @@ SUPPORTED: dict[str, Attend] = {
 REFUSED: dict[str, Attend] = {
     "written out": lambda block, q, k, v: (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v,
     "math": _math,
-    "learned bias": _learned_bias,
-    "dropout": _dropout,
     "inner checkpoint": functools.partial(_inner, functools.partial(torch_checkpoint, use_reentrant=False)),
 }
-"""Attention that cannot be saved: with a bias if it requires grad, with dropout in training."""
+"""Attention that cannot be saved."""
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
     "scaled": lambda output: output.mul_(0.5),

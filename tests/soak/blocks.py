@@ -52,14 +52,12 @@ class RandomAttentionBlock(torch.nn.Module):
             )
             for _ in spec.parts
         )
-        self.bias = torch.nn.Parameter(torch.randn(HEADS, 1, 1))
         self.ffn = torch.nn.Sequential(
             torch.nn.Linear(WIDTH, 12), torch.nn.Sequential(torch.nn.ReLU(inplace=spec.in_place)), linear(12, WIDTH)
         )
         self.dropout = torch.nn.Dropout(spec.dropout, inplace=spec.in_place)
 
     def note(self, key: Tensor, times: int = 1) -> None:
-        """Note an attention call."""
         if not torch.compiler.is_compiling():
             keys = key.shape[-2]
             observed.calls.extend([AttentionCall(self.place, keys, not observed.in_forward)] * times)
@@ -85,7 +83,6 @@ class RandomAttentionBlock(torch.nn.Module):
         return video
 
     def maybe_raise(self, where: str) -> None:
-        """Raise the user's error, if it is to be raised here and now."""
         if self.failure is not None and self.failure == (where, not observed.in_forward):
             self.failure = None
             observed.raised = UserError(f"at the {where} of block {self.place}")

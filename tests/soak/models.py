@@ -72,7 +72,6 @@ class RandomModel(ModelMixin, ConfigMixin):
         return video, text
 
     def call(self, block: torch.nn.Module, *args: torch.Tensor) -> torch.Tensor:
-        """Under checkpointing, where it is on."""
         if self.own is not None and torch.is_grad_enabled():
             return fastac.checkpoint(block, *args, policy=self.own)
         if self.gradient_checkpointing and torch.is_grad_enabled():
@@ -87,13 +86,11 @@ class RandomModel(ModelMixin, ConfigMixin):
             fastac.enable(self, policy, blocks="blocks" if how == "blocks" else None)
 
     def disable(self) -> None:
-        """Undo `enable`."""
         self.own = None
         fastac.disable(self)
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of attention in it."""
         return {kind for block in self.blocks for kind, _ in block.spec.parts}
 
     def saved(self, policy: Policies | None, place: int, keys: int, how: str) -> bool:
@@ -144,7 +141,6 @@ def parts(kinds: tuple[str, ...]) -> st.SearchStrategy[tuple[tuple[str, str], ..
 
 
 def blocks(kinds: tuple[str, ...], changed: tuple[str, ...]) -> st.SearchStrategy[BlockSpec]:
-    """Specs of blocks with these kinds of attention, and these changes of its output."""
     return st.builds(
         BlockSpec,
         parts=parts(kinds),

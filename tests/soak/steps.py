@@ -48,11 +48,6 @@ def _later_first(step: Step, loss: torch.Tensor) -> None:
     loss.backward()
 
 
-def _dropped(step: Step, loss: torch.Tensor) -> None:
-    step.again()
-    loss.backward()
-
-
 def _penalty(step: Step, loss: torch.Tensor) -> None:
     leaves = step.leaves()[-3:]
     gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
@@ -102,7 +97,6 @@ WAYS: dict[str, Callable[[Step, torch.Tensor], None]] = {
     "plain": lambda step, loss: loss.backward(),
     "twice": _twice,
     "later first": _later_first,
-    "dropped": _dropped,
     "penalty": _penalty,
     "in a thread": _in_a_thread,
     "disabled between": lambda step, loss: step.without(loss.backward),

@@ -42,7 +42,6 @@ POLICIES: tuple[Any, ...] = ("attn_only", "full", Policy("attn_only", min_kv=4),
 EVENTS: dict[str, tuple[Sequence[Any], ...]] = {
     "disable": (),
     "enable": (POLICIES, HOW[:2]),
-    "copy": ((True, False),),
     "fail": ((0, 1), ("begin", "attention"), (True, False), range(len(SHAPES))),
     "sample": (("no_grad", "inference"),),
     "optimize": ((1e-5,),),
@@ -61,7 +60,6 @@ class Run:
         if self.random.random() < 0.3:
             name = choice(list(EVENTS))
             getattr(twins, name)(*map(choice, EVENTS[name]))
-            twins.others.clear()
             fastac.report(twins.checked)
         if twins.policy is None:
             twins.enable(choice(POLICIES), choice(HOW[:2]))
@@ -69,7 +67,6 @@ class Run:
         twins.train(way, self.random.randrange(len(SHAPES)), self.random.randrange(5))
 
     def alive_at_rest(self) -> dict[str, int]:
-        """What is alive, always in the same state."""
         self.twins.disable()
         self.twins.enable("attn_only", "hook")
         for model in self.twins.both:

@@ -68,7 +68,6 @@ TRAINING = st.tuples(st.sampled_from(tuple(WAYS)), SHAPE, st.integers(0, 3))
 
 KNOWN: dict[str, Arguments] = {
     "disable": st.just(()),
-    "copy": st.tuples(st.booleans()),
     "freeze": st.tuples(st.integers(0, 2**24 - 1)),
     "mode": st.tuples(st.booleans()),
     "optimize": st.tuples(st.sampled_from((0.001, 0.0001))),
@@ -86,7 +85,6 @@ def operations(**more: Arguments) -> st.SearchStrategy[Steps]:
 
 
 def go_through(twins: Twins, policy: Policies, steps: Steps) -> None:
-    """Enable it, and do it all."""
     twins.enable(policy)
     twins.train("plain", 0, 0)
     for (name, arguments), training in steps:
@@ -128,7 +126,7 @@ def test_attention_that_cannot_be_saved(spec: ModelSpec, how: str, policy: Polic
 
 @examples(20)
 @given(
-    models.models(("sdpa", "mask", "grouped", "chunked", "statistics")),
+    models.models(("sdpa", "mask", "grouped", "chunked")),
     st.sampled_from(HOW),
     ANY_POLICY,
     PLACE,

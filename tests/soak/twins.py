@@ -15,7 +15,7 @@ import fastac
 from fastac import Policy
 from tests import support
 from tests.soak import models
-from tests.soak.attention import AttentionCall, observed
+from tests.soak.attention import REFUSED, AttentionCall, observed
 from tests.soak.models import SHAPES, ModelSpec, Policies
 from tests.soak.steps import AROUND, WAYS, Step
 from tests.support import Tensors, assert_same, train_step
@@ -30,7 +30,6 @@ class Twins:
         torch._dynamo.reset()
         self.spec, self.how = spec, how  # how it is enabled, of models.HOW
         self.policy: Policies | None = None
-        self.others: list[tuple[Any, Any]] = []  # copies that stay alive
         self.compiled: set[int] = set()  # places of blocks
         self.remade = False
         self.plain = models.build(spec)
@@ -41,7 +40,6 @@ class Twins:
         return self.plain, self.checked
 
     def inputs(self, shape: int, seed: int) -> dict[str, Any]:
-        """New inputs, of one of several shapes."""
         return models.inputs(self.spec, shape, seed)
 
     # Operations
@@ -56,13 +54,6 @@ class Twins:
     def disable(self) -> None:
         self.checked.disable()
         self.policy = None
-
-    def copy(self, goes_on: bool) -> None:
-        """Go on with copies, or keep them. torch does not copy compiled code."""
-        copies = copy.deepcopy(self.plain), copy.deepcopy(self.checked)
-        self.others.append(self.both if goes_on else copies)
-        if goes_on:
-            (self.plain, self.checked), self.compiled = copies, set()
 
     def freeze(self, bits: int) -> None:
         for model in self.both:
@@ -79,7 +70,6 @@ class Twins:
             self.compiled.add(block.place)
 
     def remake(self, place: int, kinds: list[str]) -> None:
-        """Change the kinds of attention of a block, as when its attention function is replaced."""
         for model in self.both:
             block = model.blocks[place % len(model.blocks)]
             parts = [(kind, source) for (_, source), kind in zip(block.spec.parts, kinds, strict=False)]
@@ -97,7 +87,6 @@ class Twins:
             torch.optim.SGD(model.parameters(), lr=rate).step()
 
     def sample(self, mode: str) -> None:
-        """A forward without gradients."""
         found: list[Tensors | Exception] = []
         for model in self.both:
             self.watch(model)
@@ -128,7 +117,6 @@ class Twins:
             assert_same(*reversed(results))
 
     def train(self, way: str, shape: int, seed: int) -> None:
-        """A training step of both, which must be the same."""
         expected, needed = self.attempt(self.plain, way, shape, seed)
         found, executed = self.attempt(self.checked, way, shape, seed)
         if isinstance(expected, Exception):
@@ -172,7 +160,6 @@ class Twins:
             self.enable(policy)
 
     def watch(self, model: Any) -> None:
-        """Begin a step of this model."""
         observed.calls.clear()
         observed.inner_regions = model is self.checked and self.policy is not None
 
@@ -180,7 +167,6 @@ class Twins:
 
     @property
     def policies(self) -> list[str | Policy | None]:
-        """Those that a mapping mixes."""
         return list(self.policy.values()) if isinstance(self.policy, dict) else [self.policy]
 
     def calls_to_save(self, shape: int) -> list[tuple[Any, str]]:
@@ -201,12 +187,7 @@ class Twins:
         return self.has_refused(shape) and not (self.remade or self.spec.one_class)
 
     def has_refused(self, shape: int) -> bool:
-        return any(
-            kind in ("written out", "math", "inner checkpoint")
-            or (kind == "learned bias" and block.bias.requires_grad)
-            or (kind == "dropout" and block.training)
-            for block, kind in self.calls_to_save(shape)
-        )
+        return any(kind in REFUSED for _, kind in self.calls_to_save(shape))
 
     def may_refuse(self, way: str, shape: int) -> bool:
         """Whether a step may end in a FastacError: also a checkpoint around the model, and a policy without effect."""
@@ -216,7 +197,7 @@ class Twins:
             return True  # the recompute of the block runs the region inside it again
         if way == "inside a region" or not all(self.calls_to_save(one) for one in range(len(SHAPES))):
             return True
-        return self.remade or self.has_refused(shape) or bool(self.checked.kinds & {"learned bias", "dropout"})
+        return self.remade or self.has_refused(shape)
 
     def check_executions(self, executed: int, needed: int, way: str) -> None:
         """Compare how often kernels ran. needed: how often in the step of the plain twin."""

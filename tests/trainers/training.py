@@ -57,7 +57,6 @@ class Training:
         raise NotImplementedError
 
     def host(self, model: Any) -> Any:
-        """The model that fastac is given."""
         return model
 
     def model(self) -> Any:
@@ -69,7 +68,6 @@ class Training:
         return model
 
     def switched_on(self) -> Any:
-        """With the trainer's own checkpointing."""
         model = self.model()
         self.switch_on(model)
         return model

@@ -143,12 +143,10 @@ LEFT = (
 
 
 def features() -> list[str]:
-    """The rows of the first table."""
     return [f"| {feature} | {release} |" for feature, release in FIRST_TORCH.items()]
 
 
 def row_of(result: Result) -> str:
-    """A row of the second table."""
     found = result.example
     cells = [result.release, found["diffusers"], found["kernels"]["full"], found["kernels"]["attn_only"]]
     cells += ["yes" if all(found["exact"].values()) else "NO", *found["compiled"].values()]
@@ -157,7 +155,6 @@ def row_of(result: Result) -> str:
 
 
 def rooms_of(result: Result) -> str:
-    """A row of the third table."""
     cells = [result.release, str(dt.date.today()), *(result.rooms.get(room, "") for room in EAGER | MORE)]
     return f"| {' | '.join(cells)} |"
 

@@ -75,7 +75,6 @@ def _requirements(release: str) -> list[str]:
 
 
 def _pinned(name: str) -> str:
-    """As in constraints.txt."""
     (found,) = re.findall(rf"^{name}==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     return str(found)
 

@@ -32,7 +32,6 @@ def second_step(model: Any, inputs: dict[str, Any]) -> tuple[int, support.Tensor
 
 
 def is_same(found: support.Tensors, expected: support.Tensors) -> bool:
-    """Whether each is bitwise what was expected."""
     try:
         support.assert_same(found, expected)
     except AssertionError:

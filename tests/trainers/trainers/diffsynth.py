@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import fastac
 from tests.backends import packages
@@ -57,13 +55,3 @@ class TestWan(Training):
         self.expect(model, again=self.attention)
         with fastac.patch_checkpoint():
             self.expect(model)
-
-    def test_enable_inside_a_whole_recompute(self) -> None:
-        """Where torch does not stop early, its own checkpoint around a block would run attention again."""
-        model = self.switched_on()
-        fastac.enable(model.dit)
-        with (
-            set_checkpoint_early_stop(False),
-            pytest.raises(fastac.PolicyNotAppliedError, match="Leave that checkpoint"),
-        ):
-            self.step(model)

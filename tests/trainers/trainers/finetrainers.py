@@ -39,12 +39,3 @@ class TestLTX(OfDiffusers):
             self.step(model)
         with fastac.patch_checkpoint(), pytest.raises(fastac.FastacError, match="context_fn"):
             self.step(apply_activation_checkpointing(self.model(), "ops"))
-
-    def test_wrapped_before_the_patch(self) -> None:
-        """Its wrappers hold torch's function then."""
-        model = self.switched_on()
-        with (
-            fastac.patch_checkpoint(),
-            pytest.raises(fastac.PolicyNotAppliedError, match="before the name was patched"),
-        ):
-            self.step(model)

@@ -18,13 +18,6 @@ class Transformers(Training):
     def switch_on(self, model: Any) -> None:
         model.activation_checkpointing_enable()
 
-    def test_reentrant_is_refused(self) -> None:
-        with fastac.patch_checkpoint():
-            model = self.model()
-            model.activation_checkpointing_enable({"use_reentrant": True})
-            with pytest.raises(fastac.FastacError, match="use_reentrant=False"):
-                self.step(model)
-
 
 class TestLlama(Transformers):
     attention = 2
@@ -83,10 +76,3 @@ class TestT5(Transformers):
         """Two lists of blocks: which one is meant is the user's choice."""
         with pytest.raises(fastac.FastacError, match=r'blocks=\["encoder\.block", "decoder\.block"\]'):
             fastac.enable(self.model())
-
-    def test_a_bias_that_is_trained_is_refused(self) -> None:
-        model = self.model()
-        biases(model).requires_grad_(True)
-        fastac.enable(model, blocks=self.blocks)
-        with pytest.raises(fastac.PolicyNotAppliedError, match="mask requires grad"):
-            self.step(model)
