@@ -14,7 +14,7 @@ from fastac import FastacError
 from fastac.backends import availability
 from fastac.backends.verdicts import BackendUse, Verdict
 from tests import compiler, support
-from tests.marks import NEEDS_COMPILED_MODELS, NEEDS_FLEX
+from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import (
     AttentionBlock,
     AttentionStack,
@@ -186,12 +186,6 @@ def test_refused_with_the_model_as_it_was(options: dict[str, Any]) -> None:
     assert [(vars(module), module._compiled_call_impl) for module in built.modules()] == before
 
 
-@NEEDS_FLEX
-def test_flex_attention_compiled_by_something_else_than_inductor() -> None:
-    with pytest.raises(FastacError, match=r"compile_attention.*inductor"):
-        fastac.compile_attention(torch.nn.functional.scaled_dot_product_attention, backend="aot_eager")
-
-
 @NEEDS_COMPILED_MODELS
 def test_verify_takes_a_model_that_is_compiled_as_a_whole() -> None:
     """Of two attentions over 24 and 6 keys in each block, the policy saves one."""
@@ -208,24 +202,3 @@ def test_verify_takes_a_model_whose_blocks_are_compiled() -> None:
     built = model(breaks=True)
     fastac.compile(built, blocks="blocks", backend="aot_eager")
     assert fastac.verify(built, **stack_inputs()).saved == CALLS
-
-
-class RoundedBlock(AttentionBlock):
-    """Inductor fuses it, and rounds later than eager bfloat16 does."""
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        video = super().forward(video, text)
-        return video * torch.sigmoid(video.mean(-1, keepdim=True)) + torch.nn.functional.silu(video).softmax(-1)
-
-
-@pytest.mark.slow
-def test_verify_allows_for_what_inductor_rounds() -> None:
-    """With checkpointing inductor fuses another graph. verify says so."""
-    built = stack(layers=1, block=RoundedBlock, dtype=torch.bfloat16)
-    fastac.enable(built, blocks="blocks")
-    built.compile()
-    found = fastac.verify(built, **stack_inputs(dtype=torch.bfloat16))
-    assert found.different
-    assert not found.broken
-    assert found.saved == CALLS // 2
-    assert "compiling none alone changes as much" in str(found)

@@ -100,7 +100,6 @@ class TestNothingSavable:
             (dropping_out, "whole", "aot_eager"),
             (math_kernel, "whole", "aot_eager"),
             (written_out, "whole", "aot_eager"),
-            (written_out, "whole", "eager"),
         ],
     )
     def test_it_is_an_error_on_every_call(self, attend: Any, way: str, backend: str) -> None:

@@ -6,7 +6,6 @@ And code that is compiled anew between forward and recompute.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,23 +176,3 @@ class TestRecompilation:
         model = in_two_sizes(compile_blocks(stack(layers=1, policy="attn_only"), "aot_eager", None))
         assert_same(train_step(model, inputs), expected)
         assert executions_of(model, inputs, expected) == 4
-
-
-@pytest.mark.slow
-@NEEDS_COMPILED_MODELS
-def test_a_warm_cache_spares_no_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is saved is decided, and reported, during the trace: a graph with regions is always traced."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    caches = (
-        torch._inductor.config.patch(fx_graph_cache=True),
-        torch._functorch.config.patch(enable_autograd_cache=True),
-    )
-    with caches[0], caches[1]:
-        for _ in range(2):
-            reset()
-            model = small("none")
-            fastac.enable(model, blocks="blocks")
-            compile_whole(model, "inductor")
-            train_step(model, small_inputs())
-            assert sum(row.saved for row in fastac.report(model).rows) == 2
-            assert executions_of(model, small_inputs()) == 2

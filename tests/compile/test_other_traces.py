@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastac
 from fastac.compile import tracing
-from tests.compile.steps import assert_exact_and_saved, compile_whole
 from tests.marks import NEEDS_TRACES
 from tests.support import CPU_ATTENTION, AttentionBlock, executions_of, stack, stack_inputs, train_step
 
@@ -61,19 +60,6 @@ def test_make_fx_traces_the_region_as_it_is(policy: str, caplog: pytest.LogCaptu
     assert caplog.text.count("neither dynamo nor AOT") == 1
     assert traced == [plain, plain]
     assert plain[f"{CPU_ATTENTION.replace('::', '.')}.default"] == 2
-
-
-@NEEDS_TRACES
-def test_make_fx_does_not_spoil_a_later_compile() -> None:
-    """torch's selective checkpointing under make_fx leaves metadata that breaks a later compile."""
-
-    def loss(video: torch.Tensor, text: torch.Tensor) -> Any:
-        return torch.autograd.grad(stack(layers=1, policy="attn_only")(video, text).square().sum(), video)
-
-    make_fx(loss)(*stack_inputs().values())
-    assert_exact_and_saved(
-        lambda policy: compile_whole(stack(layers=1, policy=policy), "aot_eager"), stack_inputs(), calls=2
-    )
 
 
 # Fake tensors

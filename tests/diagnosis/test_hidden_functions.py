@@ -181,24 +181,10 @@ def test_outputs_in_a_dataclass_are_looked_into() -> None:
         fastac.checkpoint(Returns(sdpa, hidden()), *inputs().values())
 
 
-@pytest.mark.parametrize("name", ["TritonAttention", "VideoKernel"])
-def test_a_hidden_function_in_a_compiled_block(name: str) -> None:
-    """dynamo traces it: it is found by its name, or by its matrix products and softmax."""
-
-    class Written(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-            probabilities = (q @ k.transpose(-1, -2)).softmax(-1)
-            ctx.save_for_backward(probabilities)
-            return probabilities @ v
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            (probabilities,) = ctx.saved_tensors
-            return grad, grad, probabilities.transpose(-1, -2) @ grad
-
+def test_a_hidden_function_in_a_compiled_block() -> None:
+    """dynamo traces it, so that no autograd node shows it: the eager look does."""
     torch._dynamo.reset()
-    block = Block(sdpa, hidden(name) if name == "TritonAttention" else type(name, (Written,), {}).apply)
+    block = Block(sdpa, hidden())
     block.compile(backend="aot_eager")
-    with pytest.raises(PolicyNotAppliedError, match=r"small ops|TritonAttention"):
+    with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
         train_step(functools.partial(fastac.checkpoint, block), inputs())

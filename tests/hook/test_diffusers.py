@@ -174,7 +174,7 @@ def test_a_wrapped_model_is_enabled_inside(compiled: bool) -> None:
     model, inputs = support.build(WAN)
     wrapped: Any = Engine(model)
     if compiled:
-        wrapped = torch.compile(wrapped, backend="eager")
+        wrapped = torch.compile(wrapped, backend="aot_eager")
     before = state_of(model)
     expected = train_step(wrapped, inputs)
     with pytest.raises(fastac.FastacError, match=r"module\.blocks\.0"):

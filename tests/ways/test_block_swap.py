@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import peft
 import pytest
 import torch
-from accelerate import cpu_offload
 from diffusers.hooks.group_offloading import ModuleGroup
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -223,23 +222,3 @@ def test_group_offloading_to_disk(
     with set_checkpoint_early_stop(early_stop):
         found = assert_as_torch(way, trains, host)
     assert bool(found.on_device[1]) == early_stop
-
-
-@pytest.mark.parametrize("host", ["diffusers", "blocks"])
-def test_cpu_offload(host: str) -> None:
-    """Weights that train would get parameters of their own at each forward, which autograd holds and nobody reads."""
-
-    class Host(dict[str, torch.Tensor]):
-        device: Device
-
-        def __getitem__(self, key: str) -> torch.Tensor:
-            return self.device.bring(super().__getitem__(key))
-
-    def way(model: Any, device: Device) -> None:
-        weights = Host(model.state_dict())
-        weights.device = device
-        cpu_offload(model, CPU, state_dict=weights)
-
-    found = assert_as_torch(way, host=host)
-    model, _ = support.build(WAN, num_layers=1)
-    assert found.peak < sum(weight.nbytes for weight in model.blocks.parameters())
