@@ -23,7 +23,7 @@ from fastac.compile import torch_private
 from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
-from tests.compile.steps import SmallBlock, frozen_inputs, small, small_inputs
+from tests.compile.steps import SmallBlock, broken, frozen_inputs, small, small_inputs
 from tests.live_bytes import allocated
 from tests.marks import NEEDS_FLEX
 from tests.support import AttentionStack, relative_error, stack, train_step
@@ -67,6 +67,7 @@ ATTENTIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "block mask": (masked, 1),
     "score mod with a tensor": (functools.partial(flex_attention, score_mod=biased), 1),
     "two shapes": (cross, 2),
+    "behind a graph break": (broken(flex_attention), 1),  # as at a router of experts
 }
 
 
@@ -119,12 +120,12 @@ def test_a_model_of_diffusers_whose_backend_is_flex() -> None:
 
 @trains_here
 class TestSaved:
-    @pytest.mark.parametrize("name", ["block mask", "score mod with a tensor"])
+    @pytest.mark.parametrize("name", ["block mask", "score mod with a tensor", "behind a graph break"])
     def test_in_compiled_blocks(self, name: str) -> None:
         attend, calls = ATTENTIONS[name]
         reference = eagerly(model(attend), inputs())
         built = model(attend)
-        fastac.compile(built, blocks="blocks", fullgraph=True)
+        fastac.compile(built, blocks="blocks", fullgraph=name != "behind a graph break")
         assert_steps(built, reference, inputs(), 2 * calls)
 
     def test_what_is_held(self) -> None:

@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastac
 from fastac.engine.collectives import Communication
@@ -343,19 +343,35 @@ class ShardedAttention(torch.nn.Module):
         return self.second(F.scaled_dot_product_attention(heads, heads * 2, heads)[0, 0])
 
 
-def _sharded(engine: str) -> tuple[int, Any, int]:
+def _sharded() -> tuple[int, Any, int]:
     block: Any = ShardedAttention()
-    if engine == "fsdp1":
-        block = FullyShardedDataParallel(block, device_id=torch.device("cpu"))
-    else:
-        for unit in (block.first, block.second):
-            fully_shard(unit)
+    for unit in (block.first, block.second):
+        fully_shard(unit)
     support.loss_of(fastac.checkpoint(block, batch_of(dist.get_rank())["x"])).backward()
     (row,) = fastac.report(torch.nn.ModuleList([block])).rows
     return row.saved, row.communication, row.writing
 
 
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
-def test_what_fsdp_gathers_for_itself_is_not_counted(engine: str) -> None:
-    """The model's own collectives count, also inside FSDP1's forward."""
-    assert ranks.run(_sharded, engine) == [(1, None, 1)] * 2
+def test_what_fsdp_gathers_for_itself_is_not_counted() -> None:
+    """The model's own collectives count."""
+    assert ranks.run(_sharded) == [(1, None, 1)] * 2
+
+
+def _gathered_is_held() -> bool:
+    gathered = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        whole = _gathered_by_autograd(x)
+        gathered.append(StorageWeakRef(whole.untyped_storage()))
+        heads = (whole @ whole.T)[None, None]
+        return F.scaled_dot_product_attention(heads, heads * 2, heads)
+
+    out = fastac.checkpoint(region, batch_of(dist.get_rank())["x"])
+    held = not gathered[0].expired()
+    out.sum().backward()
+    return held
+
+
+def test_gathered_parameters_are_not_held() -> None:
+    """As in SimpleFSDP: saving them would pin unsharded weights."""
+    assert ranks.run(_gathered_is_held) == [False, False]

