@@ -75,14 +75,12 @@ def to_fake(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
 
 
 @NEEDS_TRACES
-@pytest.mark.parametrize("inside", [False, True], ids=["an argument", "no argument"])
-def test_a_training_step_on_fake_tensors(inside: bool) -> None:
+def test_a_training_step_on_fake_tensors() -> None:
     """From the second equal call on, the cache of fake tensors answers: no call reaches the tape."""
     mode = FakeTensorMode()
     block = to_fake(AttentionBlock(), mode)
     inputs = [mode.from_tensor(value.detach()) for value in stack_inputs().values()]
     with mode:
         for _ in range(3):
-            output = fastac.checkpoint(lambda: block(*inputs)) if inside else fastac.checkpoint(block, *inputs)
-            output.sum().backward()
+            fastac.checkpoint(lambda: block(*inputs)).sum().backward()
     assert all(parameter.grad is not None for parameter in block.parameters())
