@@ -27,7 +27,6 @@ from fastac.diagnosis import out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear, wrappers
 from fastac.engine.blocks import BlockRecord, describe, record_of
-from fastac.engine.tape import engine
 from fastac.engine.wrappers import inside, is_wrapper, wrappers_around
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
@@ -104,8 +103,6 @@ class Enabled:
     """Whether outputs of embeddings require grad since `enable`."""
     opened: int = 0
     """Regions of the forward that runs."""
-    in_graphs: int = 0
-    """Regions that had run in graphs before it."""
     saved: bool = False
     """Whether some region saved something, or the policy saves nothing."""
 
@@ -223,7 +220,7 @@ class Enabled:
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
         """Count regions from here on: the model's forward begins."""
         if not torch.compiler.is_compiling():
-            self.opened, self.in_graphs = 0, engine.in_graphs
+            self.opened = 0
 
     def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError if the model ran, with gradients on, and opened no region or saved nothing."""
@@ -239,12 +236,8 @@ class Enabled:
             self._check_attached()
         if self.opened and not replaced:
             self.check_saved()
-        elif replaced or not (
-            self.was_switched_off()
-            # Regions in a graph that torch.compile made are not seen to open.
-            or self.in_graphs != engine.in_graphs
-            or graphs.hold_regions(nodes_between(outputs, (args, kwargs)))
-        ):
+        # Regions in a graph that torch.compile made are not seen to open.
+        elif replaced or not (self.was_switched_off() or graphs.hold_regions(nodes_between(outputs, (args, kwargs)))):
             cause = "its forward checkpoints by itself, or it calls other modules"
             way_out = models.name_blocks(model, grouped(self.blocks))
             if replaced:
@@ -435,8 +428,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
         >>> print(fastac.compile(transformer, policy="attn_only"))
     """
     torch.compile(check_module, **options)  # raises for an unknown option
-    check_module(model, "compile")
-    inner = models.unwrapped(model)
+    inner = check_module(model, "compile")
     enable(model, policy, blocks=blocks_given(inner, blocks), determinism_check=determinism_check)
     enabled = vars(inner)[_ENABLED]
     made = compile_blocks(inner, str(enabled.policy), enabled.blocks, enabled.forwards, options)
@@ -572,11 +564,5 @@ def _refuse_own(model: torch.nn.Module) -> None:
     if was_on or _is_another_on(models.switches(model)):
         raise FastacError(
             f"gradient checkpointing of {class_name(model)} is on already, so its blocks would be checkpointed twice. "
-            f"Switch it off first: {_off(model)}."
+            f"Switch it off first: model.disable_gradient_checkpointing(), or gradient_checkpointing_disable()."
         )
-
-
-def _off(model: torch.nn.Module) -> str:
-    # transformers has both of the last two until its version 6
-    names = ("disable_gradient_checkpointing", "activation_checkpointing_disable", "gradient_checkpointing_disable")
-    return next((f"model.{name}()" for name in names if hasattr(model, name)), "gradient_checkpointing = False")

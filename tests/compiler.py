@@ -62,11 +62,10 @@ def fresh_compiler(kernel_folder: Path) -> Iterator[None]:
 
 
 class Compiled(NamedTuple):
-    """What dynamo did since the last reset. frames: the functions that were compiled, in order."""
+    """What dynamo did since the last reset."""
 
     graphs: int
     graph_breaks: int
-    frames: tuple[str, ...]
 
 
 def compiled_so_far() -> Compiled:
@@ -74,7 +73,7 @@ def compiled_so_far() -> Compiled:
     metrics = [m for m in get_compilation_metrics() if m.co_filename is not None]
     ours = [f"{m.co_filename}:{m.co_name}" for m in metrics if m.co_filename.startswith(fastac.__path__[0] + "/")]
     assert not ours, f"dynamo compiled functions of fastac: {ours}"
-    return Compiled(graphs(), graph_breaks(), tuple(str(m.co_name) for m in metrics))
+    return Compiled(graphs(), graph_breaks())
 
 
 def graphs() -> int:

@@ -9,7 +9,7 @@ import torch
 from fastac import registry
 from fastac.backends.diffusers import backend_uses as backend_uses
 from fastac.backends.verdicts import BackendUse, Verdict
-from fastac.engine import opaque, torch_private
+from fastac.engine import torch_private
 from fastac.engine.blocks import is_inside
 from fastac.errors import UnsupportedBackendError, class_name
 from fastac.policy import BlockPolicies, Policy, saves_nothing
@@ -36,9 +36,6 @@ def unavailable(family: str, name: str = "") -> str | None:
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
     ops = [op for op in ops if op.row.name == name] or ops
     if not ops:
-        known = {row.backend for row in registry.rows() if isinstance(row, AttentionOp)} | opaque.known_backends()
-        if family not in known:
-            return f"fastac has no row for {family} yet"
         return f"no op of {family} is loaded in this process: its library is not installed, or was not imported"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     keys = ["CPU", "CompositeExplicitAutograd"] + ([accelerator.type.upper()] if accelerator is not None else [])

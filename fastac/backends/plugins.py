@@ -105,17 +105,9 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
     try:
         found = entry_point.load()
         if isinstance(found, types.ModuleType):
-            parts = [getattr(found, name) for name in ("ROWS", "FUNCTIONS") if hasattr(found, name)]
-            if not parts:
-                raise FastacError(
-                    "the module has neither ROWS nor FUNCTIONS: an entry point's rows belong there, not in a call of "
-                    "fastac.register"
-                )
-            return [item for part in parts for item in part]
+            return [item for name in ("ROWS", "FUNCTIONS") for item in getattr(found, name, ())]
         content: Iterable[Any] = found() if callable(found) else found
         return list(content)
-    except FastacError:
-        raise
     except (Exception, SystemExit) as error:
         # Other people's code runs here: its library may be uninstalled, a driver missing, or it calls sys.exit without
         # a GPU. None of that may keep a user from training who may not even use that kernel.

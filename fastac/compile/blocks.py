@@ -19,7 +19,7 @@ from fastac.backends.verdicts import Verdict
 from fastac.compile.flex import INDUCTOR, set_apart
 from fastac.compile.torch_private import InductorWith
 from fastac.engine import releases
-from fastac.errors import FastacError, class_name
+from fastac.errors import class_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,25 +88,19 @@ def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[
 
     Args:
         function: the function to compile.
-        options: options of torch.compile, except for `backend`, which is inductor.
+        options: options of torch.compile.
 
     Returns:
         The compiled function.
 
     Raises:
-        FastacError: another backend, or a torch before 2.13.
+        FastacError: a torch before 2.13.
 
     Example:
         >>> attend = fastac.compile_attention(flex_attention, dynamic=False)
     """
     releases.need(releases.FLEX, "Train with flex_attention as it is, in eager mode.")
-    ready = _ready(options)
-    if _name_of(ready["backend"]) != INDUCTOR:
-        raise FastacError(
-            f"compile_attention(backend={options['backend']!r}): only inductor hides flex_attention. With another "
-            f"backend, use torch.compile."
-        )
-    return torch.compile(function, **ready)
+    return torch.compile(function, **_ready(options))
 
 
 def _ready(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,8 +72,6 @@ def set_apart(graph: torch.fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=FLEX_ATTENTION):
         used = tuple(sorted({int(user.args[1]) for user in node.users}))
         part, tensors, sizes = part_of(owner, node, used)
-        if not all(isinstance(given.meta["val"], (int, torch.SymInt)) for given in sizes):
-            continue  # an op takes no list of such numbers: the call stays as it is, and a region refuses it
         run = torch_private.compile_graph(part, [given.meta["val"] for given in (*tensors, *sizes)])
         number = next(_numbers)
         _kernels[number] = _Kernel(part, run, used)

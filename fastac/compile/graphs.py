@@ -87,14 +87,6 @@ class Traced:
                 self.may_run += again and node.name not in self.saved
 
 
-class _Backward(threading.local):
-    """The backward of a graph that runs in this thread."""
-
-    node: object = None
-    again: int = 0
-    """Number of saved attention calls that ran again in it so far."""
-
-
 class _State:
     """Everything that this module knows in this process."""
 
@@ -102,7 +94,7 @@ class _State:
         self.traced: dict[str, Traced] = {}  # by the id of a compilation; other threads add to it
         self.watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()  # called in regions
         self.resets = 0  # of dynamo
-        self.backward = _Backward()
+        self.thread = threading.local()  # backward: of the graph that runs; again: saved attention that ran in it
 
     def here(self) -> dict[str, Traced]:
         """Traced regions since the last reset of dynamo, which gives the same ids again."""
@@ -183,12 +175,12 @@ def _ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     policy = next((policy for policy in policies if policy.saves(keys)), None)
     if policy is None:
         return
-    backward = _state.backward
-    node = function, engine_private.sequence_number(running), engine_private.running_backward()
-    if backward.node != node:
-        backward.node, backward.again = node, 0
-    backward.again += 1
-    if backward.again > allowed:
+    thread = _state.thread
+    backward = function, engine_private.sequence_number(running), engine_private.running_backward()
+    if getattr(thread, "backward", None) != backward:
+        thread.backward, thread.again = backward, 0
+    thread.again += 1
+    if thread.again > allowed:
         raise PolicyNotAppliedError(
             f"{policy}: {op.name} over {keys} keys ran again in the backward of a graph that torch.compile made "
             f"(compilation {torch_private.compile_id_of(function)}): the compiler did not keep what the policy saves. "

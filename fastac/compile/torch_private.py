@@ -1,12 +1,10 @@
 """Private names of torch's compiler (dynamo, AOT, inductor) that fastac uses, in one place.
 
-Seen in torch 2.9 to 2.15, unless a comment says otherwise. Each is looked up where it is first needed: fastac does not
-import the compiler.
+Seen in torch 2.9 to 2.15, unless a comment says otherwise. fastac does not import the compiler.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,22 +15,7 @@ import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import CompileContext, TracingContext
 from torch.fx import traceback
 
-from fastac.engine.torch_private import COMPILED_NODE, find, function_of, proxy_mode, require
-
-DYNAMO = (
-    "_dynamo.callback.callback_handler.start_callbacks",
-    "_C._dynamo.eval_frame.set_guard_complete_hook",
-    "_guards.CompileContext.current_compile_id",
-    "fx.traceback.current_meta",
-)
-INDUCTOR = (
-    "_TorchCompileInductorWrapper",
-    "_guards.TracingContext.patch",
-    "_inductor.compile_fx.compile_fx_inner",
-    "_inductor.config.patch",
-    "_inductor.config.post_grad_custom_pre_pass",
-    "_inductor.utils.BoxedBool",
-)
+from fastac.engine.torch_private import COMPILED_NODE, function_of, proxy_mode
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
@@ -83,7 +66,7 @@ class _Compilations:
         """The count. Begins to count, if it does not yet. Cheap: called in every region."""
         if "torch._dynamo.callback" not in sys.modules:
             return 0
-        callbacks = _start_callbacks()
+        callbacks: list[Any] = torch._dynamo.callback.callback_handler.start_callbacks
         if self._begin not in callbacks:
             callbacks.append(self._begin)
             self.count += 1
@@ -97,12 +80,6 @@ class _Compilations:
     def in_this_thread(self) -> int:
         """Number of compilations that began in this thread."""
         return getattr(self.here, "count", 0)
-
-
-@functools.cache
-def _start_callbacks() -> list[Any]:
-    require(DYNAMO)
-    return find(DYNAMO[0])  # type: ignore[no-any-return]
 
 
 compilations = _Compilations()
@@ -160,25 +137,20 @@ class InductorWith(_Inductor):  # type: ignore[misc]
 
     def __init__(self, graph_pass: Callable[[torch.fx.Graph], None], *options: Any) -> None:
         """options: mode, options and dynamic, as torch.compile takes them."""
-        require(INDUCTOR)
         super().__init__(*options)
         self.graph_pass = graph_pass
 
     def __call__(self, model_: Any, inputs_: Any, *, config_patches: Any = None) -> Any:
         """Compile a graph of dynamo's."""
         patches = dict(config_patches or {})
-        if _holds_flex(model_):
+        graphs = [inner.graph for inner in model_.modules() if isinstance(inner, torch.fx.GraphModule)]
+        if any(node.target is FLEX_ATTENTION for graph in graphs for node in graph.nodes):
             from torch._inductor import config
 
             theirs = self.config.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
             others = theirs if isinstance(theirs, (list, tuple)) else [theirs] * (theirs is not None)
             patches["post_grad_custom_pre_pass"] = [*others, self.graph_pass]
         return super().__call__(model_, inputs_, config_patches=patches)
-
-
-def _holds_flex(module: torch.fx.GraphModule) -> bool:
-    graphs = [inner.graph for inner in module.modules() if isinstance(inner, torch.fx.GraphModule)]
-    return any(node.target is FLEX_ATTENTION for graph in graphs for node in graph.nodes)
 
 
 def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:

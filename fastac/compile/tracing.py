@@ -23,12 +23,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.backends.plugins import prepare
 from fastac.compile import graphs
-from fastac.diagnosis.observer import Observer
 from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward
 from fastac.engine import releases, torch_private
 from fastac.engine.blocks import block_of, describe
 from fastac.engine.sparse import is_choice
-from fastac.engine.tape import Replay, Tape, engine
 from fastac.errors import CompiledPolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import classify
@@ -94,27 +92,21 @@ class Decisions:
     def check(self, where: str = "") -> None:
         """Raise CompiledPolicyNotAppliedError when attention so far cannot be saved. where: the region's block."""
         coarse = coarse_numbers(self._coarse)
-        written_out = sum(keys not in coarse for keys in self._written_out)
-        refuse_unsaved(self.policy, self._small + written_out, self._unknown, where)
-
-
-def refuse_unsaved(policy: Policy, small: int, unknown: Sequence[Op], where: str = "") -> None:
-    """Raise CompiledPolicyNotAppliedError for attention of a region in a graph that cannot be saved.
-
-    small: number of calls that ran as small ops. unknown: ops without a row.
-    """
-    if not small and not unknown:
-        return
-    problem = (
-        f"{small} ran as small ops, with no output to save (a mask that requires grad, dropout, unequal head dims, "
-        f"a query that is not 4-D, the math kernel forced, or attention written out)"
-        if small
-        else f"{qualified_name(unknown[0])} looks like an attention forward and has no row (fastac.register)"
-    )
-    raise CompiledPolicyNotAppliedError(
-        f"{where}{': ' * bool(where)}{policy}: not every attention call of a checkpointed region in a graph can be "
-        f'saved.\n{problem}.\nFix the cause, or use policy="full" for this block.'
-    )
+        small = self._small + sum(keys not in coarse for keys in self._written_out)
+        if small:
+            problem = (
+                f"{small} ran as small ops, with no output to save (a mask that requires grad, dropout, unequal head "
+                f"dims, a query that is not 4-D, the math kernel forced, or attention written out)"
+            )
+        elif self._unknown:
+            name = qualified_name(self._unknown[0])
+            problem = f"{name} looks like an attention forward and has no row (fastac.register)"
+        else:
+            return
+        raise CompiledPolicyNotAppliedError(
+            f"{where}{': ' * bool(where)}{self.policy}: not every attention call of a checkpointed region in a graph "
+            f'can be saved.\n{problem}.\nFix the cause, or use policy="full" for this block.'
+        )
 
 
 def refuse_eager_only(policy: Policy, where: str = "this region") -> None:
@@ -216,54 +208,15 @@ def _prepare_trace() -> None:
 
 
 def _contexts_in_graph(policy: Policy) -> Contexts:
-    """Contexts for a region that dynamo put into a graph. AOT calls this, or at run time a backend without AOT."""
+    """Contexts for a region that dynamo put into a graph. AOT asks for them; no other backend can have them."""
     if torch_private.in_proxy_trace():
         return traced_contexts(policy)
-    refuse_eager_only(policy)
-    tape = Tape(policy, owners=[])
-    return _InGraph(tape, Observer(None, (), tape)), _ReplayInGraph(tape)
-
-
-class _InGraph:
-    """The forward of a region that is known as a graph, not by its function: watched and judged every time.
-
-    AOT runs it as well, on tensors without data, before it traces.
-    """
-
-    def __init__(self, tape: Tape, observer: Observer) -> None:
-        self.tape = tape
-        self.observer = observer
-
-    def __enter__(self) -> None:
-        engine.in_graphs += 1
-        self.tape.__enter__()
-        self.observer.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        try:
-            self.observer.__exit__(*exception)  # first: an open scope must not see its operations
-        finally:
-            self.tape.__exit__(*exception)
-        if exception[0] is None:
-            small = len(self.observer.small) + len(self.tape.decomposed)
-            refuse_unsaved(self.tape.policy, small, self.observer.unknown)
-            if self.tape.made:  # a backend without AOT really runs the graph
-                for collector in engine.collectors:
-                    collector.append(self.tape.result())
-
-
-class _ReplayInGraph:
-    """The context of a region's recomputes. Each opens its own `Replay`: two threads may recompute at once."""
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-
-    def __enter__(self) -> None:
-        Replay(self.tape).__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        assert engine.thread.scope is not None
-        engine.thread.scope.__exit__(*exception)
+    if torch_private.is_abstract(()):  # AOT runs the graph on tensors without data, before it traces
+        return contextlib.nullcontext(), contextlib.nullcontext()
+    raise CompiledPolicyNotAppliedError(
+        f"{policy}: a backend without AOT runs a graph that torch.compile made with this region, and nothing can be "
+        f'saved there. Use inductor or "aot_eager", or fastac.compile(model), which compiles blocks.'
+    )
 
 
 # Regions in other traces

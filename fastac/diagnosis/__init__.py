@@ -103,9 +103,8 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
     if results and not saved and not any(one.compiled for one in results):
         raise PolicyNotAppliedError(
             f"{policy}: {'nothing' if ran else 'no attention'} is saved in any block of {class_name(model)}.\n"
-            f"Attention in its blocks: "
-            f"{ran or 'none seen (it is linear, written out in small ops, or a kernel without a row)'}.\n"
-            f"{'Use a smaller min_kv' if ran else 'Give its kernel a row: docs/adding_a_backend.md'}, or use "
+            f"Attention in its blocks: {ran or 'none seen (linear, in small ops, or a kernel without a row)'}.\n"
+            f"Use a smaller min_kv, give its kernel a row (docs/adding_a_backend.md), or use "
             f'policy="full" if that is meant.'
         )
     return saved
@@ -161,7 +160,7 @@ def not_applied(function: Any, policy: Policy, problems: Iterable[str], made: in
 
 def small_ops(where: str, keys: int, cause: str = "") -> str:
     """A sentence on an attention that ran as small ops."""
-    cause = cause or "no fused kernel took it (math kernel forced, dropout, head dims, strides, mask)"
+    cause = cause or "no fused kernel took it (math kernel forced, dropout, dimensions, strides, mask)"
     return f"{where}: an attention over {keys} keys ran as small ops, with no output to save: {cause}"
 
 

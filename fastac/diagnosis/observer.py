@@ -16,12 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastac import registry
 from fastac.backends import availability
 from fastac.diagnosis.autograd_graph import leads_to, tensors_of
-from fastac.diagnosis.recognition import (
-    MATRIX_PRODUCTS,
-    SoftmaxAttention,
-    coarse_numbers,
-    looks_like_attention_forward,
-)
+from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward
 from fastac.engine import flops, kinds, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.tape import Tape, engine
@@ -70,7 +65,6 @@ class Observer(TorchDispatchMode):
         self._handles: list[Any] = []
         self._modules: list[tuple[str, int]] = []  # names of running modules, and how much had been seen before each
         self._added: Any = None  # by the last addition: perhaps a mask, to scores
-        self._head_dim = 0  # over which the last matrix product summed: perhaps that of query and key
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -173,22 +167,12 @@ class Observer(TorchDispatchMode):
             self.unknown.append(op)
         elif name in ("aten::add", "aten::add_"):
             self._added = args[1]
-        elif name in MATRIX_PRODUCTS:
-            query, value = args[-2:]
-            if value.shape[-1] != self._head_dim:
-                self._explain(f"its value has head dim {value.shape[-1]} where query and key have {self._head_dim}")
-            self._head_dim = query.shape[-1]
-        elif "dropout" in name or "bernoulli" in name:
-            self._explain("it drops out (dropout > 0), which no fused kernel here does: train with dropout 0")
+        elif ("dropout" in name or "bernoulli" in name) and self.small and not self.small[-1].cause:
+            self.small[-1].cause = "it drops out (dropout > 0), which no fused kernel here does: train with dropout 0"
 
     def _note_small(self, keys: int, cause: str) -> None:
         if self.tape.policy.saves(keys):
             self.small.append(SmallOps(self._modules[-1][0] if self._modules else "", keys, cause))
-
-    def _explain(self, cause: str) -> None:
-        """Say why the last attention that was decomposed was so, if it is not known."""
-        if self.small and not self.small[-1].cause:
-            self.small[-1].cause = cause
 
     def _why_decomposed(self, scores: torch.Tensor) -> str:
         """Why torch took no fused kernel; "" where that shows in what runs next, or not at all."""
@@ -196,13 +180,8 @@ class Observer(TorchDispatchMode):
         if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
             return 'the math kernel is forced (SDPBackend.MATH, backend "_native_math" or torch.backends)'
         mask = self._added
-        if isinstance(mask, torch.Tensor) and mask.shape[-2:] == scores.shape[-2:]:
-            if mask.requires_grad:
-                return "its mask requires grad: detach it, or keep it out of training"
-            if mask.dim() not in (2, 4):
-                return f"its mask has {mask.dim()} dimensions: pass 2 or 4"
-        if scores.dim() != 4:
-            return f"its query has {scores.dim()} dimensions: pass (batch, heads, sequence, head dim)"
+        if isinstance(mask, torch.Tensor) and mask.shape[-2:] == scores.shape[-2:] and mask.requires_grad:
+            return "its mask requires grad: detach it, or keep it out of training"
         return ""
 
     def _outside(self, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

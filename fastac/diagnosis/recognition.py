@@ -19,7 +19,7 @@ _ATTENTION_OR_FLASH = re.compile(_ATTENTION.pattern + "|flash")
 _BESIDE_ATTENTION = re.compile(
     r"mask|norm|rope|rotary|gate|embed|all_?to_?all|a2a|scatter|gather|split|reduce|proj|input|output|bias"
 )
-MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
+_MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _JOINS = ("aten::cat", "aten::copy_")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
 
@@ -112,7 +112,7 @@ class SoftmaxAttention:
                 self._mark(tensor, "weight")
         marked = [(tensor, kind) for tensor in tensors if (kind := self._kind(tensor))]
         kinds = {kind: tensor for tensor, kind in marked}
-        if name in MATRIX_PRODUCTS:
+        if name in _MATRIX_PRODUCTS:
             if "probabilities" in kinds:
                 return int(kinds["probabilities"].shape[-1])
             if "weight" not in kinds:

@@ -307,11 +307,6 @@ def know(*functions: OpaqueFunction) -> None:
     state.modules = None
 
 
-def known_backends() -> set[str]:
-    """The backends of the known Functions, whether their modules are loaded or not."""
-    return {known.backend for known in state.known}
-
-
 def make_known_visible() -> None:
     """Make each known Function visible whose module is loaded. Cheap while no further module is loaded.
 

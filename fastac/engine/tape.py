@@ -56,7 +56,6 @@ class Engine:
         self.answered: list[collections.Counter[str]] = []  # each counts attention calls that ran no kernel (verify)
         self.collectors: list[list[RegionResult]] = []  # each gets the result of every region that succeeds (verify)
         self.listeners: list[Listener] = []  # called with attention that runs while no region is open in its thread
-        self.in_graphs = 0  # regions that ran in a graph of dynamo without AOT, where none is seen to open
         self.pending: list[Any] = []  # fingerprints that an accelerator has yet to compute (fastac.engine.comparison)
         self.thread.scope = None
         self.thread.backward = None

@@ -53,17 +53,12 @@ def is_backward(node: Node) -> bool:
     return marks(node).get("phase") == BACKWARD["phase"] or bool(node.meta.get("autograd_backward"))
 
 
-def region_of(node: Node) -> int | None:
-    """The number of the region that a node of the forward was traced in."""
-    return None if node.op != "call_function" or is_backward(node) else marks(op_of(node)).get(REGION)
-
-
 def regions(graph_module: GraphModule) -> dict[int, list[Node]]:
     """Region -> its nodes in the forward, in order."""
     found: dict[int, list[Node]] = {}
     for node in graph_module.graph.nodes:
-        number = region_of(node)
-        if number is not None:
+        number = marks(op_of(node)).get(REGION)
+        if number is not None and node.op == "call_function" and not is_backward(node):
             found.setdefault(number, []).append(node)
     return found
 

@@ -161,10 +161,6 @@ def is_gather(node: Node) -> bool:
     return op_name(node) in _GATHERS
 
 
-def _is_layout(node: Node) -> bool:
-    return is_getitem(node) or returns_views(node) or op_name(node) in _COPIES
-
-
 def parameters_of(graph: Graph, static_indices: Iterable[int] | None = None) -> list[Node]:
     """Placeholders of a joint graph that hold parameters: where AOT says so, or else its inputs that stay in place.
 
@@ -196,7 +192,8 @@ def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> l
     chain: set[Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if inputs and laid_out.issuperset(inputs) and (is_gather(node) or _is_layout(node)):
+        is_layout = is_getitem(node) or returns_views(node) or op_name(node) in _COPIES
+        if inputs and laid_out.issuperset(inputs) and (is_gather(node) or is_layout):
             laid_out.add(node)
             if is_gather(node) or not chain.isdisjoint(inputs):
                 chain.add(node)

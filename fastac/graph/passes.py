@@ -138,7 +138,9 @@ def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphMod
             continue
         saved = decide(graph_module, nodes, policies[number])
         for node in nodes:
-            keep = node in saved or op_of(node) in saved or _would_differ(op_of(node))
+            op = op_of(node)
+            differs = draws(op) or not is_functional(op) or op_name(op) in _WRITES_STATISTICS  # from its first run
+            keep = differs or node in saved or op in saved
             node.meta[TAG] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
             node.meta[REGION_TAG] = number
     _save_boundaries(graph_module)
@@ -178,11 +180,6 @@ def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[
             saved |= {node, *(bound.selection(node.args, node.kwargs) if bound is not None else ())}
     decisions.check(where(nodes))
     return saved
-
-
-def _would_differ(node: Node) -> bool:
-    """Whether a second run of a node would do something else than the first, whatever the policy."""
-    return draws(node) or not is_functional(node) or op_name(node) in _WRITES_STATISTICS
 
 
 def _save_boundaries(graph_module: GraphModule) -> None:

@@ -94,7 +94,7 @@ def _tag_replay(
         seen.add(node)
         if equals[node] in saved_values:
             needed.add(equals[node])
-        elif _is_recomputed(node):
+        elif (mark := mark_of(op_of(node))) is not None and not mark.returned and not draws(node):
             recomputed.add(equals[node])
             pending.extend(node.all_input_nodes)
     needed = {node for node in needed if equals[op_of(node)] not in recomputed}
@@ -110,12 +110,6 @@ def _tag_replay(
         elif equals[memory] in needed and memory is node:
             node.meta[TAG] = op_of(node).meta[TAG] = CheckpointPolicy.MUST_SAVE
     return needed, recomputed
-
-
-def _is_recomputed(node: Node) -> bool:
-    """Whether a node that is not saved comes from a marked graph, so that the backward recomputes it."""
-    mark = mark_of(op_of(node))
-    return mark is not None and not mark.returned and not draws(node)
 
 
 def _equal_nodes(graph: Graph) -> dict[Node, Node]:

@@ -1,14 +1,13 @@
 """Private names of torch that `fastac.graph` uses, in one place.
 
-Seen in torch 2.12 to 2.15, most of them since 2.9. They are looked up when `fastac.graph` is imported, by its user. A
-missing one is an ImportError with its name.
+Seen in torch 2.12 to 2.15, most of them since 2.9.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,26 +25,14 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from fastac.engine import torch_private
 from fastac.errors import FastacError
 
-_REQUIRED = (
-    "_C._DisableAutocast",
-    "_dynamo.config.error_on_nested_fx_trace",
-    "_functorch.partitioners.min_cut_rematerialization_partition",
-    "_inductor.config.reorder_for_locality",
-    "_inductor.config.reorder_for_peak_memory",
-    "_inductor.custom_graph_pass.CustomPartitionerFn",
-    "_ops.OpOverload",
-    "_subclasses.FakeTensorMode",
-    "autograd._engine_run_backward",
-    "autograd.graph._engine_run_backward",
-)
-
-torch_private.require(_REQUIRED, "fastac.graph")
-
 BACKWARD = {"phase": "backward"}
 """The mark of the backward for torch's own passes (`node.meta["custom"]`)."""
 
 COLLECTIVES = "_c10d_functional"
 """Namespace of the functional collectives."""
+
+without_autocast = torch._C._DisableAutocast
+"""A context for traced graphs: their casts are nodes."""
 
 min_cut = torch._functorch.partitioners.min_cut_rematerialization_partition
 """torch's partitioner: it decides by dependency which nodes belong to the backward, and obeys meta["recompute"]."""
@@ -67,14 +54,14 @@ _TRACING = threading.RLock()
 # Tracing
 
 
-def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have shapes and no data. Operators also take real tensors that a function holds."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+def fakes_of(values: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """A mode in which tensors have shapes and no data, and the values in it; those that are no tensors unchanged.
 
-
-def fake_of(value: Any, mode: FakeTensorMode) -> Any:
-    """A fake tensor of constant sizes for a tensor, with one for its gradient; any other value unchanged."""
-    return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+    Sizes are constant. Ops also take real tensors that a function holds.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one for one in values]
+    return mode, fakes
 
 
 def fake_mode_of(graph_module: torch.fx.GraphModule) -> FakeTensorMode:
@@ -132,13 +119,6 @@ def _backward_marked(fakes: Mapping[int, torch.Tensor]) -> Iterator[None]:
     finally:
         torch.autograd.graph._engine_run_backward = engine
         torch.autograd._engine_run_backward = engine  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def running_a_graph() -> Iterator[None]:
-    """A context to run a traced graph in, without autocast and autograd: casts and backward are nodes of the graph."""
-    with torch.no_grad(), torch._C._DisableAutocast():
-        yield
 
 
 # Nodes

@@ -51,22 +51,18 @@ class Traced:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph. Returns the step's outputs, detached. Raises FastacError where a call needs another trace."""
         state = _state_of(self.model)
-        self._check_call(_describe(self.model, state, args, kwargs))
+        if (now := _describe(self.model, state, args, kwargs)) != self.described:
+            absent = object()
+            name = next(n for n in {**now, **self.described} if now.get(n, absent) != self.described.get(n, absent))
+            raise FastacError(
+                f"{self!r} was called in another way than it was traced. {name}: {now.get(name, 'absent')} now, "
+                f"{self.described.get(name, 'absent')} when traced. Call it so, or trace the step again."
+            )
         leaves, _ = torch_private.tree_flatten((args, kwargs))
-        with torch_private.running_a_graph():
+        with torch.no_grad(), torch_private.without_autocast():  # the backward is in the graph
             run = self.graph_module if self.compiled is None else self.compiled
             outputs = run(*state.values(), *leaves)
         return torch_private.tree_unflatten(outputs, self.returned)
-
-    def _check_call(self, now: Description) -> None:
-        if now == self.described:
-            return
-        absent = object()
-        name = next(n for n in {**now, **self.described} if now.get(n, absent) != self.described.get(n, absent))
-        raise FastacError(
-            f"{self!r} was called in another way than it was traced. {name}: {now.get(name, 'absent')} now, "
-            f"{self.described.get(name, 'absent')} when traced. Call it so, or trace again: fastac.graph.trace(...)."
-        )
 
     def __repr__(self) -> str:
         kind = "traced" if self.compiled is None else "compiled"
@@ -119,8 +115,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         returned.append(tree)
         return outputs
 
-    mode = torch_private.fake_mode()
-    inputs = [torch_private.fake_of(value, mode) for value in real]
+    mode, inputs = torch_private.fakes_of(real)
     drawn = torch.get_rng_state(), random.getstate()
     with tracing.expected(model), torch_private.tracing(mode, fakes):
         graph_module = make_fx(flat)(*inputs)
@@ -184,19 +179,16 @@ def _describe(
         f"module {name or 'itself'}": "train mode" if module.training else "eval mode"
         for name, module in model.named_modules()
     }
-    described |= {name: _kind(value, first.setdefault(id(value), name)) for name, value in values.items()}
+    for name, value in values.items():
+        described[name] = value
+        if isinstance(value, torch.Tensor):
+            same = first.setdefault(id(value), name)
+            described[name] = tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, same
     for device in {device.type for device in generators.devices_of(values.values())}:
         if torch.amp.is_autocast_available(device):
             enabled = torch.is_autocast_enabled(device)
             described[f"autocast on {device}"] = torch.get_autocast_dtype(device) if enabled else "off"
     return described
-
-
-def _kind(value: Any, first: str) -> object:
-    """The properties of a value that a graph depends on. first: the name of the first place with the same value."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return tuple(value.shape), value.stride(), value.dtype, str(value.device), value.requires_grad, first
 
 
 # Steps that a graph would silently not repeat
@@ -246,7 +238,10 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
                     vars(module).pop(key)
                     vars(module).update({key: before[key]} if key in before else {})
     if changed:
-        raise _stores_gradients()
+        raise FastacError(
+            "trace: the step stores gradients in .grad, as backward() does, which the graph would not do. Return "
+            "torch.autograd.grad(loss, parameters) from the step, and let the optimizer step outside."
+        )
     if stored:
         raise FastacError(
             f"trace: the step stores a tensor in the model ({stored[0]}), which the graph would not do in its calls. "
@@ -254,25 +249,15 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
         )
 
 
-def _stores_gradients() -> FastacError:
-    return FastacError(
-        "trace: the step stores gradients in .grad, as backward() does, which the graph would not do. Return "
-        "torch.autograd.grad(loss, parameters) from the step, and let the optimizer step outside."
-    )
-
-
 def _refuse_constants(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
     """Raise FastacError for a constant of the graph that is changed, or made anew, in each call of the step.
 
-    The gradients of a trained tensor would be missing, the `.grad` of an input is another tensor after zero_grad(), and
-    a generator that the step makes draws the same numbers in each step.
+    The gradients of a trained tensor would be missing, and a generator that the step makes draws the same numbers in
+    each step.
     """
-    gradients = [value.grad for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf]
     given = any(isinstance(value, torch.Generator) for value in inputs)  # make_fx wraps it: identity says nothing
     for node in graph_module.graph.find_nodes(op="get_attr"):
         constant = getattr(graph_module, str(node.target), None)
-        if constant is not None and any(constant is gradient for gradient in gradients):
-            raise _stores_gradients()
         if isinstance(constant, torch.Generator) and not given:
             raise FastacError(
                 "trace: the step draws from a generator that it makes or holds; the graph would hold the one of this "

@@ -26,7 +26,6 @@ from tests.compile.steps import (
     frozen_inputs,
     small,
     small_inputs,
-    train,
 )
 from tests.compiler import compiled_so_far, reset
 from tests.marks import needs_torch
@@ -47,18 +46,6 @@ def test_calls_by_dynamo_and_aot_while_a_region_is_open(backend: str, dynamic: b
         looks=2,
         same_graphs=True,
     )
-
-
-def test_calls_by_dynamo_with_real_tensors_of_its_own() -> None:
-    """Dynamo may run the real kernel while it traces. That is not a call of the region."""
-    inputs, found = small_inputs(), []
-    with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
-        for policy in ("none", "attn_only"):
-            reset()
-            found.append(train(compile_blocks(small(policy), "aot_eager"), inputs))
-    for mine, theirs in zip(found[1].tensors, found[0].tensors, strict=True):
-        assert_same(mine, theirs)
-    assert found[1].executions[1:] == [2]
 
 
 def attend_and_scale(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -110,7 +97,7 @@ def test_a_block_that_was_compiled_by_a_call(wrap: Callable[..., Any]) -> None:
     reset()
     for _ in range(2):
         assert_same(step("attn_only"), expected)
-    assert compiled_so_far()[:2] == (1, 0)
+    assert compiled_so_far() == (1, 0)
 
 
 def test_compiled_blocks_stay_compiled() -> None:
@@ -165,24 +152,3 @@ def test_a_block_that_is_compiled_around_its_checkpoint(first: str) -> None:
         train_step(model, inputs)
     with torch.no_grad():
         model(**inputs)
-
-
-class BranchingBlock(support.AttentionBlock):
-    """torch.cond, which compiles its branches, before an attention and around one."""
-
-    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return super().forward(torch.cond(video.sum() > 0, torch.sin, torch.cos, (video,)), text)
-
-    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        attend = super()._attention
-        if key.shape[1] != support.TEXT_TOKENS:
-            return attend(query, key, value)
-        branches = (lambda q, k, v: attend(q, k, v)), (lambda q, k, v: attend(q, k, v) * 2)
-        return torch.cond(query.sum() > 0, *branches, (query, key.clone(), value.clone()))
-
-
-def test_torch_cond_in_a_block() -> None:
-    expected = train_step(support.stack(block=BranchingBlock), support.stack_inputs())
-    model = support.stack(block=BranchingBlock, policy="attn_only")
-    for _ in range(2):
-        assert_same(train_step(model, support.stack_inputs()), expected)

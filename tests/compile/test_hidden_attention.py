@@ -96,13 +96,6 @@ def test_flex_attention_that_is_compiled_on_its_own_is_refused(eager_flex: list[
     assert not eager_flex
 
 
-def test_in_a_block_that_is_compiled_as_well() -> None:
-    model = block(flex.flex_attention)
-    model.compile(backend=hiding)
-    with REFUSED:
-        train_step(functools.partial(fastac.checkpoint, model), inputs())
-
-
 def test_in_a_first_block_whose_attention_needs_no_gradient() -> None:
     """The feed-forward alone trains: the autograd graph shows nothing of the compiled code."""
 

@@ -141,8 +141,7 @@ def test_names_of_other_functions(name: str) -> None:
     train(sdpa, hidden(name))
 
 
-@pytest.mark.parametrize("arguments", ["two inputs", "flat inputs"])
-def test_what_has_not_the_inputs_of_an_attention_is_left_alone(arguments: str) -> None:
+def test_what_has_not_the_inputs_of_an_attention_is_left_alone() -> None:
     class AttentionPool(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -154,10 +153,8 @@ def test_what_has_not_the_inputs_of_an_attention_is_left_alone(arguments: str) -
             return (grad * 2, *[None] * (ctx.number - 1))
 
     def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        query = sdpa(query, key, value)
-        if arguments == "two inputs":
-            return AttentionPool.apply(query, key)
-        return AttentionPool.apply(query.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2))
+        pooled = AttentionPool.apply(sdpa(query, key, value), key)
+        return AttentionPool.apply(pooled.flatten(0, 2), key.flatten(0, 2), value.flatten(0, 2))
 
     train_step(functools.partial(fastac.checkpoint, region), inputs())
 
@@ -181,24 +178,10 @@ def test_outputs_in_a_dataclass_are_looked_into() -> None:
         fastac.checkpoint(Returns(sdpa, hidden()), *inputs().values())
 
 
-@pytest.mark.parametrize("name", ["TritonAttention", "VideoKernel"])
-def test_a_hidden_function_in_a_compiled_block(name: str) -> None:
-    """dynamo traces it: it is found by its name, or by its matrix products and softmax."""
-
-    class Written(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-            probabilities = (q @ k.transpose(-1, -2)).softmax(-1)
-            ctx.save_for_backward(probabilities)
-            return probabilities @ v
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            (probabilities,) = ctx.saved_tensors
-            return grad, grad, probabilities.transpose(-1, -2) @ grad
-
+def test_a_hidden_function_in_a_compiled_block() -> None:
+    """dynamo traces it, so that no autograd node shows it: the eager look does."""
     torch._dynamo.reset()
-    block = Block(sdpa, hidden(name) if name == "TritonAttention" else type(name, (Written,), {}).apply)
+    block = Block(sdpa, hidden())
     block.compile(backend="aot_eager")
-    with pytest.raises(PolicyNotAppliedError, match=r"small ops|TritonAttention"):
+    with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
         train_step(functools.partial(fastac.checkpoint, block), inputs())

@@ -47,15 +47,15 @@ class Outcome:
 
 
 class Pool:
-    """Ranks that call one function after another. timeout: of their group, in seconds; backend: "gloo" or "nccl"."""
+    """Ranks that call one function after another. timeout: of their group, in seconds."""
 
-    def __init__(self, world: int, timeout: float = GROUP_TIMEOUT, backend: str = "gloo") -> None:
+    def __init__(self, world: int, timeout: float = GROUP_TIMEOUT) -> None:
         self.folder = tempfile.mkdtemp(prefix="fastac-ranks-")
         self.sound = True
         self.ranks: list[tuple[Connection, Any]] = []
         for rank in range(world):
             mine, theirs = _processes().Pipe()
-            args = theirs, rank, world, str(Path(self.folder, "store")), timeout, backend
+            args = theirs, rank, world, str(Path(self.folder, "store")), timeout
             process = _processes().Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -117,10 +117,9 @@ def outcomes(
     world: int = 2,
     timeout: float = GROUP_TIMEOUT,
     patience: float = PATIENCE,
-    backend: str = "gloo",
 ) -> list[Outcome]:
     """Call function(*args) on every rank of a new process group, which ends with it. What each did."""
-    pool = Pool(world, timeout, backend)
+    pool = Pool(world, timeout)
     try:
         return pool.call(function, args, patience)
     finally:
@@ -150,15 +149,13 @@ def _processes() -> Any:
 # On a rank
 
 
-def _serve(connection: Connection, rank: int, world: int, store: str, timeout: float, backend: str) -> None:
+def _serve(connection: Connection, rank: int, world: int, store: str, timeout: float) -> None:
     """Call what comes until nothing does."""
     faulthandler.enable()  # for where a rank was that is aborted
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
     limit = dt.timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
     while True:
         try:
             message = connection.recv_bytes()

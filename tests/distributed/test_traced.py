@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
-import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 
 import fastac
@@ -27,40 +24,6 @@ POLICIES: dict[Any, int] = {
     "full": ALL_TO_ALLS,
 }
 """Policy -> all-to-alls that recompute issues again."""
-
-
-def _compiled(what: str, backend: str, policies: list[Any]) -> list[steps.Measured]:
-    """The second step under each policy."""
-    found = []
-    for policy in policies:
-        torch._dynamo.reset()
-        model, inputs = ulysses_stack(LAYERS), part_of_inputs()
-        called: Any = model
-        if what == "blocks" and policy != "none":
-            fastac.compile(model, policy, blocks="blocks", backend=backend)
-        elif what == "blocks":
-            for block in model.blocks:
-                block.compile(backend=backend)
-        else:
-            model.policy = policy
-            called = torch.compile(model, backend=backend)
-        with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
-            for _ in range(2):
-                one = steps.measured(called, inputs)
-        one.tensors = {steps.plain_name(name): tensor for name, tensor in one.tensors.items()}
-        found.append(one)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "backend"), [("model", "aot_eager"), ("blocks", "inductor")])
-def test_compiled(what: str, backend: str) -> None:
-    """Inductor uses the memory of one result for another, once nobody needs it: what is kept is a copy."""
-    policies = list(POLICIES) if backend == "aot_eager" else ["none", "attn_only"]
-    found, _ = ranks.run(_compiled, what, backend, policies)
-    for policy, one in zip(policies, found, strict=True):
-        assert one.backward == {"gloo:all_to_all": ALL_TO_ALLS + POLICIES[policy]}, policy
-        steps.assert_close(one.tensors, found[0].tensors, 1e-5)
 
 
 def _traced() -> tuple[support.Tensors, list[tuple[support.Tensors, int]]]:

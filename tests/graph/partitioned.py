@@ -183,77 +183,32 @@ class _Gather(torch.autograd.Function):
 class ShardedLinear(torch.nn.Module):
     """A linear layer of which each rank holds rows, as SimpleFSDP's parametrization does: cast, gather, use."""
 
-    def __init__(self, width_in: int, width_out: int) -> None:
+    def __init__(self, layer: torch.nn.Linear) -> None:
         super().__init__()
-        self.shard = torch.nn.Parameter(torch.randn(width_out // WORLD, width_in) * 0.02)
+        self.shard = torch.nn.Parameter(layer.weight.detach()[: layer.out_features // WORLD].float())
 
     def weight(self) -> torch.Tensor:
         """The whole weight."""
-        whole: torch.Tensor = _Gather.apply(self.shard)
-        return whole
+        return _Gather.apply(self.shard)  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight())
 
 
-def _norm(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6).to(x.dtype)
-
-
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
-
-
-class LlamaBlock(torch.nn.Module):
-    def __init__(self, width: int, heads: int, linear: Callable[[int, int], torch.nn.Module]) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.o = (linear(width, width) for _ in range(4))
-        self.gate, self.up, self.down = linear(width, 4 * width), linear(width, 4 * width), linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        y = _norm(x)
-        q, k, v = (layer(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        y = _norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
-def plain_linear(width_in: int, width_out: int) -> torch.nn.Module:
-    return torch.nn.Linear(width_in, width_out, bias=False)
-
-
-class Llama(torch.nn.Module):
-    """Blocks like those of a language model: RMS norm, rotary embedding, causal attention, gated feed-forward."""
-
-    def __init__(
-        self, layers: int = 4, width: int = 64, linear: Callable[[int, int], torch.nn.Module] = ShardedLinear
-    ) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(LlamaBlock(width, 4, linear) for _ in range(layers))
-        self.out = linear(width, 2 * width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        angles = torch.arange(x.shape[1])[:, None] * torch.arange(8)[None] / 8
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        return self.out(_norm(x))
-
-
-def llama(layers: int = 4) -> tuple[Llama, tuple[torch.Tensor]]:
-    """A sharded model in bfloat16, and its input."""
+def small_stack(**options: Any) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """A block with self- and cross-attention that nobody checkpoints, and its inputs."""
     torch.manual_seed(0)
-    return Llama(layers), (torch.randn(2, 32, 64, dtype=torch.bfloat16),)
-
-
-def small_stack(layers: int = 1, dropout: float = 0.0) -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """Blocks with self- and cross-attention that nobody checkpoints, and their inputs."""
-    torch.manual_seed(0)
-    model = AttentionStack(layers, block=lambda: AttentionBlock(dropout=dropout))
+    model = AttentionStack(1, block=lambda: AttentionBlock(**options))
     return model, (torch.randn(2, 8, 16), torch.randn(2, 4, 16))
+
+
+def sharded_stack() -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """The same in bfloat16, with sharded layers."""
+    model, args = small_stack()
+    for name, layer in list(model.bfloat16().named_modules()):
+        if isinstance(layer, torch.nn.Linear):
+            model.set_submodule(name, ShardedLinear(layer))
+    return model, tuple(one.bfloat16() for one in args)
 
 
 def careless(joint: GraphModule, inputs: Any, **options: Any) -> Any:

@@ -203,21 +203,6 @@ def test_without_backward_or_regions_there_is_nothing_to_apply() -> None:
         fastac.graph.apply(traced_step(model, inputs, "full"), "attn_only")
 
 
-def test_a_region_without_gradients_is_none() -> None:
-    """A frozen half under no_grad: nothing of it is recomputed, nothing refused."""
-    model, inputs = stack(policy="full"), stack_inputs()
-
-    def step(video: torch.Tensor, text: torch.Tensor) -> Any:
-        with torch.no_grad():
-            video = fastac.checkpoint(model.blocks[0], video, text)
-        loss = fastac.checkpoint(model.blocks[1], video, text).square().sum()
-        return torch.autograd.grad(loss, list(model.blocks[1].parameters()))
-
-    found = fastac.graph.apply(fastac.graph.trace(step, model, *inputs.values()), "full")
-    assert len(attention_nodes(found.graph_module)) == 4 + 2
-    assert all(map(torch.equal, found(*inputs.values()), step(*inputs.values())))
-
-
 # Random numbers
 
 

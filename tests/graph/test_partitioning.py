@@ -24,10 +24,10 @@ from tests.graph.partitioned import (
     compiled_again,
     fake_process_group,
     is_gather,
-    llama,
+    sharded_stack,
     small_stack,
 )
-from tests.graph.steps import noisy_attention, row
+from tests.support import written_out
 
 FUNCTIONAL = torch.ops._c10d_functional
 
@@ -53,52 +53,15 @@ def test_dropout_that_would_be_drawn_again_is_refused() -> None:
         Partitioned(*small_stack(dropout=0.2), graph.partitioner("attn_only"))
 
 
-class Softmax(torch.nn.Module):
-    """A softmax between two products: attention, or a router, which multiplies by weights."""
-
-    def __init__(self, is_router: bool) -> None:
-        super().__init__()
-        self.router = torch.nn.Parameter(torch.randn(2, 8, 4))
-        self.experts = torch.nn.Parameter(torch.randn(2, 4, 8))
-        self.is_router = is_router
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_router:
-            return (x @ self.router).softmax(-1) @ self.experts
-        return (x @ x.transpose(-1, -2)).softmax(-1) @ x * self.experts.sum()
-
-
-def test_attention_that_cannot_be_saved_is_refused_and_a_router_is_none() -> None:
-    args = (torch.randn(2, 16, 8),)
+def test_attention_that_cannot_be_saved_is_refused() -> None:
     with pytest.raises(PolicyNotAppliedError, match="small ops"):
-        Partitioned(Softmax(is_router=False), args, graph.partitioner("attn_only"))
-    Partitioned(Softmax(is_router=False), args, graph.partitioner("full"))
-    Partitioned(Softmax(is_router=True), args, graph.partitioner("attn_only"))
+        Partitioned(*small_stack(attend=written_out), graph.partitioner("attn_only"))
+    Partitioned(*small_stack(attend=written_out), graph.partitioner("full"))
 
 
 def test_a_joint_graph_has_no_blocks() -> None:
     with pytest.raises(FastacError, match="dict"):
         graph.partitioner({"blocks.0": "full", "*": "attn_only"})  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("rows_as_before")
-def test_recomputed_attention_that_draws_unknown_to_torch_is_refused() -> None:
-    row(layout="bhsd", dropout="dropout_p")
-
-    class Drawing(torch.nn.Module):
-        def __init__(self, dropout: float) -> None:
-            super().__init__()
-            self.weight, self.dropout = torch.nn.Parameter(torch.randn(4, 4)), dropout
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x @ self.weight
-            return noisy_attention(x, x, x, self.dropout)
-
-    args = (torch.randn(1, 2, 8, 4),)
-    with pytest.raises(FastacError, match=r"draw random numbers.*noisy_attention.*torch\.Tag"):
-        Partitioned(Drawing(0.1), args, graph.partitioner("full"))
-    Partitioned(Drawing(0.0), args, graph.partitioner("full"))
-    Partitioned(Drawing(0.1), args, graph.partitioner("attn_only"))
 
 
 # Gathered parameters
@@ -128,15 +91,15 @@ def test_gathered_weights_are_not_saved() -> None:
     splits = {}
     for guarded in (True, False):
         watched = Watched(graph.partitioner("attn_only", recompute_gathers=guarded))
-        Partitioned(*llama(1), watched)
+        Partitioned(*sharded_stack(), watched)
         splits[guarded] = watched.split
-    # 7 in the block and the last; q, k and v need no input gradient.
-    assert (splits[True].gathers, splits[True].attention, weights(splits[True])) == ((8, 5), (1, 0), [])
-    assert (splits[False].gathers, len(weights(splits[False]))) == ((8, 0), 5)
-    model, args = llama(1)
+    # 7 in the block; that of kv, whose input needs no gradient, is not gathered again.
+    assert (splits[True].gathers, splits[True].attention, weights(splits[True])) == ((7, 6), (2, 0), [])
+    assert (splits[False].gathers, len(weights(splits[False]))) == ((7, 0), 6)
+    model, args = sharded_stack()
     watched = Watched(graph.partitioner("attn_only"))
     compiled_again(model, watched)(*args).float().sum().backward()
-    assert (watched.split.gathers, weights(watched.split)) == ((8, 5), [])
+    assert (watched.split.gathers, weights(watched.split)) == ((7, 6), [])
 
 
 def traced(function: Any, *args: torch.Tensor) -> GraphModule:

@@ -19,14 +19,12 @@ from fastac.graph import saved_values, torch_private
 from tests.compiler import fresh_compiler as fresh_compiler
 from tests.compiler import kernel_folder as kernel_folder
 from tests.graph.partitioned import (
-    Llama,
     Partitioned,
     Watched,
     careless,
     compiled_again,
     gradients_of,
     min_cut,
-    plain_linear,
     round_trip,
     small_stack,
 )
@@ -39,11 +37,6 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs" / "round_trip.md"
 REPLAY = graph.replaying_partitioner
 
 
-def small_llama() -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    torch.manual_seed(0)
-    return Llama(1, linear=plain_linear), (torch.randn(2, 32, 64),)
-
-
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -51,28 +44,14 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 # What is saved again
 
 
-@pytest.mark.parametrize(
-    ("make", "cse"), [(small_stack, True), (small_llama, False)], ids=["stack", "llama, equal nodes left"]
-)
-def test_the_second_partition_is_the_first(make: Any, cse: bool) -> None:
+@pytest.mark.parametrize("cse", [True, False])
+def test_the_second_partition_is_the_first(cse: bool) -> None:
     """Whether or not common subexpressions are eliminated."""
-    model, args = make()
+    model, args = small_stack()
     first, second, gradients = round_trip(model, args, graph.partitioner("attn_only"), REPLAY, budget=SMALL, cse=cse)
     assert second.figures == first.figures
     assert first.attention[0] > first.attention[1] == 0
     assert same(gradients, gradients_of(model, model, args))
-
-
-@pytest.mark.slow
-def test_a_partitioner_of_ones_own_may_be_the_first() -> None:
-
-    def own(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        forward, backward = min_cut(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        assert graph.mark_saved(forward, backward, num_fwd_outputs=num_fwd_outputs) >= 6
-        return forward, backward
-
-    first, second, _ = round_trip(*small_stack(2), own, REPLAY, budget=SMALL)
-    assert second.figures == first.figures
 
 
 def test_short_attention_is_recomputed_in_both() -> None:
@@ -134,12 +113,12 @@ def test_a_saved_copy_that_a_pass_took_out_is_found_by_its_readers() -> None:
 
     class Copying(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(super().forward(x).tanh().clone()).sin()
+            return super().forward(super().forward(x).sin().clone()).sin()
 
     model, args = Copying(8, 8), (torch.randn(4, 8),)
     first, second, gradients = round_trip(model, args, saving_copies, REPLAY, before=without_copies)
     assert any("clone" in node.name for node in first.saved)
-    assert second.held_bytes <= first.held_bytes
+    assert second.held_bytes == first.held_bytes
     assert same(gradients, gradients_of(model, model, args))
 
 

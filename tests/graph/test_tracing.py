@@ -168,12 +168,12 @@ def refused(step: Any, model: torch.nn.Module, what: str, *args: Any) -> None:
         fastac.graph.trace(step, model, *args)
 
 
-@pytest.mark.parametrize("how", ["backward", "assigned", "assigned from a list", "added", "added from a list"])
+@pytest.mark.parametrize("how", ["backward", "assigned", "added"])
 def test_stored_gradients_are_refused(how: str) -> None:
     """The graph would not store them: the optimizer would step with none, or with old ones."""
     model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     held = list(model.parameters())
-    if "added" in how:
+    if how == "added":
         for parameter in held:
             parameter.grad = torch.zeros_like(parameter)
     before = [parameter.grad for parameter in held]
@@ -183,9 +183,9 @@ def test_stored_gradients_are_refused(how: str) -> None:
         if how == "backward":
             loss.backward()
             return
-        parameters = held if "list" in how else list(model.parameters())
+        parameters = list(model.parameters())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            if "added" in how:
+            if how == "added":
                 parameter.grad.add_(gradient)
             else:
                 parameter.grad = gradient

@@ -72,17 +72,6 @@ def test_what_cannot_be_named(blocks: Any, message: str) -> None:
     assert state_of(model) == before
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forward_that_cannot_be_replaced_is_refused() -> None:
-    model = Nest()
-    model.listed.append(torch.jit.trace(support.AttentionBlock(), tuple(stack_inputs().values())))
-    fastac.enable(model, blocks="named")
-    before = state_of(model)
-    with pytest.raises(FastacError, match=r"'listed\.1'"):
-        fastac.enable(model, blocks="listed")
-    assert state_of(model) == before
-
-
 # What is found
 
 
@@ -135,25 +124,15 @@ class Flux(torch.nn.Module):
         self.heads = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
 
 
-class Stages(torch.nn.Module):
-    """A list whose members hold lists of blocks, but for one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        listed = [torch.nn.Sequential(torch.nn.ModuleList([support.AttentionBlock()])) for _ in range(2)]
-        self.stages = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(4, 4)), *listed])
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (Nest, r'Nest has 2 .*fastac\.enable\(model, blocks=\["named", "listed"\]\)'),
-        (Stages, r'fastac\.enable\(model, blocks="stages"\)'),
         (Flux, r'Flux has 2 .*fastac\.enable\(model, blocks=\["double_blocks", "single_blocks"\]\)'),
         (lambda: torch.nn.ModuleDict({"rest": torch.nn.ModuleList([torch.nn.Linear(2, 2)])}), r"has no .*'rest'"),
         (lambda: torch.nn.Linear(2, 2), "Linear.*no module list"),
     ],
-    ids=["several", "lists in a list", "one that does not say attention", "others", "none"],
+    ids=["several", "one that does not say attention", "others", "none"],
 )
 def test_no_list_that_can_be_taken(make: Any, message: str) -> None:
     model = make()

@@ -128,12 +128,6 @@ def test_names_that_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert late.own is checkpoint is torch.utils.checkpoint.checkpoint is CAPTURED.func
 
 
-def test_it_says_what_it_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="fastac"), fastac.patch_checkpoint("full"):
-        assert f"{__name__}.checkpoint" in caplog.text
-    assert "fastac.checkpoint" not in caplog.text
-
-
 @pytest.mark.parametrize(
     ("call", "compiled"),
     [

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
-    apply_activation_checkpointing,
     checkpoint_wrapper,
     offload_wrapper,
 )
@@ -20,15 +19,6 @@ from tests import support
 from tests.hook.hosts import diffuser, step_of, wrap_blocks
 from tests.model_state import state_of
 from tests.support import executions_of, stack_inputs, train_step
-
-
-def test_several_containers() -> None:
-    model, batch = support.build("HunyuanVideoTransformer3DModel")
-    executions = executions_of(model, batch)
-    kinds = {type(block) for block in (*model.transformer_blocks, *model.single_transformer_blocks)}
-    apply_activation_checkpointing(model, check_fn=lambda module: type(module) in kinds)
-    fastac.enable(model)
-    assert executions_of(model, batch) == executions
 
 
 def test_blocks_below_an_offloading_wrapper() -> None:

@@ -1,6 +1,6 @@
-"""Weights that are on the device for their turn alone: block swap, group offloading to disk, accelerate's cpu_offload.
+"""Weights that are on the device for their turn alone: block swap, group offloading to disk.
 
-The device is memory of the weights' own, seen by weak references. What is not on it is NaN, or on "meta".
+The device is memory of the weights' own, seen by weak references. What is not on it is NaN.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import peft
 import pytest
 import torch
-from accelerate import cpu_offload
 from diffusers.hooks.group_offloading import ModuleGroup
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -24,7 +22,7 @@ import fastac
 from tests import support
 from tests.live_bytes import LiveBytes
 from tests.support import CPU_ATTENTION, Tensors, assert_same
-from tests.ways.recipes import WAN, batches
+from tests.ways.recipes import WAN, adapt, batches
 
 CPU = torch.device("cpu")
 BLOCKS, CALLS, TOKENS, HEADS, WIDTH = 4, 8, 128, 2, 24
@@ -74,14 +72,6 @@ class Result(NamedTuple):
 Way = Callable[[Any, Device], object]
 
 
-def add_adapter(model: Any) -> None:
-    """One that stays where it is. peft makes it on "meta" where the frozen weights are there."""
-    model.add_adapter(peft.LoraConfig(r=4, lora_dropout=0.3, target_modules=["to_q", "to_v"]))
-    for name, module in model.named_modules():
-        if name.endswith(("lora_A.default", "lora_B.default")):
-            torch.nn.init.normal_(module.to_empty(device=CPU).weight, std=0.1)
-
-
 def trained(way: Way | None, policy: Any, trains: str, host: str) -> Result:
     """policy: "torch" for torch's own checkpointing, "none", or fastac's. host: diffusers, or the blocks' forward."""
     model, batch = support.build(WAN, num_layers=BLOCKS)
@@ -91,7 +81,7 @@ def trained(way: Way | None, policy: Any, trains: str, host: str) -> Result:
         way(model, device)
     torch.manual_seed(0)
     if trains == "adapter":
-        add_adapter(model)
+        adapt(model)
     if policy == "torch" and host == "blocks":
         for block in model.blocks:
             block.forward = functools.partial(torch_checkpoint, block.forward, use_reentrant=False)
@@ -223,23 +213,3 @@ def test_group_offloading_to_disk(
     with set_checkpoint_early_stop(early_stop):
         found = assert_as_torch(way, trains, host)
     assert bool(found.on_device[1]) == early_stop
-
-
-@pytest.mark.parametrize("host", ["diffusers", "blocks"])
-def test_cpu_offload(host: str) -> None:
-    """Weights that train would get parameters of their own at each forward, which autograd holds and nobody reads."""
-
-    class Host(dict[str, torch.Tensor]):
-        device: Device
-
-        def __getitem__(self, key: str) -> torch.Tensor:
-            return self.device.bring(super().__getitem__(key))
-
-    def way(model: Any, device: Device) -> None:
-        weights = Host(model.state_dict())
-        weights.device = device
-        cpu_offload(model, CPU, state_dict=weights)
-
-    found = assert_as_torch(way, host=host)
-    model, _ = support.build(WAN, num_layers=1)
-    assert found.peak < sum(weight.nbytes for weight in model.blocks.parameters())

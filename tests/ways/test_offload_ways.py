@@ -5,7 +5,6 @@ Ranks: tests/distributed. Cases of one region: tests/engine/test_offload.py.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from tests.compile import steps as compiled
 from tests.engine.simulated import Simulated, simulated
 from tests.graph.steps import traced_step
 from tests.marks import NEEDS_COMPILED_MODELS, NEEDS_TRACES
-from tests.support import executions_of, pickled, stack, stack_inputs, train_step
+from tests.support import executions_of, stack, stack_inputs, train_step
 from tests.ways import test_block_swap as swapped
 from tests.ways import test_fine_tuning as fine_tuning
 from tests.ways import test_several_models as several
@@ -91,24 +90,6 @@ def test_policies_per_block() -> None:
 # Copies
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copies(copied: Callable[[Any], Any]) -> None:
-    """Made after a step, between a forward and its backward."""
-    expected = train_step(stack(layers=LAYERS), stack_inputs())
-    model = stack(layers=LAYERS)
-    fastac.enable(model, OFFLOADED, blocks="blocks")
-    train_step(model, stack_inputs())
-    loss = model(**stack_inputs()).sum()
-    other = copied(model)
-    loss.backward()
-    for one in (other, model, other):
-        assert executions_of(one, stack_inputs(), expected) == 2 * LAYERS
-    moved, again = (fastac.report(one).rows[0].offloaded for one in (model, other))
-    assert moved is not None
-    assert again is not None
-    assert moved.host_bytes == again.host_bytes > 0
-
-
 # Compiled
 
 
@@ -129,7 +110,6 @@ def test_compiled_blocks(device: Simulated, tmp_path: Path) -> None:
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "compiled model": lambda: torch.compile(stack(policy=OFFLOADED), backend="aot_eager")(**stack_inputs()),
-    "compiled model, without AOT": lambda: torch.compile(stack(policy=OFFLOADED), backend="eager")(**stack_inputs()),
     "trace": lambda: traced_step(stack(policy=OFFLOADED), stack_inputs()),
     "apply": lambda: traced_step(stack(policy="full"), stack_inputs(), OFFLOADED),
     "partitioner": lambda: fastac.graph.partitioner(OFFLOADED),
