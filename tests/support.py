@@ -54,12 +54,9 @@ def _counted(op: str, device: str, counts: Counter[str], name: str) -> torch.lib
 
 @functools.cache
 def count_kernel(op: str, device: str) -> None:
-    """Count the executions of an op's kernel for a device. Once per process.
+    """Count the executions of an op's kernel for a device ("CPU" or "CUDA"), once per process.
 
-    It counts below everything fastac does (BackendSelect), where a replayed call never arrives. It runs with the GIL
-    held, so tests with collectives cannot use it.
-
-    op: `namespace::name`. device: a dispatch key, "CPU" or "CUDA".
+    It counts below BackendSelect, where a replayed call never arrives, and holds the GIL: not for collectives.
     """
     _libraries.append(_counted(op, device, executions, op))
 
@@ -435,11 +432,9 @@ dropout: draws a mask from the default generator when dropout_p > 0. writes, alw
 def custom_attention(name: str, kind: str = "plain", dropout: str | None = None) -> Callable[..., torch.Tensor]:
     """Define the op `fastac_tests::<name>`, register a row for it, return an attend function for AttentionBlock.
 
-    The function is an autograd.Function around the op, as attention libraries have it; it takes the further arguments
-    of its kind by position. Executions are counted in `executions["fastac_tests::<name>"]`. A registration stays for
-    the process: every test uses a name of its own.
-
-    kind: of KINDS. dropout: what the row says about random numbers.
+    The function takes the further arguments of its kind (of KINDS) by position. Executions are counted in
+    `executions["fastac_tests::<name>"]`. A registration stays for the process: every test uses a name of its own.
+    dropout: what the row says about random numbers.
     """
     op = define_attention_op(name, kind)
     register_row(name, dropout)

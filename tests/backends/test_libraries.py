@@ -16,11 +16,8 @@ GROUPS = {
     "flash": ("flash_attn_2", "xformers", "diffusers_backends", "varlen", "fastvideo", "vmoba", "flash_attn_4"),
     "triton": ("flash_attn_3", "attn_qat", "fastvideo_kernel", "longcat", "sage", "sla", "vsa"),
 }
-"""Libraries whose substitutes do not clash, in the order of their imports.
-
-flash-attn 2 comes before flash-attn 4, which lies in a folder of it, and before diffusers is imported. flash-attn 3 of
-July 2025 has an op of the name that one of flash-attn 2 has.
-"""
+"""Libraries whose substitutes do not clash, in the order of their imports: flash-attn 2 before 4, which lies in its
+folder, and before diffusers. flash-attn 3 of July 2025 has an op of the name that one of flash-attn 2 has."""
 
 
 @pytest.mark.slow

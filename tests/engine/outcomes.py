@@ -195,10 +195,6 @@ class Cases(Run):
     def nothing_requires_grad(self) -> Any:
         return self(self.block.requires_grad_(False), self.video.detach(), self.text.detach()) * self.scale
 
-    def buffers_written_by_a_closure(self) -> Any:
-        norm = torch.nn.BatchNorm1d(support.VIDEO_TOKENS)
-        return self(lambda video: norm(self.attention(video)), self.video)
-
     def argument_written_before_backward(self) -> Any:
         video = self.video.detach().clone()
         output = self(lambda video: self.scale.sin() * 2 + video, video)

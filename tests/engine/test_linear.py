@@ -250,8 +250,6 @@ def test_a_function_that_is_no_block(function: Any) -> None:
 
 
 class Quantized(torch.nn.Linear):
-    """Does not compute as Linear does."""
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return (input[..., None, :] * self.weight).sum(-1) + self.bias
 

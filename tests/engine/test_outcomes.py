@@ -36,10 +36,7 @@ def parameters(names: Any) -> Any:
 
 @functools.cache
 def expected_of(name: str) -> tuple[Tensors, int, int | None]:
-    """What a case gives without checkpointing, with how many calls of attention, and how often torch's calls functions.
-
-    The last is None where torch's own checkpoint raises.
-    """
+    """Results and attention calls of a case without checkpointing; function calls under torch's, None if it raises."""
     plain, theirs = Cases("none"), Cases("torch")
     support.executions.clear()
     expected = plain.step(CASES[name])
