@@ -72,17 +72,6 @@ def test_what_cannot_be_named(blocks: Any, message: str) -> None:
     assert state_of(model) == before
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forward_that_cannot_be_replaced_is_refused() -> None:
-    model = Nest()
-    model.listed.append(torch.jit.trace(support.AttentionBlock(), tuple(stack_inputs().values())))
-    fastac.enable(model, blocks="named")
-    before = state_of(model)
-    with pytest.raises(FastacError, match=r"'listed\.1'"):
-        fastac.enable(model, blocks="listed")
-    assert state_of(model) == before
-
-
 # What is found
 
 
