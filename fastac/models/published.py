@@ -32,6 +32,9 @@ BLOCK_COUNTS = (
 )
 """Keyword arguments for the number of blocks in a list."""
 
+MOST_BLOCKS = 100
+"""Upper bound for each of them."""
+
 _SHIPPED = importlib.resources.files("fastac.models") / "configurations"
 
 
@@ -184,6 +187,9 @@ def _of_file(name: str, content: Mapping[str, Any]) -> Configuration:
 
 def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str) -> Configuration:
     config = _defaults(row) | {key: value for key, value in content.items() if not key.startswith("_")}
+    for key in BLOCK_COUNTS:
+        if isinstance(config.get(key), int) and config[key] > MOST_BLOCKS:
+            raise FastacError(f"configuration {name}: {key} is {config[key]}, more than {MOST_BLOCKS} blocks")
     try:
         return Configuration(name, row, config, source, row.default_of(config))
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:

@@ -160,6 +160,7 @@ def test_training_is_what_the_options_say(small: list[str], monkeypatch: pytest.
     ("changes", "message"),
     [
         ({"num_layers": "40"}, "cannot be built as it is configured.*TypeError"),
+        ({"num_layers": 10**9}, "more than 100 blocks"),
         ({"patch_size": [1, 0, 2]}, "ZeroDivisionError"),
         ({"added_kv_proj_dim": 7, "image_dim": 7}, "same reduction dim"),  # torch logs a traceback of its own
         ({"_class_name": ["WanTransformer3DModel"]}, "cannot make the inputs"),
