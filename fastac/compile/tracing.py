@@ -214,8 +214,8 @@ def _contexts_in_graph(policy: Policy) -> Contexts:
     if torch_private.is_abstract(()):  # AOT runs the graph on tensors without data, before it traces
         return contextlib.nullcontext(), contextlib.nullcontext()
     raise CompiledPolicyNotAppliedError(
-        f"{policy}: a backend without AOT runs a graph that torch.compile made with this region, and nothing can be "
-        f'saved there. Use inductor or "aot_eager", or fastac.compile(model), which compiles blocks.'
+        f"{policy}: a backend without AOT runs a graph that torch.compile made with this region, where no attention "
+        f'can be saved. Use inductor or "aot_eager", or fastac.compile(model), which compiles blocks.'
     )
 
 

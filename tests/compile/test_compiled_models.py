@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 import fastac
@@ -100,6 +101,7 @@ class TestNothingSavable:
             (dropping_out, "whole", "aot_eager"),
             (math_kernel, "whole", "aot_eager"),
             (written_out, "whole", "aot_eager"),
+            (F.scaled_dot_product_attention, "whole", "eager"),
         ],
     )
     def test_it_is_an_error_on_every_call(self, attend: Any, way: str, backend: str) -> None:

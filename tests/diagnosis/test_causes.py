@@ -196,19 +196,15 @@ def test_attention_that_the_policy_recomputes_may_be_decomposed(short: Attend) -
 
 
 class Mixture(torch.nn.Module):
-    """Experts under a softmax gate: every expert, or the best two."""
+    """Experts under a softmax gate."""
 
-    def __init__(self, best: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.gate = torch.nn.Linear(16, 4, bias=False)
         self.experts = torch.nn.Parameter(torch.randn(4, 16, 16) / 4)
-        self.best = best
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.gate(x).softmax(-1)
-        if self.best is not None:
-            values, chosen = weights.topk(self.best, dim=-1)
-            weights = torch.zeros_like(weights).scatter(-1, chosen, values)
         every = torch.einsum("btc,ecd->bted", x, self.experts)
         return torch.einsum("bte,bted->btd", weights, every)
 
@@ -231,7 +227,6 @@ def softmax_at_the_end(x: torch.Tensor) -> torch.Tensor:
 
 NO_ATTENTION: dict[str, Callable[[], Any]] = {
     "experts": Mixture,
-    "best experts": lambda: Mixture(2),
     "softmax linear": lambda: AttentionBlock(attend=softmax_linear_attention),
     "per head": lambda: projected,
     "softmax at the end": lambda: softmax_at_the_end,

@@ -232,12 +232,6 @@ def test_dropout_that_would_be_recomputed_is_noticed() -> None:
 # In-place operators, buffers
 
 
-def test_in_place_operators_without_functionalize_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(application, "functionalize", lambda graph_module: graph_module)
-    with pytest.raises(FastacError, match="writes its argument"):
-        traced_step(stack(policy="full", block=InPlace), stack_inputs())
-
-
 class Counting(AttentionBlock):
     """Keeps statistics in the region: by BatchNorm, whose operator does not say so, and by hand."""
 

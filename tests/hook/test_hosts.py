@@ -125,3 +125,13 @@ def test_verify_leaves_it_as_it_was(host: Host) -> None:
     assert step_of(model) == 6
     fastac.disable(model)
     assert state_of(model) == before
+
+
+def test_a_refused_change_leaves_what_was_enabled(host: Host) -> None:
+    model = host.make()
+    host.enable(model)
+    before = state_of(model)
+    for wrong in ("attention", {"layers.*": "full", "*": "attn_only"}):
+        with pytest.raises(fastac.FastacError):
+            host.enable(model, wrong)
+        assert state_of(model) == before

@@ -14,8 +14,6 @@ from transformers import (
     LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
-    T5Config,
-    T5EncoderModel,
 )
 
 import fastac
@@ -65,18 +63,6 @@ def test_what_is_derived_from_the_flag(kind: str, attention_executions: Counter[
     assert_same(train_step(copy.deepcopy(model), inputs()), expected)
     fastac.disable(model)
     assert state_of(model) == before
-
-
-def test_only_what_the_blocks_are_in_is_switched_on() -> None:
-    """Not T5's attention, whose own flag makes its mask require grad."""
-    config = T5Config(**dict.fromkeys(("vocab_size", "d_model", "d_ff"), 16), d_kv=8, num_layers=1, num_heads=2)
-    encoder = T5EncoderModel(config)
-    before = state_of(encoder)
-    fastac.enable(encoder, blocks="encoder.block")
-    on = {name for name, one in encoder.named_modules() if getattr(one, "gradient_checkpointing", False)}
-    assert on == {"encoder", "encoder.block.0"}
-    fastac.disable(encoder)
-    assert state_of(encoder) == before
 
 
 def test_a_transformer_without_embeddings() -> None:

@@ -16,24 +16,19 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from tests import support
-from tests.hook.hosts import diffuser, step_of, wrap_blocks
+from tests.hook.hosts import diffuser, wrap_blocks
 from tests.model_state import state_of
 from tests.support import executions_of, stack_inputs, train_step
 
 
 def test_blocks_below_an_offloading_wrapper() -> None:
-    """save_on_cpu around all blocks, and around each block."""
+    """save_on_cpu around all blocks."""
     model, inputs = torch.nn.Sequential(), stack_inputs()
     model.inner = offload_wrapper(support.stack())
     model.forward = lambda **inputs: model.inner(**inputs)
     expected = train_step(model, inputs)
     fastac.enable(model, blocks="inner.blocks")
     assert executions_of(model, inputs, expected) == 4
-    offloaded = wrap_blocks(diffuser(), offload_wrapper)
-    fastac.enable(offloaded)
-    assert step_of(offloaded) == 4
-    (row,) = fastac.report(offloaded).rows
-    assert (row.block_class, row.blocks_seen, row.saved) == ("AttentionBlock", 2, 4)
 
 
 def mine(function: Any, *args: Any, **kwargs: Any) -> Any:
