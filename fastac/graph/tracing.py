@@ -30,6 +30,11 @@ from fastac.policy import Policy
 Description = dict[str, object]
 """Everything that every call must have as the trace had it: its name in messages -> its value."""
 
+_STORES_GRADIENTS = (
+    "trace: the step stores gradients in .grad, as backward() does, which the graph would not do. Return "
+    "torch.autograd.grad(loss, parameters) from the step, and let the optimizer step outside."
+)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Traced:
@@ -238,10 +243,7 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
                     vars(module).pop(key)
                     vars(module).update({key: before[key]} if key in before else {})
     if changed:
-        raise FastacError(
-            "trace: the step stores gradients in .grad, as backward() does, which the graph would not do. Return "
-            "torch.autograd.grad(loss, parameters) from the step, and let the optimizer step outside."
-        )
+        raise FastacError(_STORES_GRADIENTS)
     if stored:
         raise FastacError(
             f"trace: the step stores a tensor in the model ({stored[0]}), which the graph would not do in its calls. "
@@ -252,12 +254,15 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
 def _refuse_constants(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
     """Raise FastacError for a constant of the graph that is changed, or made anew, in each call of the step.
 
-    The gradients of a trained tensor would be missing, and a generator that the step makes draws the same numbers in
-    each step.
+    The gradients of a trained tensor would be missing, the `.grad` of an input is another tensor after zero_grad(), and
+    a generator that the step makes draws the same numbers in each step.
     """
+    gradients = [value.grad for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf]
     given = any(isinstance(value, torch.Generator) for value in inputs)  # make_fx wraps it: identity says nothing
     for node in graph_module.graph.find_nodes(op="get_attr"):
         constant = getattr(graph_module, str(node.target), None)
+        if constant is not None and any(constant is gradient for gradient in gradients):
+            raise FastacError(_STORES_GRADIENTS)
         if isinstance(constant, torch.Generator) and not given:
             raise FastacError(
                 "trace: the step draws from a generator that it makes or holds; the graph would hold the one of this "

@@ -154,12 +154,12 @@ def refused(step: Any, model: torch.nn.Module, what: str, *args: Any) -> None:
         fastac.graph.trace(step, model, *args)
 
 
-@pytest.mark.parametrize("how", ["backward", "assigned", "added"])
+@pytest.mark.parametrize("how", ["backward", "assigned", "added", "added from a list"])
 def test_stored_gradients_are_refused(how: str) -> None:
     """The graph would not store them: the optimizer would step with none, or with old ones."""
     model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
     held = list(model.parameters())
-    if how == "added":
+    if "added" in how:
         for parameter in held:
             parameter.grad = torch.zeros_like(parameter)
     before = [parameter.grad for parameter in held]
@@ -169,9 +169,9 @@ def test_stored_gradients_are_refused(how: str) -> None:
         if how == "backward":
             loss.backward()
             return
-        parameters = list(model.parameters())
+        parameters = held if "list" in how else list(model.parameters())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-            if how == "added":
+            if "added" in how:
                 parameter.grad.add_(gradient)
             else:
                 parameter.grad = gradient
