@@ -81,6 +81,7 @@ def attend_through(op: Any) -> Callable[..., torch.Tensor]:
         (row(namespace="fl[ash"), "regular expression"),
         (row(name="flash_attn::forward"), "name"),
         (row(layout="bsd"), "layout 'bsd'"),
+        (registry.Row(namespace="mine", name="choose", kind="chioce"), "kind 'chioce'"),
         (row(flops=Flops(blocks=("query", "key"))), "coarse"),
     ],
     ids=str,

@@ -33,6 +33,9 @@ ALWAYS = "always"
 OPAQUE_NAMESPACE = "fastac_opaque"
 """Namespace of the ops that fastac.make_visible makes."""
 
+KINDS = ("attention", "decomposition", "choice", "exchange", "gather", "wait", "linear")
+"""Kinds of rows (see Row)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
@@ -42,7 +45,7 @@ class Row:
         namespace: regular expression for the whole namespace (builds from the hub have one each); "higher_order" for a
             higher-order op.
         name: the bare name of the op, without overload.
-        kind: what the op does, and what happens to its outputs.
+        kind: what the op does, and what happens to its outputs; one of KINDS.
             "attention": runs an attention forward. Saved where the policy says so.
             "decomposition": runs only if an attention is decomposed into small ops. Nothing can be saved.
             "choice": chooses blocks of sparse attention, as (values, indices). Saved beside the attention that follows.
@@ -310,6 +313,8 @@ def check(row: Row | OpaqueFunction, call: str = "register") -> None:
         re.compile(pattern)
     except re.error as error:
         raise FastacError(f"{where}: {pattern!r} is not a regular expression: {error}") from error
+    if isinstance(row, Row) and row.kind not in KINDS:
+        raise FastacError(f"{where}: kind {row.kind!r} is none of {', '.join(KINDS)}")
     if not row.name.isidentifier():
         raise FastacError(f"{where} is not the bare name of an op, without namespace and overload")
     if (layout := getattr(row, "layout", "thd")) not in KEYS_DIMENSION:
