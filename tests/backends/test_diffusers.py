@@ -45,7 +45,9 @@ def uses(model: torch.nn.Module) -> dict[str, str]:
 def test_every_backend_of_diffusers_has_a_verdict() -> None:
     """And says which rows serve it, or why none can."""
     assert set(EVERY) == set(BACKENDS)
-    families = {getattr(row, "backend", "") for row in registry.rows()} | opaque.known_backends()
+    families = {getattr(row, "backend", "") for row in registry.rows()} | {
+        known.backend for known in opaque.state.known
+    }
     assert {found.family for found in BACKENDS.values() if found.family} <= families
     for name, found in BACKENDS.items():
         assert found.reason

@@ -294,7 +294,7 @@ def test_the_backward_has_no_tags() -> None:
     """Gradients are computed once; tagged, they would be computed again for every use of them."""
     model, inputs = stack(policy="full"), stack_inputs()
     graph_module = fastac.graph.trace(step_of(model), model, **inputs).graph_module
-    region = next(node for node in graph_module.graph.nodes if nodes.region_of(node) is not None)
+    region = next(iter(nodes.regions(graph_module).values()))[0]
     for node in graph_module.graph.nodes:
         if nodes.is_backward(node):  # as AOT does, which copies what a forward node carries
             node.meta["custom"] = {**nodes.marks(region), **nodes.marks(node)}
