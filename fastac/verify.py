@@ -707,6 +707,8 @@ def _together(parts: list[Verification], policy: str) -> Verification:
 
     def merged(name: str) -> Any:
         values = [getattr(part, name) for part in parts]
+        if name == "offloaded":
+            return None
         if name in ("different", "broken"):
             return tuple(f"block {number}: {one}" for number, names in enumerate(values) for one in names)
         if isinstance(values[0], tuple):

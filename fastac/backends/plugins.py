@@ -105,6 +105,8 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
     try:
         found = entry_point.load()
         if isinstance(found, types.ModuleType):
+            if not (hasattr(found, "ROWS") or hasattr(found, "FUNCTIONS")):
+                raise FastacError("the module has neither ROWS nor FUNCTIONS")
             return [item for name in ("ROWS", "FUNCTIONS") for item in getattr(found, name, ())]
         content: Iterable[Any] = found() if callable(found) else found
         return list(content)

@@ -70,7 +70,7 @@ def suggested_row(op: Op) -> str:
     drawing = [name for name in names if "dropout" in name or name == "p"]
     return (
         f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{namespace}", name="{name}", '
-        f'key="{names[1]}", layout="bshd", dropout={repr(drawing[0]) if drawing else None}))'
+        f'key="{[*names, "key"][1]}", layout="bshd", dropout={repr(drawing[0]) if drawing else None}))'
     )
 
 

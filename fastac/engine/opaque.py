@@ -261,10 +261,11 @@ def _op(name: str) -> torch._ops.OpOverload:
 
 
 def _key_of(row: OpaqueFunction, named: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The key tensor of a call: as the row names it, or the second one."""
+    """The key tensor of a call: as the row names it, or the second tensor of more than two dimensions."""
     if row.key and named[row.key] is not None:
         return named[row.key]  # type: ignore[no-any-return]
-    return tensors[min(1, len(tensors) - 1)]
+    large = [tensor for tensor in tensors if tensor.dim() > 2] or tensors[:1]
+    return large[min(1, len(large) - 1)]
 
 
 def _is_watched(tensors: Sequence[Any]) -> bool:

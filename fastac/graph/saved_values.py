@@ -147,7 +147,8 @@ def find_saved(graph: Graph) -> dict[Value, list[Node] | None]:
                 if read is not None and holders[read] is None:
                     holders[read] = [memory_of(source)]
         if one.saved and not whole:
-            holders |= _match(one.saved, nodes)
+            for value, node in _match(one.saved, nodes).items():
+                holders[value] = [*(holders[value] or ()), node]
     return holders
 
 
@@ -158,13 +159,13 @@ def memory_of(node: Node) -> Node:
     return node
 
 
-def _match(saved: Iterable[Value], parts: list[Node]) -> dict[Value, list[Node] | None]:
+def _match(saved: Iterable[Value], parts: list[Node]) -> dict[Value, Node]:
     """Find the saved outputs of an op among the nodes that it was decomposed into, by dtype and shape."""
     parts = [*parts, *(user for node in parts for user in node.users if is_getitem(user))]
     leaving = sorted((node for node in parts if any(user not in parts for user in node.users)), reverse=True)
-    found: dict[Value, list[Node] | None] = {}
+    found: dict[Value, Node] = {}
     for value in saved:
         if node := next(filter(value.looks_like, leaving), None):
-            found[value] = [node]
+            found[value] = node
             leaving.remove(node)
     return found

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fastac.errors import FastacError
 from fastac.planning.subject import Subject
 from fastac.planning.timeline import EXCHANGED, Candidate, Event, Kept, Moment, Place, Timeline
 from fastac.registry import classify
+from fastac.registry.torch_private import arguments_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +117,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         outputs = self.known.run(func, args, kwargs)
+        if self.forwards and getattr(getattr(func, "_schema", None), "is_mutable", False):
+            self._leave_out_written(func, args, kwargs)
         recomputes = not self.forwards and torch_private.in_recompute()
         count, keys = flops.of_call(func, args, kwargs, outputs), flops.keys_of_call(func, args, kwargs)
         if count:
@@ -156,6 +159,16 @@ class Meter(TorchDispatchMode):
             self._repeated[self.region] = number + 1
             mine[number].flops = count
         return self.region, number
+
+    def _leave_out_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A product that is changed in place cannot be replayed: no policy may name its Linear module."""
+        arguments = arguments_of(func)
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+        for argument in arguments:
+            storage = self._storage_of(given.get(argument.name)) if argument.written else None
+            if storage is not None and storage.candidate is not None and not storage.copied:
+                candidate = self._candidate(storage.candidate)
+                candidate.name = candidate.name if candidate.keys else ""
 
     def _see(self, storage: torch.UntypedStorage, place: Place | None, copied: bool) -> None:
         """Record a storage that an operation returns, if it is new. place: of the candidate that it is a part of."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> tor
     """
     memo: dict[int, Any] = {}
     casts: dict[int, torch.dtype] = {}
+    copied: torch.nn.Module
     hooks = {module: found for module in model.modules() if (found := _hooks(module))}
     for module, found in hooks.items():
         memo.update((id(hook), hook) for hook in found)  # they hold weights
@@ -54,13 +57,13 @@ def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> tor
         memo.update((id(one), fake(one, known, like.device, casts.get(id(one)))) for one in own)
         if _is_packed(module, own) and not casts.keys() & map(id, own):
             memo[id(module)] = _unpacked(module, known, like)
-    copied = copy.deepcopy(model, memo)
+    copied, memo = _copy(model, memo)
     for module in hooks:
         mine = vars(memo[id(module)])
         for name in (_DIFFUSERS, _ACCELERATE, "forward"):
             mine.pop(name, None)
         if (forward := _before_hooks(module)) is not None and not isinstance(memo[id(module)], Unpacked):
-            mine["forward"] = copy.deepcopy(forward, memo)
+            mine["forward"] = _copy(forward, memo)[0]
     return copied
 
 
@@ -145,3 +148,16 @@ def _stored(value: Any, owner: type, seen: set[int]) -> int:
             seen.add(memory)
         size += _stored(getattr(one, "__dict__", None), owner, seen)
     return size
+
+
+def _copy(value: Any, memo: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:
+    """A deep copy, and its memo. Objects that cannot be copied are shared: a lock, a Python module, a generator."""
+    mine = dict(memo)
+    try:
+        return copy.deepcopy(value, mine), mine
+    except BREAKS as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        one = [frame.f_locals["x"] for frame in frames if frame.f_code is copy.deepcopy.__code__][-1]  # its argument
+        if isinstance(one, torch.nn.Module):
+            raise
+    return _copy(value, {**memo, id(one): one})

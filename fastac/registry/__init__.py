@@ -308,17 +308,24 @@ def register(*new_rows: Row) -> None:
 def check(row: Row | OpaqueFunction, call: str = "register") -> None:
     """Raise FastacError when a row is malformed. call: the public function that it was given to."""
     where = f"{call}: {row.name!r}"
+    for field in dataclasses.fields(row):
+        value, declared = getattr(row, field.name), str(field.type)
+        expected: type = {"s": str, "t": tuple, "b": bool, "F": Flops}[declared[0]]
+        if not isinstance(value, expected) and (value is not None or declared != "str | None"):
+            raise FastacError(f"{where}: {field.name} is {value!r}, expected {declared}")
     pattern = row.namespace if isinstance(row, Row) else row.module
     try:
         re.compile(pattern)
     except re.error as error:
         raise FastacError(f"{where}: {pattern!r} is not a regular expression: {error}") from error
-    if isinstance(row, Row) and row.kind not in KINDS:
-        raise FastacError(f"{where}: kind {row.kind!r} is none of {', '.join(KINDS)}")
+    if isinstance(row, Row) and (row.kind not in KINDS or (row.kind == KINDS[0]) != isinstance(row, AttentionOp)):
+        raise FastacError(f"{where}: kind {row.kind!r} is none of {', '.join(KINDS)}, the first of AttentionOp alone")
     if not row.name.isidentifier():
         raise FastacError(f"{where} is not the bare name of an op, without namespace and overload")
     if (layout := getattr(row, "layout", "thd")) not in KEYS_DIMENSION:
         raise FastacError(f"{where}: layout {layout!r} is none of {', '.join(KEYS_DIMENSION)}")
+    if len(offsets := getattr(row, "flops", Flops()).offsets) not in (0, 2):
+        raise FastacError(f"{where}: offsets are two arguments, of queries and of keys: got {offsets!r}")
     if isinstance(row, AttentionOp) and len(row.flops.blocks) > 1 and not row.coarse:
         raise FastacError(f"{where}: it names lists of blocks, and no `coarse` that says how many exist")
 

@@ -309,6 +309,19 @@ def test_hooks_come_and_go(products: Counter[str]) -> None:
     assert state_of(model) == before
 
 
+def test_hooks_come_back_after_disable(products: Counter[str]) -> None:
+    model, inputs = stack(layers=1), stack_inputs()
+    for enabled in (True, False):
+        if enabled:
+            fastac.enable(model, ALL, blocks="blocks")
+            train_step(model, inputs)
+            fastac.disable(model)
+        output = fastac.checkpoint(model.blocks[0], *inputs.values(), policy=ALL)
+        products.clear()
+        output.sum().backward()
+        assert not products["addmm"], enabled
+
+
 def test_products_are_intercepted_only_where_a_policy_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes every product of the process a few microseconds slower."""
     asked: list[Any] = []

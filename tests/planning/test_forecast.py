@@ -22,7 +22,7 @@ from tests.planning.planned import (
     stack_inputs,
     tiny,
 )
-from tests.support import AttentionStack, stack
+from tests.support import AttentionBlock, AttentionStack, stack
 
 KINDS = {
     WAN: "cross-attention",
@@ -147,3 +147,19 @@ def test_a_policy_by_name_is_chosen_where_a_thinned_knapsack_is_worse(monkeypatc
     fixed = found.plan("attn_only")
     assert found.plan(found.within(fixed.saved_bytes), "attn_only") == fixed
     assert found.plan(found.within(fixed.saved_bytes - 1)).saved_bytes == 0
+
+
+@pytest.mark.skipif(not WHOLE_PRODUCT, reason="since torch 2.15 it is copied, and may be chosen")
+def test_a_product_that_is_changed_in_place_is_not_chosen() -> None:
+    """It could not be replayed."""
+
+    class Changes(AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.changed(video).mul_(2), text)
+
+    model, inputs = stack(block=Changes), stack_inputs()
+    for block in model.blocks:
+        block.changed = torch.nn.Linear(16, 16)
+    chosen = Forecast(subject(model, inputs, "blocks")).within(10**9)
+    assert all("changed" not in policy.linear and len(policy.linear) > 3 for policy in chosen.values())
+    planned.step(planned.under(model, chosen, blocks="blocks"), inputs)

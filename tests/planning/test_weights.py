@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,13 @@ def test_arguments_by_position() -> None:
         found = fastac.plan(model, given, blocks="blocks")
         assert found.policies == expected.policies
         assert found.inputs == "(1, 24, 16), (1, 6, 16)"
+
+
+def test_what_cannot_be_copied_is_shared() -> None:
+    """A Python module, a lock, a generator, also inside of others."""
+    model: Any = stack()
+    expected = fastac.plan(model, stack_inputs(), blocks="blocks")
+    model.library, model.blocks[0].lock = torch, threading.Lock()
+    model.blocks[1].queue = [{"items": (number for number in range(3))}]
+    assert fastac.plan(model, stack_inputs(), blocks="blocks") == expected
+    assert list(model.blocks[1].queue[0]["items"]) == [0, 1, 2]
