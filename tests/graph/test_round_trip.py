@@ -11,7 +11,10 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
+from torch._decomp import get_decompositions
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac import Policy, PolicyNotAppliedError, graph
@@ -120,6 +123,23 @@ def test_a_saved_copy_that_a_pass_took_out_is_found_by_its_readers() -> None:
     assert any("clone" in node.name for node in first.saved)
     assert second.held_bytes == first.held_bytes
     assert same(gradients, gradients_of(model, model, args))
+
+
+def test_an_op_that_is_decomposed_in_two_calls() -> None:
+    """What was saved of it is found in both."""
+
+    def norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = torch.native_layer_norm(x, [8], None, None, 1e-5)[0]
+        return output * 2, output
+
+    x = torch.randn(4, 8)
+    once = make_fx(norm)(x)
+    graph.mark_saved(once, num_fwd_outputs=1)
+    decompositions = get_decompositions([torch.ops.aten.native_layer_norm])
+    with preserve_node_meta():
+        twice = make_fx(lambda x: once(once(x)[0])[0], decompositions)(x)
+    found = saved_values.find_saved(twice.graph)
+    assert [len(nodes or ()) for nodes in found.values()] == [2]
 
 
 # What is refused
