@@ -12,7 +12,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
 from torch._decomp import get_decompositions
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import CheckpointPolicy
@@ -137,7 +137,7 @@ def test_an_op_that_is_decomposed_in_two_calls() -> None:
     graph.mark_saved(once, num_fwd_outputs=1)
     decompositions = get_decompositions([torch.ops.aten.native_layer_norm])
     with preserve_node_meta():
-        twice = make_fx(lambda x: once(once(x)[0])[0], decompositions)(x)
+        twice = make_fx(lambda x: Interpreter(once).run(Interpreter(once).run(x)[0])[0], decompositions)(x)
     found = saved_values.find_saved(twice.graph)
     assert [len(nodes or ()) for nodes in found.values()] == [2]
 
