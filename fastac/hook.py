@@ -564,5 +564,11 @@ def _refuse_own(model: torch.nn.Module) -> None:
     if was_on or _is_another_on(models.switches(model)):
         raise FastacError(
             f"gradient checkpointing of {class_name(model)} is on already, so its blocks would be checkpointed twice. "
-            f"Switch it off first: model.disable_gradient_checkpointing(), or gradient_checkpointing_disable()."
+            f"Switch it off first: {_off(model)}."
         )
+
+
+def _off(model: torch.nn.Module) -> str:
+    # transformers has both of the last two until its version 6
+    names = ("disable_gradient_checkpointing", "activation_checkpointing_disable", "gradient_checkpointing_disable")
+    return next((f"model.{name}()" for name in names if hasattr(model, name)), "gradient_checkpointing = False")
