@@ -438,12 +438,15 @@ def tables(measured: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[
     least, full = cases[last]["least"], cases[last]["ways"][FULL]
 
     def time_of(row: Mapping[str, Any]) -> str:
-        return "{1:.2f} ({0:.2f} to {2:.2f})".format(*row["time"]) if "time" in row else row["problem"]
+        return "{1:.2f} ({0:.2f} to {2:.2f})".format(*row["time"]) if "time" in row else problem_of(row)
 
     def figures(row: Mapping[str, Any]) -> list[str]:
         if "problem" in row:
-            return [row["problem"], "", ""]
+            return [problem_of(row), "", ""]
         return [f"{row['held'] / least:.2f}", str(row["attention"]), f"{row['flops'] / full['flops']:.3f}"]
+
+    def problem_of(row: Mapping[str, Any]) -> str:
+        return "not installed" if row["problem"].startswith("ModuleNotFoundError") else row["problem"]
 
     times = [[way, *(time_of(case["ways"][way]) for case in cases.values())] for way in ways]
     taken = [[way, *figures(cases[last]["ways"][way]), str(ways[way]["lines"])] for way in ways]
