@@ -454,7 +454,7 @@ def tables(measured: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[
     return {
         "Time of a step, over torch full": (["", *cases], times),
         f"A step of {last}": (["", "held, over the least", "attention kernels", "FLOPs, over full", "lines"], taken),
-        "In a trap": (["", *TRAPS], traps),
+        "Five checks, in a first step": (["", *TRAPS], traps),
     }
 
 

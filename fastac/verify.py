@@ -202,12 +202,12 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line to paste where others read it; "" where no attention is saved."""
+        """One line to paste where others read it; "" where no attention is saved, or `enable` is undone."""
         names = ("attention_calls", "saved", "saved_bytes", "flops", "saved_flops")
         calls, saved, held, flops, avoided = (sum(getattr(row, name) for row in self.rows) for name in names)
         share = f", {avoided / flops:.0%} of the FLOPs that full recomputes in these blocks" if flops else ""
         line = f"fastac {self.policy}: {saved} of {calls} attention forwards are not run again{share}"
-        return f"{line}; {readable_bytes(held)} held for them" if saved else ""
+        return f"{line}; {readable_bytes(held)} held for them" if saved and self.active else ""
 
 
 def report(model: torch.nn.Module) -> Report:

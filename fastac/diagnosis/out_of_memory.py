@@ -71,7 +71,7 @@ def _note() -> str:
             if one.container == container:
                 sizes[f"{one.kind} on {one.place}"] += one.size
         parts = [f"{what} {readable_bytes(size)}" for what, size in sizes.items()]
-        lines.append(f"- {container}, {count} regions: {', '.join(parts) or 'nothing'}")
+        lines.append(f"- {container}, {count} region{'s' * (count > 1)}: {', '.join(parts) or 'nothing'}")
     return "\n".join([*lines, _way_out(regions, held)])
 
 

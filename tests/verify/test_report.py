@@ -68,6 +68,8 @@ def test_the_line_to_paste(wan: Any) -> None:
             f"{row.saved_flops / total:.0%} of the FLOPs that full recomputes in these blocks; "
             f"{13 * bound}.0 KiB held for them"
         )
+    fastac.disable(model)
+    assert fastac.report(model).summary == ""
 
 
 def test_a_flop_formula_that_raises(
