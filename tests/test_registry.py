@@ -116,7 +116,7 @@ def test_keys_of_fewer_dimensions_than_their_layout(define: Define, namespace: s
         (f"attend({QKV}) -> Tensor", {"key": "k"}, r"'k'.*query, key, value"),
         (f"attend({QKV}) -> Tensor", {"max_kv": "k"}, "'k'"),
         (f"attend({QKV}) -> Tensor", {"coarse": "blocks"}, "'blocks'"),
-        (f"attend({QKV}) -> Tensor", {"selection": "b"}, "'b'"),
+        (f"attend({QKV}) -> Tensor", {"selection": ("b",)}, "'b'"),
         (f"attend({QKV}) -> Tensor", {"flops": Flops(offsets=("query", "nowhere"))}, "'nowhere'"),
         (f"attend({QKV}) -> Tensor", {"flops": Flops(blocks=("nowhere",))}, "'nowhere'"),
     ],

@@ -94,7 +94,7 @@ def test_its_own_switch_after_enable() -> None:
     model.activation_checkpointing_enable()
     with pytest.raises(FastacError, match="checkpoint of the block's own"):
         train_step(model, inputs())
-    with pytest.raises(FastacError, match=r"on already.*gradient_checkpointing_disable\(\)"):
+    with pytest.raises(FastacError, match=r"on already.*activation_checkpointing_disable\(\)"):
         fastac.enable(model)
     model.activation_checkpointing_disable()
     fastac.enable(model)
