@@ -25,7 +25,7 @@ from fastac.compile import graphs, tracing
 from fastac.compile.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
-from fastac.engine import comparison, interception, kinds, linear, torch_private
+from fastac.engine import interception, kinds, linear, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled, module_of, modules_in, record_of, signature
 from fastac.engine.calls import RegionResult
 from fastac.engine.offload import Stash
@@ -159,8 +159,6 @@ class _Call:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
         function, policy, record = self.function, self.policy, self.record
         is_nested = torch_private.in_backward()  # in the recompute of another region: is itself no step
-        if engine.pending and not is_nested:
-            comparison.check_pending()
         is_sampled = not is_nested and record.begin_region()
         known, tape, observer, stash = None, None, None, None
         if policy.offload and not is_nested:  # whose backward comes at once

@@ -26,7 +26,7 @@ from fastac.checkpoint import checkpoint
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.eager_look import buffers_preserved
-from fastac.engine import comparison, wrappers
+from fastac.engine import wrappers
 from fastac.engine.blocks import BlockRecord, forget, known_record
 from fastac.engine.calls import Call, Product, RegionResult
 from fastac.engine.collectives import Communication
@@ -220,13 +220,12 @@ def report(model: torch.nn.Module) -> Report:
         Values, and a table when printed. Blocks in a graph of torch.compile count as decided while it was traced.
 
     Raises:
-        FastacError: the argument is no module, or a recompute on an accelerator differed from its forward.
+        FastacError: the argument is not a module.
 
     Example:
         >>> print(fastac.report(transformer))
     """
     model = hook.check_module(model, "report")
-    comparison.check_pending()
     hook.check_no_part(model, "report")
     enabled = hook.enabled_on(model)
     containers = hook.containers_of(model)
@@ -396,7 +395,6 @@ def run_step(model: torch.nn.Module, function: Callable[..., Any], args: Any, kw
                 raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
             with executed_attention() as (backward, _):
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
-        comparison.check_pending()
     finally:
         engine.collectors[:] = [one for one in engine.collectors if one is not regions]
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}

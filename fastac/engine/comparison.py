@@ -7,8 +7,8 @@ two longest dimensions. So tokens that change places are seen as well. Sums of i
 decides which regions have fingerprints: few, so that the cost vanishes.
 
 If every element changes by a relative d, with signs of its own, all three numbers move by about d times the norm; so
-does the noise of kernels that add up in another order. `tolerance` is the most that such noise reaches. On a CPU the
-backward that recomputes raises. On an accelerator nothing waits for the numbers: `check_pending` reads them later.
+does the noise of kernels that add up in another order. `tolerance` is the most that such noise reaches. The backward
+that recomputes raises: on a CPU at once, on an accelerator at its end, when all its numbers are read together.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fastac.engine import torch_private
@@ -37,6 +38,9 @@ metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dty
 
 Difference = tuple["Fingerprint", "Fingerprint", float, str]
 """A tensor's fingerprints in forward and recompute, the noise between them, and its op and module in words."""
+
+Found = tuple[str, Difference]
+"""A block in words, and a difference in it."""
 
 
 @dataclasses.dataclass
@@ -101,33 +105,75 @@ class Comparison:
         return self._versions.get(tensor, tensor._version) != tensor._version
 
     def check(self) -> None:
-        """Raise RecomputeError if something differs; for values on an accelerator, leave that to `check_pending`."""
+        """Raise RecomputeError if something differs; for values on an accelerator, at the end of this backward."""
         if self.record.writes is None:
             self.record.writes = any(map(self._is_written, self._versions))
         if self._error is not None:
             raise self._error
-        if not self._differences:
-            return
-        if any(forward.is_read_later for forward, *_ in self._differences):
-            engine.pending.append((describe(self.function), self._differences))
-        else:
-            _check(describe(self.function), self._differences)
+        found = [(describe(self.function), one) for one in self._differences]
+        _check(one for one in found if not one[1][0].is_read_later)
+        if found:
+            _check_at_end_of_backward(found)
 
 
-def check_pending() -> None:
-    """Raise RecomputeError for recomputes on an accelerator that differ from their forwards. Waits for it."""
-    pending, engine.pending = engine.pending, []  # one error is enough for one change
-    for function, differences in pending:
-        _check(function, differences)
+class _Unread:
+    """Differences found in one backward whose numbers are on an accelerator.
+
+    Only the callback of that backward holds it. A backward that raises drops it, and no other one hears of it.
+    """
+
+    def __init__(self, differences: list[Found]) -> None:
+        self.differences = differences
+
+    def check(self) -> None:
+        """Read all numbers, and raise RecomputeError if some differ."""
+        numbers = iter(_read([one for _, (forward, again, *_) in self.differences for one in (forward, again)]))
+        _check(
+            (block, (next(numbers), next(numbers), allowed, where))
+            for block, (_, _, allowed, where) in self.differences
+        )
 
 
-def _check(function: str, differences: list[Difference]) -> None:
-    for forward, again, allowed, where in differences:
+def _check_at_end_of_backward(found: list[Found]) -> None:
+    backward = torch_private.running_backward()
+    unread = engine.unread.get(backward)
+    if unread is not None:
+        unread.differences += found
+        return
+    unread = _Unread(found)
+    if backward == -1:  # a saved tensor is read outside a backward
+        unread.check()
+    else:
+        engine.unread[backward] = unread
+        torch_private.at_end_of_backward(unread.check)
+
+
+def _read(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
+    """The fingerprints with numbers on the host. Waits once for each device."""
+    numbers = [number for one in fingerprints for number in (*one.sums, one.norm)]
+    places: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(number.device, {}).setdefault(number.dtype, []).append(place)
+    for groups in places.values():
+        wide_first = sorted(groups.items(), key=lambda group: -group[0].itemsize)  # every group begins aligned
+        parts = [torch.stack([numbers[place] for place in group]).view(torch.uint8) for _, group in wide_first]
+        data, start = bytes(torch.cat(parts).tolist()), 0
+        for dtype, group in wide_first:
+            values = np.frombuffer(data, str(dtype).removeprefix("torch."), len(group), start).tolist()
+            start += len(group) * dtype.itemsize
+            for place, value in zip(group, values, strict=True):
+                numbers[place] = value
+    read = iter(numbers)
+    return [Fingerprint(one.dtype, [next(read) for _ in one.sums], next(read)) for one in fingerprints]
+
+
+def _check(found: Iterable[Found]) -> None:
+    for block, (forward, again, allowed, where) in found:
         apart = relative_difference(forward, again)
         if apart > allowed:
             seen = f"relative difference {apart:.1e}, {allowed:.1e} is noise" if allowed else "whole numbers differ"
             raise RecomputeError(
-                f"{function}: recompute does not compute what the forward did. The first difference is {where} "
+                f"{block}: recompute does not compute what the forward did. The first difference is {where} "
                 f"({seen}).\nSomething besides its arguments changed before backward: an adapter or its scale, "
                 f"weights, a cache, a context variable, or a state that the block changes itself. Gradients would be "
                 f"wrong, and may have been before: values are compared in steps 0, 1, 2, 4, 8, ...\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,8 @@ class Engine:
         self.answered: list[collections.Counter[str]] = []  # each counts attention calls that ran no kernel (verify)
         self.collectors: list[list[RegionResult]] = []  # each gets the result of every region that succeeds (verify)
         self.listeners: list[Listener] = []  # called with attention that runs while no region is open in its thread
-        self.pending: list[Any] = []  # fingerprints that an accelerator has yet to compute (fastac.engine.comparison)
+        # By backward: what fastac.engine.comparison reads from an accelerator when it ends.
+        self.unread: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.thread.scope = None
         self.thread.backward = None
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +15,7 @@ from fastac import FastacError
 from fastac.cli.measuring import allocated_bytes
 from fastac.engine import comparison, region
 from fastac.engine.comparison import fingerprint, relative_difference
+from fastac.engine.tape import engine
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -62,24 +68,193 @@ def test_a_conjugate_is_its_values() -> None:
     assert difference(tensor.conj(), tensor) > 0.01
 
 
-def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that are tensors, as on a device, are read when the next region begins, and raise once."""
+# On an accelerator
 
-    def on_a_device(tensor: torch.Tensor) -> comparison.Fingerprint | None:
+
+class OnDevice(torch.Tensor):
+    """A number on an accelerator: reading it is counted."""
+
+    reads = 0
+    READING = frozenset(
+        {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.to}
+        | {getattr(torch.Tensor, name) for name in ("__float__", "__int__", "__bool__", "__index__")}
+    )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.reads += function in OnDevice.READING
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.fixture
+def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fingerprints are tensors, as on an accelerator."""
+
+    def on_device(tensor: torch.Tensor) -> comparison.Fingerprint | None:
         found = fingerprint(tensor)
-        return found and found._replace(sums=[*map(torch.tensor, found.sums)], norm=torch.tensor(found.norm))
+        if found is None:
+            return None
+        wide = torch.float64 if isinstance(found.norm, float) else torch.int64
+        numbers = [torch.tensor(one, dtype=wide).as_subclass(OnDevice) for one in (*found.sums, found.norm)]
+        return found._replace(sums=numbers[:-1], norm=numbers[-1])
 
     for module in (comparison, region):
-        monkeypatch.setattr(module, "fingerprint", on_a_device)
-    scale = [2.0]
+        monkeypatch.setattr(module, "fingerprint", on_device)
+    monkeypatch.setattr(OnDevice, "reads", 0)
 
-    def forward() -> torch.Tensor:
-        return fastac.checkpoint(lambda one: (one * scale[0]).sin(), torch.ones(4, requires_grad=True), policy="full")
 
-    output = forward()
-    scale[0] = 1.0
+accelerator = pytest.mark.usefixtures("_accelerator")
+
+
+class Scaled(torch.nn.Module):
+    """A layer that reads a scale besides its input, and saves whole numbers as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.scale = 1.0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        chosen = (self.linear(hidden) * self.scale).sin()
+        return chosen.gather(-1, chosen.argsort(-1))
+
+
+def blocks(count: int = 3) -> list[Scaled]:
+    torch.manual_seed(0)
+    return [Scaled() for _ in range(count)]
+
+
+def forward(layers: list[Scaled], hook: Any = None) -> torch.Tensor:
+    """hook: called by backward when all layers are done."""
+    hidden = torch.ones(5, 4, requires_grad=True)
+    if hook is not None:
+        hidden.register_hook(hook)
+    for layer in layers:
+        hidden = fastac.checkpoint(layer, hidden, policy="full")
+    return hidden
+
+
+def change(layers: list[Scaled], scale: float = 2.0) -> None:
+    for layer in layers:
+        layer.scale = scale
+
+
+def differs() -> Any:
+    return pytest.raises(FastacError, match=r"recompute does not compute what the forward did.*\(relative")
+
+
+@accelerator
+def test_a_backward_reads_once_at_its_end_and_raises() -> None:
+    """In a program of one step. Between steps that compare values, nothing is read."""
+    layers = blocks()
+    output = forward(layers)
+    change(layers)
+    with differs():
+        output.sum().backward()
+    assert OnDevice.reads == 1
+    assert layers[0].linear.weight.grad is not None, "the backward ran to its end"
+    change(layers, 1.0)
+    reads = []
+    for _ in range(8):  # of which 1, 2, 4 and 8 compare values
+        OnDevice.reads = 0
+        forward(layers).sum().backward()
+        reads.append(OnDevice.reads)
+    assert reads == [1, 1, 0, 1, 0, 0, 0, 1]
+
+
+def _raises(layers: list[Scaled]) -> None:
+    """After every layer was compared."""
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    output = forward(layers, fail)
+    change(layers)
+    with pytest.raises(ArithmeticError):
+        output.sum().backward()
+
+
+def _partial(layers: list[Scaled]) -> None:
+    """Gradients of the last layer's weight alone."""
+    output = forward(layers)
+    change(layers)
+    with differs():
+        torch.autograd.grad(output.sum(), layers[-1].linear.weight)
+
+
+def _inside_the_forward(layers: list[Scaled]) -> None:
+    def function(hidden: torch.Tensor) -> torch.Tensor:
+        inner = forward(layers)
+        change(layers)
+        with differs():
+            torch.autograd.grad(inner.sum(), layers[0].linear.weight)
+        change(layers, 1.0)
+        return hidden * 2
+
+    fastac.checkpoint(function, torch.ones(3, requires_grad=True), policy="full").sum().backward()
+
+
+def _outside_a_backward(layers: list[Scaled]) -> None:
+    """A saved tensor is read."""
+    output = forward(layers)
+    change(layers)
+    with differs():
+        print(output.grad_fn._saved_index)  # type: ignore[union-attr]
+
+
+@accelerator
+@pytest.mark.parametrize("fail", [_raises, _partial, _inside_the_forward, _outside_a_backward])
+def test_a_later_model_hears_of_no_earlier_one(fail: Any) -> None:
+    fail(blocks())
+    gc.collect()
+    assert not engine.unread
+    OnDevice.reads = 0
+    forward(blocks()).sum().backward()
+    assert OnDevice.reads == 1
+
+
+@accelerator
+def test_backwards_in_two_threads() -> None:
+    """Each raises its own error, or none: the one that is right ends while the other one has yet to read."""
+    compared, done = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        compared.set()
+        assert done.wait(60)
+
+    def train_wrong() -> None:
+        with differs():
+            outputs[0].sum().backward()
+
+    wrong = blocks()
+    outputs = forward(wrong, wait), forward(blocks())
+    change(wrong)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(train_wrong)
+        assert compared.wait(60)
+        outputs[1].sum().backward()
+        done.set()
+        other.result(60)
+    assert OnDevice.reads == 2
+
+
+@accelerator
+def test_stages_of_a_pipeline() -> None:
+    """The backward of each stage raises for its own regions."""
+    stages = blocks(2)
+    middle = forward(stages[:1])
+    received = middle.detach().requires_grad_()
+    output = fastac.checkpoint(stages[1], received, policy="full")
+    change(stages[:1])
     output.sum().backward()
-    with pytest.raises(FastacError, match="does not compute what the forward did"):
-        forward()
-    forward().sum().backward()
-    forward()
+    with differs():
+        middle.backward(received.grad)
+
+
+@accelerator
+def test_without_the_check_nothing_is_read() -> None:
+    layer = Scaled()
+    output = fastac.checkpoint(layer, torch.ones(5, 4, requires_grad=True), policy="full", determinism_check="none")
+    change([layer])
+    output.sum().backward()
+    assert OnDevice.reads == 0
