@@ -34,7 +34,7 @@ import fastac
 import fastac.graph
 from common import allocated_bytes, build_model, finish, parser
 from fastac.graph.application import KEEP_ORDER
-from fastac.verify import executed_attention
+from fastac.verification.step import executed_attention
 from held_bytes import (
     BATCH,
     FRAMES,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fastac.planning import Plan, plan
     from fastac.policy import Policy
     from fastac.registry import AttentionOp, OpaqueFunction, register
-    from fastac.verify import Report, Verification, report, verify
+    from fastac.verification.report import Report, report
+    from fastac.verification.verify import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -50,7 +51,18 @@ __all__ = [
     "verify",
 ]
 
-_ROOMS = ("checkpoint", "compile.blocks", "engine.opaque", "errors", "hook", "planning", "policy", "registry", "verify")
+_ROOMS = (
+    "checkpoint",
+    "compile.blocks",
+    "engine.opaque",
+    "errors",
+    "hook",
+    "planning",
+    "policy",
+    "registry",
+    "verification.report",
+    "verification.verify",
+)
 """Modules that define the public names."""
 
 

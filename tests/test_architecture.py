@@ -1,4 +1,7 @@
-"""The house of the design, kept: who may import whom, what may reach into torch. ruff asks for docstrings."""
+"""The house of the design, kept: who may import whom, what may reach into torch. ruff asks for docstrings.
+
+And that no test needs a GPU alone.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ import ast
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.conftest import COLLECTED
 
 PACKAGE = Path(__file__).resolve().parent.parent / "fastac"
 
@@ -20,7 +27,7 @@ FLOORS = (
     "compile",
     "checkpoint",
     "hook",
-    "verify",
+    "verification",
     "graph",
     "planning",
     "cli",
@@ -49,7 +56,7 @@ LIBRARIES = (
     "deepspeed",
     "triton",
 )
-NAME_LIBRARIES = {"hook", "verify", "planning", "cli", *CATALOGUES}
+NAME_LIBRARIES = {"hook", "verification", "planning", "cli", *CATALOGUES}
 
 PRIVATE_BUT_DOCUMENTED = {
     "torch._ops",  # OpOverload, the type of an op: it has no public name
@@ -149,3 +156,11 @@ def test_only_the_catalogues_know_libraries_by_name() -> None:
                 if isinstance(word, str) and " " not in word and any(library in word for library in LIBRARIES):
                     wrong.append(f"{where(path, getattr(node, 'lineno', 0))}: {word}")
     assert not wrong, "belongs into backends/ or models/:\n" + "\n".join(wrong)
+
+
+def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(pytestconfig: pytest.Config) -> None:
+    """Every test that is marked `gpu` has a case without the mark, so that a name in it that is gone is seen in CI."""
+    cases: dict[bool, set[str]] = {True: set(), False: set()}
+    for item in pytestconfig.stash[COLLECTED]:
+        cases[item.get_closest_marker("gpu") is not None].add(item.nodeid.partition("[")[0])
+    assert not cases[True] - cases[False], "for a GPU alone"

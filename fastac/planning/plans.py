@@ -20,7 +20,7 @@ from fastac.planning.forecast import Forecast, PolicyPlan, States
 from fastac.planning.subject import Inputs, arguments, subject
 from fastac.planning.weights import BREAKS
 from fastac.policy import NAMED, Policy, of_first
-from fastac.verify import render
+from fastac.verification.report import render
 
 logger = logging.getLogger("fastac")
 

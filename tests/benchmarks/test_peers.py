@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastac.verify import executed_attention
+from fastac.verification.step import executed_attention
 
 OUTCOMES = {
     ("fastac attn_only", "a kernel draws, dropout follows"): "exact",

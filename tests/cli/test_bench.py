@@ -141,7 +141,7 @@ def test_kernels_that_are_not_deterministic_are_reported(monkeypatch: pytest.Mon
     workload, steps = tiny_wan(), itertools.count()
     workload.model.proj_out.register_forward_hook(lambda module, args, output: output + next(steps))
     monkeypatch.setattr(measuring, "VARIANTS", {"none": NONE})
-    assert bench(workload, "tiny Wan", rounds=1).noise >= 1
+    assert bench(workload, "tiny Wan", rounds=1).noise > 0.5
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="bytes of a CPU stay, where there is a device beside it")

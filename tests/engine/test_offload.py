@@ -18,7 +18,7 @@ import fastac
 from fastac import FastacError, Policy
 from fastac.engine import host_memory, offload
 from fastac.engine.transport import Copies, Transport
-from fastac.verify import Offloaded
+from fastac.verification.report import Offloaded
 from tests import support
 from tests.engine.cases import twice
 from tests.engine.outcomes import CASES, Cases

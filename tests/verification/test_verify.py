@@ -17,7 +17,7 @@ import fastac
 from fastac import FastacError, Policy, PolicyNotAppliedError
 from fastac.backends.plugins import prepare
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
-from fastac.verify import executed_attention
+from fastac.verification.step import executed_attention
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
 from tests.marks import NEEDS_COMPILED_MODELS
@@ -120,31 +120,6 @@ def test_attention_outside_of_the_blocks_alone_is_found(traced_before: bool) -> 
         train_step(torch.compile(other, backend="aot_eager"), stack_inputs())
     with pytest.raises(PolicyNotAppliedError, match="block"):
         fastac.verify(diffuser(Outside), **stack_inputs())
-
-
-class Unsteady(torch.autograd.Function):
-    """A backward that is never the same twice, as of kernels with atomic additions."""
-
-    calls = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        Unsteady.calls += 1
-        return grad * (1 + 1e-6 * (-1) ** Unsteady.calls)
-
-
-def test_kernels_that_are_not_deterministic_are_compared_with_themselves() -> None:
-    class Block(AttentionBlock):
-        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-            return super().forward(Unsteady.apply(video), text)
-
-    result = fastac.verify(Block(), **stack_inputs())
-    assert 0 < result.largest_difference <= 4 * result.noise
-    assert "two runs of none differ too" in support.cells_of(str(result))["outputs and gradients"][-1]
 
 
 def test_every_block_is_watched() -> None:

@@ -1,0 +1,291 @@
+"""report: what fastac saved and recomputed in the latest forward of each block."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fastac import hook
+from fastac.backends.availability import ignored_backends
+from fastac.compile import graphs
+from fastac.engine.blocks import BlockRecord, known_record
+from fastac.engine.calls import Call
+from fastac.engine.collectives import Communication
+from fastac.errors import class_name, readable_bytes
+from fastac.models import BlockContainer
+from fastac.policy import BlockPolicies, saves_nothing
+
+
+def render(table: Table) -> str:
+    """A rich table as plain text, as wide as it needs: nothing in it is cut off."""
+    text = io.StringIO()
+    Console(file=text, width=1000, force_terminal=False, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+@dataclasses.dataclass(frozen=True)
+class Offloaded:
+    """Bytes that blocks with offload keep, and the copies of their latest regions: in backward there are more."""
+
+    host_bytes: int
+    device_bytes: int
+    copies: int
+    """The copies of one region in one direction count as one."""
+    waited_bytes: tuple[int, ...]
+    """Bytes of each copy that the device was idle for."""
+
+    def __str__(self) -> str:
+        host, device, waited = map(readable_bytes, (self.host_bytes, self.device_bytes, sum(self.waited_bytes)))
+        waited = f"{len(self.waited_bytes)} of {self.copies} copies waited for ({waited})"
+        return f"{host} on the host\n{device} on the device\n{waited}"
+
+
+def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
+    """Sums over the latest regions of some modules; None if none of them offloaded. Waits for the device."""
+    moved = [record.transfers for record in records_of(modules) if record.transfers is not None]
+    if not moved:
+        return None
+    host, device, copies = zip(*((one.host_bytes, one.device_bytes, one.copies) for one in moved), strict=True)
+    waited = tuple(size for one in moved for size in one.waited_bytes())
+    return Offloaded(sum(host), sum(device), sum(copies), waited)
+
+
+def records_of(modules: Iterable[torch.nn.Module]) -> list[BlockRecord]:
+    """The records of those modules of which a region was seen, or that `enable` named."""
+    return [record for one in modules if (record := known_record(one)) is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ContainerReport:
+    """One block container. Calls and bytes are sums over the latest region of each block.
+
+    Blocks in a graph of torch.compile count as decided while it was traced, for the input sizes of that trace: nothing
+    of them is seen while the graph runs.
+    """
+
+    container: str
+    block_class: str
+    blocks: int
+    blocks_seen: int
+    attention_calls: int
+    saved: int
+    recomputed: int
+    ops: tuple[str, ...]
+    saved_bytes: int
+    extra_bytes: int = 0
+    """Of saved_bytes, those that only the backward of opaque kernels needs."""
+    choice_bytes: int = 0
+    """Beside saved_bytes, the choices of sparse attention."""
+    blocks_full: int = 0
+    """Blocks that the policy checkpoints fully. They are not watched."""
+    blocks_none: int = 0
+    """Blocks that the policy does not checkpoint."""
+    blocks_compiled: int = 0
+    """Of blocks_seen, those in a compiled graph."""
+    communication: Communication | None = None
+    """Functional collectives. `again` grows in backward."""
+    writing: int = 0
+    """Collectives that write a buffer of their caller's, which are never saved. FSDP's own are not counted."""
+    linear_saved: int = 0
+    """Outputs of Linear modules that are saved."""
+    linear_bytes: int = 0
+    """Beside saved_bytes, bytes of these outputs."""
+    offloaded: Offloaded | None = None
+    flops: int = 0
+    """Of the forwards of blocks that save something; 0 where they were not seen."""
+    saved_flops: int = 0
+    """Of these, of the attention that is saved."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Everything that is saved: outputs of attention, Linear modules and collectives, and choices."""
+        communicated = self.communication.saved_bytes if self.communication is not None else 0
+        return self.saved_bytes + self.choice_bytes + self.linear_bytes + communicated
+
+
+def _blocks_of(row: ContainerReport) -> str:
+    unwatched = row.blocks_full + row.blocks_none
+    notes = [f"{row.blocks_full} under full"] * bool(row.blocks_full)
+    notes += [f"{row.blocks_none} not checkpointed"] * bool(row.blocks_none)
+    notes += [f"{row.blocks_seen} seen"] * (row.blocks_seen + unwatched != row.blocks)
+    notes += [f"{row.blocks_compiled} as decided when compiled"] * bool(row.blocks_compiled)
+    return f"{row.container or '(the model)'} x {row.blocks}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _bytes_of(row: ContainerReport) -> str:
+    notes = [(row.extra_bytes, "of it extra"), (row.choice_bytes, "choices")]
+    parts = [f"{readable_bytes(count)} {note}" for count, note in notes if count]
+    return readable_bytes(row.saved_bytes) + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _collectives_of(row: ContainerReport) -> str:
+    lines = []
+    if (found := row.communication) is not None:
+        lines.append(f"{found.issued} in forward ({readable_bytes(found.issued_bytes)})")
+        lines.append(f"{found.saved} of them saved ({readable_bytes(found.saved_bytes)})")
+        lines.append(f"{found.again} issued again in backward ({readable_bytes(found.again_bytes)})")
+    if row.writing:
+        lines.append(f"{row.writing} more write a buffer: never saved, issued again")
+    return "\n".join(lines)
+
+
+def _linear_of(row: ContainerReport) -> str:
+    return f"{row.linear_saved} ({readable_bytes(row.linear_bytes)})" if row.linear_saved else ""
+
+
+_COLUMNS: dict[str, Callable[[ContainerReport], object]] = {
+    "blocks": _blocks_of,
+    "class": lambda row: row.block_class,
+    "attention calls": lambda row: row.attention_calls,
+    "saved": lambda row: row.saved,
+    "recomputed": lambda row: row.recomputed,
+    "bytes saved": _bytes_of,
+    "ops": lambda row: "\n".join(row.ops) or "none seen",
+    "collectives": _collectives_of,
+    "outputs of Linear saved": _linear_of,
+    "offloaded": lambda row: row.offloaded or "",
+}
+"""Of the table of a report. A column that is empty in every row is left out."""
+_NUMBERS = ("attention calls", "saved", "recomputed", "bytes saved")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What fastac saved and recomputed in a model."""
+
+    model_class: str
+    policy: str
+    active: bool
+    """Whether the model calls fastac for its blocks."""
+    problem: str
+    rows: tuple[ContainerReport, ...]
+    remarks: tuple[str, ...] = ()
+    """Unexpected facts of the model's attention, such as backends that are set and ignored."""
+
+    def __str__(self) -> str:
+        table = Table()
+        columns = {heading: [str(cell(row)) for row in self.rows] for heading, cell in _COLUMNS.items()}
+        columns = {heading: cells for heading, cells in columns.items() if any(cells)}
+        for heading in columns:
+            table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
+        for cells in zip(*columns.values(), strict=True):
+            table.add_row(*cells)
+        state = f"policy {self.policy}" if self.active else "not enabled by fastac.enable"
+        lines = [f"{self.model_class}: {state}", render(table), self.problem, *self.remarks, self.summary]
+        return "\n".join(filter(None, lines))
+
+    @property
+    def summary(self) -> str:
+        """One line to paste where others read it; "" where no attention is saved, or `enable` is undone."""
+        names = ("attention_calls", "saved", "saved_bytes", "flops", "saved_flops")
+        calls, saved, held, flops, avoided = (sum(getattr(row, name) for row in self.rows) for name in names)
+        share = f", {avoided / flops:.0%} of the FLOPs that full recomputes in these blocks" if flops else ""
+        line = f"fastac {self.policy}: {saved} of {calls} attention forwards are not run again{share}"
+        return f"{line}; {readable_bytes(held)} held for them" if saved and self.active else ""
+
+
+def report(model: torch.nn.Module) -> Report:
+    """What fastac saved and recomputed in the latest forward of each of a model's blocks.
+
+    Args:
+        model: given to `fastac.enable`, or one that calls `fastac.checkpoint`.
+
+    Returns:
+        Values, and a table when printed. Blocks in a graph of torch.compile count as decided while it was traced.
+
+    Raises:
+        FastacError: the argument is not a module.
+
+    Example:
+        >>> print(fastac.report(transformer))
+    """
+    model = hook.check_module(model, "report")
+    hook.check_no_part(model, "report")
+    enabled = hook.enabled_on(model)
+    containers = hook.containers_of(model)
+    in_graphs = decided_calls(model)
+    rows = tuple(_container_report(container, enabled, in_graphs) for container in containers)
+    names = [name for container in containers for name in container.blocks]
+    return Report(
+        model_class=class_name(model),
+        policy="none" if enabled is None else str(enabled.policy),
+        active=enabled is not None and not enabled.was_switched_off() and not enabled.was_replaced(),
+        problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
+        rows=rows,
+        remarks=tuple(ignored_backends(model, names)),
+    )
+
+
+def _container_report(
+    container: BlockContainer, enabled: hook.Enabled | None, in_graphs: Mapping[str, list[Call]]
+) -> ContainerReport:
+    compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
+    records = records_of(block for name, block in container.blocks.items() if name not in compiled)
+    seen = [record for record in records if record.latest is not None]
+    latest: list[Any] = [record.latest for record in seen]
+    calls = [call for one in (*(one.calls for one in latest), *compiled.values()) for call in one]
+    products = [product for one in latest for product in one.products]
+    parts = [record.communication for record in seen if record.communication is not None]
+    saved = sum(call.saved for call in calls)
+    names = []
+    if enabled is not None and isinstance(enabled.policy, BlockPolicies):
+        names = [enabled.policy_of(block).name for block in container.blocks.values()]
+    return ContainerReport(
+        container=container.name,
+        block_class=container.block_class,
+        blocks=len(container.blocks),
+        blocks_seen=len(seen) + len(compiled),
+        attention_calls=len(calls),
+        saved=saved,
+        recomputed=len(calls) - saved,
+        ops=tuple(dict.fromkeys(call.op.removesuffix(".default") for call in calls)),
+        saved_bytes=sum(call.saved_bytes for call in calls),
+        extra_bytes=sum(call.extra_bytes for call in calls),
+        choice_bytes=sum(one.choice_bytes for one in latest),
+        blocks_full=names.count("full"),
+        blocks_none=names.count("none"),
+        blocks_compiled=len(compiled),
+        communication=sum(parts, Communication()) if parts else None,
+        writing=sum(one.writing for one in latest),
+        linear_saved=len(products),
+        linear_bytes=sum(product.saved_bytes for product in products),
+        offloaded=offloaded_by(container.blocks.values()),
+        flops=sum(one.flops for one in latest),
+        saved_flops=sum(one.saved_flops for one in latest),
+    )
+
+
+def decided_calls(model: torch.nn.Module, ids: Collection[str] | None = None) -> dict[str, list[Call]]:
+    """The calls of a model's blocks, by name, as they were decided on while a graph was traced.
+
+    ids: of the compilations that count; by default all since the latest region of the block itself.
+    """
+    enabled = hook.enabled_on(model)
+    if enabled is None:
+        return {}
+    blocks = {}
+    for name, block in enabled.blocks.items():
+        record = known_record(block) if ids is None else None
+        since = -1 if record is None or record.latest is None else record.looked
+        blocks[name] = class_name(block), enabled.policy_of(block), since
+    return graphs.decided(blocks, ids)
+
+
+def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -> str:
+    if enabled is None:
+        if seen and not hasattr(model, "enable_gradient_checkpointing"):
+            return ""  # it checkpoints itself
+        return "fastac.enable(model) was not called, or was undone; of patch_checkpoint, only modules are shown"
+    if enabled.was_replaced():
+        return "gradient checkpointing was enabled again without fastac: nothing is saved"
+    if enabled.was_switched_off():
+        return "gradient checkpointing was switched off since fastac.enable"
+    if saves_nothing(enabled.policy):
+        return "this policy saves nothing, and attention calls are not watched under it"
+    return "" if seen else "no forward with gradients was seen yet"

@@ -1,0 +1,143 @@
+"""One training step of a user's model: its outputs and gradients, and the attention kernels that ran."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fastac import registry
+from fastac.compile import graphs
+from fastac.diagnosis.autograd_graph import nodes_between
+from fastac.diagnosis.eager_look import buffers_preserved
+from fastac.engine.calls import Call, Product, RegionResult
+from fastac.engine.generators import generators_preserved
+from fastac.engine.tape import engine
+from fastac.engine.torch_private import profiled_events, tree_leaves, tree_map
+from fastac.errors import FastacError, class_name
+from fastac.verification.report import Offloaded, offloaded_by, records_of
+
+
+@contextlib.contextmanager
+def executed_attention(*activities: ProfilerActivity) -> Iterator[tuple[Counter[str], profile]]:
+    """Count the attention kernels that run inside, by op: complete at its end.
+
+    torch's profiler counts every call of an op. A call that fastac answered from a tape ran no kernel and is
+    subtracted. Calls that dynamo makes while it traces run none either, and are counted.
+
+    activities: profiled beside the CPU.
+    """
+    ran: Counter[str] = Counter()
+    answered: Counter[str] = Counter()
+    engine.answered.append(answered)
+    try:
+        with profile(activities=[ProfilerActivity.CPU, *activities]) as profiled:
+            yield ran, profiled
+    finally:
+        engine.answered[:] = [one for one in engine.answered if one is not answered]
+    names = {op.qualified_name.partition(".")[0] for op in registry.present_ops() if op.is_attention}
+    ends: Counter[tuple[int, str]] = Counter()  # time at which the last counted call ended, by its thread and op
+    for event in profiled_events(profiled):
+        thread, name = event.start_thread_id(), event.name()
+        # A call inside one of the same op was made by a dispatch mode or a tensor subclass: count the outer one.
+        if name in names and event.start_ns() >= ends[thread, name]:
+            ran[name] += 1
+            ends[thread, name] = event.end_ns()
+    ran.subtract(answered)
+
+
+@contextlib.contextmanager
+def _nothing_counted() -> Iterator[tuple[Counter[str], None]]:
+    yield Counter(), None
+
+
+@dataclasses.dataclass
+class Step:
+    """One forward and backward."""
+
+    tensors: dict[str, torch.Tensor | None]
+    """Every output and gradient, by name."""
+    executions: tuple[int, int]
+    """Attention kernels that ran in forward and in backward."""
+    calls: list[Call]
+    graphs: set[str]
+    """Ids of the compilations whose graphs ran."""
+    in_graph: bool = False
+    """Whether `calls` are those decided while these were traced: in them no region is seen."""
+    products: list[Product] = dataclasses.field(default_factory=list)
+    offloaded: Offloaded | None = None
+    kernels: tuple[str, ...] = ()
+    """Attention ops that ran in forward."""
+
+
+def fresh(inputs: Any) -> Any:
+    """Copies that share nothing with the originals, leaves of their own graph; other objects are deep-copied."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        return value if isinstance(value, torch.nn.Module) else copy.deepcopy(value)
+
+    return tree_map(copied, inputs)
+
+
+def run_step(
+    model: torch.nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, is_counted: bool = True
+) -> Step:
+    """One forward and backward of a fixed random projection of all floating outputs, from the same random state.
+
+    is_counted: count attention kernels, by torch's profiler, which takes most of the time of a small step.
+    """
+    count = executed_attention if is_counted else _nothing_counted
+    model.zero_grad(set_to_none=True)
+    args, kwargs = fresh((args, kwargs))
+    regions: list[RegionResult] = []
+    for record in records_of(model.modules()):
+        record.transfers = None
+    engine.collectors.append(regions)
+    try:
+        with generators_preserved(devices_of(model)), buffers_preserved(model), torch.enable_grad():
+            with count() as (forward, _):
+                outputs = [_local(t) for t in floating(function(*args, **kwargs))]
+            compiled = graphs.ids_among(nodes_between(outputs, ()))
+            generator = torch.Generator().manual_seed(0)
+            weights = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
+            differentiable = [(t, w) for t, w in zip(outputs, weights, strict=True) if t.requires_grad]
+            if not differentiable:
+                raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
+            with count() as (backward, _):
+                torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
+    finally:
+        engine.collectors[:] = [one for one in engine.collectors if one is not regions]
+    tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    tensors |= {f"gradient of {name}": _local(parameter.grad) for name, parameter in model.named_parameters()}
+    leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    tensors |= {f"gradient of input {i}": _local(leaf.grad) for i, leaf in enumerate(leaves)}
+    model.zero_grad(set_to_none=True)
+    calls = [call for region in regions for call in region.calls]
+    products = [product for region in regions for product in region.products]
+    executions, offloaded = (forward.total(), backward.total()), offloaded_by(model.modules())
+    kernels = tuple(sorted(name for name, count in forward.items() if count))
+    return Step(tensors, executions, calls, compiled, products=products, offloaded=offloaded, kernels=kernels)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a tensor that is sharded over several (DTensor)."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def floating(outputs: Any) -> list[torch.Tensor]:
+    """All floating-point tensors among a model's outputs, in order."""
+    leaves = tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def devices_of(model: torch.nn.Module) -> set[torch.device]:
+    """Devices of a model's parameters and buffers."""
+    return {tensor.device for tensor in [*model.parameters(), *model.buffers()]}

@@ -1,0 +1,452 @@
+"""verify: a step with a policy beside one without checkpointing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from fastac import errors, hook
+from fastac.backends.plugins import prepare
+from fastac.checkpoint import checkpoint
+from fastac.diagnosis.eager_look import buffers_preserved
+from fastac.engine import wrappers
+from fastac.engine.blocks import forget, known_record
+from fastac.engine.generators import generators_preserved
+from fastac.engine.kinds import state as kinds
+from fastac.engine.ranks import Group, OtherRankFailed
+from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
+from fastac.policy import BlockPolicies, Policy, resolve
+from fastac.verification.noise import FEWEST, Runs, deterministic_kernels, distances, run_deterministic
+from fastac.verification.report import Offloaded, decided_calls, records_of, render
+from fastac.verification.step import Step, devices_of, fresh, run_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """What `verify` measured. Executions are of attention kernels, in one step."""
+
+    subject: str
+    policy: str
+    reference: str
+    compared: int
+    different: tuple[str, ...]
+    """Results that are not bitwise equal."""
+    largest_difference: float
+    """Of these, relative to the norm of the result."""
+    noise: float
+    """The largest difference between runs of the reference, above 0 where kernels are not deterministic. If `compiled`,
+    also between the reference compiled and not."""
+    broken: tuple[str, ...]
+    """Results that differ by more than noise in every run of the policy."""
+    reference_executions: tuple[int, int]
+    policy_executions: tuple[int, int]
+    saved: int
+    recomputed: int
+    saved_bytes: int
+    allowed_again: int
+    """Attention kernels that may run in backward: those that the policy recomputes, and the model's own."""
+    linear_saved: int = 0
+    linear_bytes: int = 0
+    """Beside saved_bytes."""
+    compiled: bool = False
+    offloaded: Offloaded | None = None
+    is_enabled: bool = True
+    """Whether the model was enabled; else this is what `enable` would do."""
+    runs: int = 1
+    """Runs of the reference, among them those for the noise."""
+    deterministic: bool = False
+    """Whether results are bitwise equal only with torch's deterministic kernels."""
+    kernels: tuple[str, ...] = ()
+    """Attention ops of a training step."""
+    compared_kernels: tuple[str, ...] = ()
+    """Attention ops of the steps that were compared: others, if training's are not deterministic."""
+    remark: str = ""
+    """Why the steps did not run with deterministic kernels, if results are compared within noise."""
+
+    def __str__(self) -> str:
+        would = "" if self.is_enabled else " (not enabled: this is what fastac.enable would do)"
+        table = Table()
+        for heading in ("promise", self.reference, self.policy, "kept"):
+            table.add_column(heading)
+        equal = f"{self.compared - len(self.different)} of {self.compared} bitwise equal"
+        table.add_row("outputs and gradients", "", equal, self._equality)
+        if self.compared_kernels != self.kernels:
+            compared = "\n".join(self.compared_kernels)
+            table.add_row("attention ops compared", compared, compared, "in training: " + "\n".join(self.kernels))
+        forward, backward = zip(self.reference_executions, self.policy_executions, strict=True)
+        same, once = forward[0] == forward[1], self.policy_executions[1] <= self.allowed_again
+        unseen = "none seen" if not forward[0] else ""
+        table.add_row("attention runs in forward", str(forward[0]), str(forward[1]), unseen or _yes(same))
+        table.add_row("attention runs in backward", str(backward[0]), str(backward[1]), unseen or _yes(once))
+        table.add_row("attention calls saved", "", f"{self.saved} of {self.saved + self.recomputed}", "")
+        if self.linear_saved:
+            size = readable_bytes(self.linear_bytes)
+            table.add_row("outputs of Linear saved", "", f"{self.linear_saved} ({size})", "")
+        table.add_row("bytes saved", "", readable_bytes(self.saved_bytes), "")
+        if self.offloaded is not None:
+            table.add_row("offloaded", "", str(self.offloaded), "")
+        title = f"{self.subject}: {self.policy} against {self.reference}{would}"
+        return "\n".join(filter(None, (title, render(table), self.remark)))
+
+    @property
+    def _equality(self) -> str:
+        if self.broken or not self.different:
+            return "bitwise, deterministic kernels" if self.deterministic and not self.broken else _yes(not self.broken)
+        if self.compiled:
+            return f"within what compiling {self.reference} changes by itself"
+        return f"within the noise of {self.runs} runs"
+
+
+def _yes(kept: bool) -> str:
+    return "yes" if kept else "no"
+
+
+def verify(
+    model: torch.nn.Module,
+    *args: Any,
+    policy: str | Policy | Mapping[str, str | Policy] | None = None,
+    blocks: Any = None,
+    reference: str = "none",
+    per_block: bool = False,
+    **kwargs: Any,
+) -> Verification:
+    """Run a model without checkpointing and with a policy; compare outputs, every gradient, and kernel executions.
+
+    If results differ, the steps run again with torch's deterministic kernels, and must be bitwise equal. Where that
+    does not make the reference equal itself, a difference that is there in every run of the policy, and larger than
+    between runs of the reference, is an error. A model that is compiled as a whole is another graph with checkpointing
+    than without: there compiling the reference counts as noise, too.
+
+    Executions are counted in this thread and its backward, by torch's profiler: let nothing else train, and call it
+    outside of a profile of your own, which it would end. Afterwards the gradients of parameters, buffers, generator
+    states and checkpointing are as before. Among several processes every rank must call it, and it raises on all when
+    it raises on one.
+
+    Args:
+        model: a diffusers model, a model that is enabled, or any module, which is then taken as one block.
+        args, kwargs: of one call of the model.
+        policy, blocks: as in `enable`; by default those of the enabled model.
+        reference: "none", or "full" for a model that does not fit otherwise.
+        per_block: run the model once under full checkpointing, then compare block by block on the inputs each had;
+            needs the memory of one block.
+
+    Returns:
+        What was measured, and a table when printed.
+
+    Raises:
+        PolicyNotAppliedError: attention ran again that was to be saved, or none was saved.
+        FastacError: a result differs, or an option cannot be honoured.
+
+    Example:
+        >>> print(fastac.verify(transformer, **inputs))
+    """
+    group = Group()
+    try:
+        return group.run(_Subject(group, model, args, kwargs, policy, blocks, reference, per_block).verify)
+    except OtherRankFailed as failed:
+        kind = getattr(errors, failed.kind, FastacError)
+        raise kind(f"verify failed on another rank. {failed}") from None
+
+
+@dataclasses.dataclass
+class _Subject:
+    """A call of `verify`."""
+
+    group: Group
+    model: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    policy: Any
+    blocks: Any
+    reference: str
+    per_block: bool
+    determinism_check: str = "default"
+    is_enabled: bool = False
+    is_counted: bool = True
+    """Whether attention kernels of the next steps are counted: of the first steps only."""
+
+    def verify(self) -> Verification:
+        """Take the steps and compare them. Raises as the function of that name."""
+        if self.reference not in ("none", "full"):
+            raise FastacError(f'verify(reference={self.reference!r}): there are "none" and "full"')
+        self.inner: Any = hook.check_module(self.model, "verify")
+        hook.check_no_part(self.inner, "verify")
+        prepare()
+        enabled = hook.enabled_on(self.inner)
+        if enabled is not None:
+            self.is_enabled, self.determinism_check = True, enabled.determinism_check
+            if enabled.by_forward and self.blocks is None:
+                self.blocks = list(enabled.blocks.values())
+        elif torch.utils.checkpoint.checkpoint is not torch_checkpoint:
+            raise FastacError(
+                "verify: patch_checkpoint is on, and verify would prove `enable` alone. With logging at INFO, each "
+                "kind of checkpoint says what it saves."
+            )
+        if self.policy is None:
+            self.policy = "attn_only" if enabled is None else enabled.policy_as_given()
+        with _as_found(self.inner):
+            if self.blocks is None and not hasattr(self.inner, "enable_gradient_checkpointing"):
+                result = self.verify_block(self.model, self.args, self.kwargs, resolve(self.policy))
+            elif self.per_block:
+                result = self.verify_blocks()
+            else:
+                result = self._compare(self._reference_step, self._policy_step, self._enable().policy)
+        _raise_if_broken(result)
+        return result
+
+    def _enable(self) -> Any:
+        hook.enable(self.inner, self.policy, blocks=self.blocks, determinism_check=self.determinism_check)
+        return hook.enabled_on(self.inner)
+
+    def _reference_step(self) -> Step:
+        hook.disable(self.inner)
+        with wrappers.idle(self.inner):
+            if self.blocks is not None and self.reference == "full":
+                hook.enable(self.inner, "full", blocks=self.blocks, determinism_check=self.determinism_check)
+            elif self.reference == "full":
+                self.inner.enable_gradient_checkpointing(_full_checkpoint)
+            elif self.blocks is None:
+                self.inner.disable_gradient_checkpointing()
+            step = run_step(self.model, self.model, self.args, self.kwargs, self.is_counted)
+            hook.disable(self.inner)
+        return step
+
+    def _policy_step(self) -> Step:
+        if hook.enabled_on(self.inner) is None:  # once: a model that is compiled would be compiled again
+            self._enable()
+        found = run_step(self.model, self.model, self.args, self.kwargs, self.is_counted)
+        if found.calls or not found.graphs:
+            return found
+        calls = decided_calls(self.inner, found.graphs).values()
+        return dataclasses.replace(found, calls=[call for block in calls for call in block], in_graph=True)
+
+    def verify_blocks(self) -> Verification:
+        """Each block by itself, on the inputs that it has in a step of the model under full checkpointing."""
+        if self.blocks is not None:
+            raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
+        enabled = self._enable()
+        regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        hook.disable(self.inner)
+        with wrappers.idle(self.inner):
+            self.inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
+            _run_forward(self.model, self.args, self.kwargs)
+        if not self.group.agree(len(regions)):
+            raise FastacError("verify(per_block=True): ranks have different numbers of blocks. Verify without it.")
+        if not regions:
+            raise FastacError(f"verify(per_block=True): {class_name(self.inner)} checkpointed no block on these inputs")
+        parts = [self.verify_block(block, args, kwargs, enabled.policy_of(block)) for block, args, kwargs in regions]
+        return _together(parts, str(enabled.policy))
+
+    def verify_block(self, block: Any, args: Any, kwargs: Any, policy: Policy) -> Verification:
+        """One block, or a module that is taken as one."""
+
+        def reference_step() -> Step:
+            function = _full_checkpoint if self.reference == "full" else wrappers.call_plainly
+            with wrappers.idle(block):
+                return run_step(block, function, (block, *args), kwargs, self.is_counted)
+
+        def policy_step() -> Step:
+            with wrappers.idle(block):
+                function = functools.partial(checkpoint, policy=policy, determinism_check=self.determinism_check)
+                return run_step(block, function, (block, *args), kwargs, self.is_counted)
+
+        return self._compare(reference_step, policy_step, policy)
+
+    def _compare(
+        self, reference_step: Callable[[], Step], policy_step: Callable[[], Step], policy: Policy | BlockPolicies
+    ) -> Verification:
+        """Compare steps. The policy runs twice: its first step, compiled and observed, must be exact as well."""
+        self.is_counted = True
+        expected = reference_step()
+        if self.group.any(bool(expected.graphs)):
+            expected = reference_step()  # the first compiled, and what dynamo traced was counted
+        first, later = policy_step(), policy_step()
+        runs = Runs(expected.tensors)
+        runs.add("first", first.tensors)
+        runs.add("later", later.tensors)
+        compared, is_deterministic, remark = expected, False, ""
+        # Every rank takes the same steps: they may communicate.
+        compiled = self.group.any(bool(runs.different) and later.in_graph)
+        if compiled:
+            self._add_compilation(runs, reference_step)
+        elif self.group.any(bool(runs.different)):
+            again, remark = self._deterministic_step(reference_step)
+            if again is not None:
+                compared, is_deterministic, runs = again, True, Runs(again.tensors)
+            with deterministic_kernels() if is_deterministic else contextlib.nullcontext():
+                self.is_counted = False
+                if is_deterministic:
+                    runs.add("first", policy_step().tensors)
+                    runs.add("later", policy_step().tensors)
+                if self.group.any(bool(runs.different)):
+                    self._repeat(runs, reference_step, policy_step)
+        broken = runs.broken()
+        saved = [call for call in later.calls if call.saved]
+        own = expected.executions[1] if self.reference == "none" else 0
+        # Regions under "full" are plain checkpointing and are not seen: what was not saved may run again.
+        unseen = isinstance(policy, BlockPolicies) or policy.saves_nothing
+        return Verification(
+            subject=class_name(self.inner),
+            policy=str(policy),
+            reference=self.reference,
+            compared=len(expected.tensors),
+            different=tuple(runs.different),
+            largest_difference=max(runs.different.values(), default=0.0),
+            noise=max((runs.noise[name] for name in broken or runs.noise), default=0.0),
+            broken=tuple(broken),
+            reference_executions=expected.executions,
+            policy_executions=later.executions,
+            saved=len(saved),
+            recomputed=len(later.calls) - len(saved),
+            saved_bytes=sum(one.saved_bytes for one in saved),
+            allowed_again=own + (later.executions[0] if unseen else len(later.calls)) - len(saved),
+            linear_saved=len(later.products),
+            linear_bytes=sum(one.saved_bytes for one in later.products),
+            compiled=compiled,
+            offloaded=later.offloaded,
+            is_enabled=self.is_enabled,
+            runs=runs.count,
+            deterministic=is_deterministic and not runs.different,
+            kernels=expected.kernels,
+            compared_kernels=compared.kernels,
+            remark=remark,
+        )
+
+    def _deterministic_step(self, reference_step: Callable[[], Step]) -> tuple[Step | None, str]:
+        """A step of the reference with deterministic kernels, if that makes it equal itself; else None, and why not."""
+        step, refused = run_deterministic(reference_step)
+        if self.group.any(step is None):
+            advice = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+            return None, advice if "CUBLAS_WORKSPACE_CONFIG" in refused else refused.partition(", but")[0]
+        again, _ = run_deterministic(reference_step)
+        assert step is not None
+        assert again is not None
+        is_equal = not any(distances(step.tensors, again.tensors).values())
+        return (None, "") if self.group.any(not is_equal) else (step, "")
+
+    def _repeat(self, runs: Runs, reference_step: Callable[[], Step], policy_step: Callable[[], Step]) -> None:
+        """Run the reference `FEWEST` times, then reference and policy until no result is wrong, or none can change."""
+        while self.group.any(runs.count < FEWEST or (bool(runs.broken()) and runs.may_change())):
+            runs.add_reference(reference_step().tensors)
+            if runs.count > FEWEST:
+                self._forget_first()
+                runs.add("first", policy_step().tensors)
+                runs.add("later", policy_step().tensors)
+
+    def _forget_first(self) -> None:
+        """Observe the next region of each block, as in a first step."""
+        kinds.results = weakref.WeakKeyDictionary()
+        for record in records_of(self.inner.modules()):
+            record.key = None
+
+    def _add_compilation(self, runs: Runs, reference_step: Callable[[], Step]) -> None:
+        """Add runs of a reference that is compiled as a whole, compiled and not, and allow what compiling changes.
+
+        Other results than in the reference may be the ones that another graph changes, so all are allowed the median.
+        """
+        self.is_counted = False
+        with torch.compiler.set_stance("force_eager"):
+            runs.add_reference(reference_step().tensors)
+        while runs.count < FEWEST:
+            runs.add_reference(reference_step().tensors)
+        changed = sorted(filter(None, runs.noise.values()))
+        median = changed[len(changed) // 2] if changed else 0.0
+        for name, tensor in runs.reference.items():
+            if tensor is not None:
+                runs.noise[name] = max(runs.noise[name], median, 2 * torch.finfo(tensor.dtype).eps)
+
+
+def _together(parts: list[Verification], policy: str) -> Verification:
+    """The results of several blocks as one."""
+
+    def merged(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if name == "offloaded":
+            return None
+        if name in ("kernels", "compared_kernels"):
+            return tuple(dict.fromkeys(one for names in values for one in names))
+        if name == "runs":
+            return max(values)
+        if name in ("different", "broken"):
+            return tuple(f"block {number}: {one}" for number, names in enumerate(values) for one in names)
+        if isinstance(values[0], tuple):
+            return tuple(map(sum, zip(*values, strict=True)))
+        if isinstance(values[0], (bool, float)):
+            return max(values)
+        return sum(values) if isinstance(values[0], int) else values[0]
+
+    names = [field.name for field in dataclasses.fields(Verification)]
+    return dataclasses.replace(Verification(**{name: merged(name) for name in names}), policy=policy)
+
+
+def _raise_if_broken(result: Verification) -> None:
+    """Raise FastacError where a result differs, PolicyNotAppliedError where attention ran again or none was saved."""
+    under, ran = f"verify: {result.subject} under {result.policy}", result.reference_executions[0]
+    if result.broken:
+        listed = ", ".join(result.broken[:5]) + (", ..." if len(result.broken) > 5 else "")
+        raise FastacError(
+            f"{under}: {len(result.broken)} of {result.compared} outputs and gradients differ from {result.reference} "
+            f"checkpointing, by up to {result.largest_difference:.2g} of their norm ({listed}). {result.runs} runs of "
+            f"the reference differ there by up to {result.noise:.2g}.\n{result}"
+        )
+    again = result.policy_executions[1] - result.allowed_again
+    if again > 0 or result.policy_executions[0] != ran:
+        raise PolicyNotAppliedError(
+            f"{under}: {max(again, 0)} attention kernels that were to be saved ran again in backward.\n{result}"
+        )
+    saves_all = result.policy.startswith("attn_only") and "min_kv" not in result.policy
+    if "attn_only" in result.policy and (ran == 0 or (saves_all and result.saved == 0)):
+        raise PolicyNotAppliedError(
+            f"{under}: {ran} known attention kernels ran, and none was saved.\n"
+            f"The model's attention is outside of the checkpointed blocks, linear, written out in small ops, or a "
+            f'kernel without a row: see docs/adding_a_backend.md, or use policy="full".\n{result}'
+        )
+
+
+def _run_forward(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """One forward with gradients on, on fresh inputs, without a backward of the whole model."""
+    args, kwargs = fresh((args, kwargs))
+    with contextlib.ExitStack() as stack, torch.enable_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+                stack.enter_context(module.no_sync())  # else it waits for a backward
+        return model(*args, **kwargs)
+
+
+def _full_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def _captured(regions: list[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        regions.append((function, *fresh((args, kwargs))))
+    return _full_checkpoint(function, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _as_found(model: torch.nn.Module) -> Iterator[None]:
+    """Restore a model at the end: gradients, buffers, generator states, checkpointing, its blocks' records."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    records = [(module, known_record(module)) for module in model.modules()]
+    before = [(record, dataclasses.replace(record)) for _, record in records if record is not None]
+    results, kinds.results, kinds.of_one_block = kinds.results, weakref.WeakKeyDictionary(), True
+    try:
+        with generators_preserved(devices_of(model)), buffers_preserved(model), hook.checkpointing_preserved(model):
+            yield
+    finally:
+        kinds.results, kinds.of_one_block = results, False
+        for record, was in before:
+            vars(record).update(vars(was))
+        for module, found in records:
+            if found is None:
+                forget(module)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,0 +1,319 @@
+"""fastac.verify where kernels give other numbers in every run: by deterministic kernels, or within the noise."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+
+import fastac
+from fastac import FastacError
+from fastac.cli import measuring
+from fastac.engine import torch_private
+from fastac.verification import noise
+from tests import support
+from tests.hook.hosts import Diffuser, diffuser
+from tests.support import AttentionBlock, cells_of, stack_inputs
+from tests.ways import recipes
+
+BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+
+# Rounding
+
+Rounding = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+
+
+def at_random(gradient: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Up or down, as often as it is near."""
+    bits = gradient.float().contiguous().view(torch.int32)
+    added = torch.randint(0, 2**16, bits.shape, generator=generator, dtype=torch.int32)
+    return ((bits + added) & -(2**16)).view(torch.float32).to(torch.bfloat16)
+
+
+def seldom(gradient: torch.Tensor, generator: torch.Generator, share: float = 1e-4) -> torch.Tensor:
+    """To nearest, but for few numbers: most tensors are equal in most runs."""
+    nearest = gradient.to(torch.bfloat16)
+    rare = torch.rand(gradient.shape, generator=generator) < share
+    return torch.where(rare, nearest * (1 + torch.finfo(torch.bfloat16).eps), nearest)
+
+
+ROUNDINGS: dict[str, Rounding] = {
+    "at random": at_random,
+    "one in 100": functools.partial(seldom, share=1e-2),
+    "one in 10,000": seldom,
+}
+
+
+@contextmanager
+def rounding(rule: Rounding, seed: int = 0) -> Iterator[None]:
+    """In which the backward of attention rounds its gradients to bf16 in another way at each call."""
+    generator = torch.Generator().manual_seed(seed)
+    kernel = torch.library.get_kernel(f"aten::{BACKWARD}", "CPU")
+
+    def rounded(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        wide = [one.float() if isinstance(one, torch.Tensor) else one for one in args]
+        return tuple(rule(one, generator) for one in kernel.call_boxed(keyset, *wide, **kwargs))
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl(BACKWARD, rounded, "CPU", with_keyset=True, allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+# Faults: what a recompute does otherwise than the forward
+
+
+Change = Callable[[Any, torch.Tensor, bool], torch.Tensor]
+"""Of a module's output. Its last argument: whether the block is run again."""
+
+
+def three_percent(module: Any, output: torch.Tensor, again: bool) -> torch.Tensor:
+    return output * 1.03 if again else output
+
+
+def without_bias(module: Any, output: torch.Tensor, again: bool) -> torch.Tensor:
+    return output - module.bias * again
+
+
+def other_mask(module: Any, output: torch.Tensor, again: bool) -> torch.Tensor:
+    kept = torch.rand(output.shape, generator=MASKS if again else torch.Generator().manual_seed(0)) > 0.1
+    return output * kept / 0.9
+
+
+def half(module: Any, output: torch.Tensor, again: bool) -> torch.Tensor:
+    return output / 2 if again else output
+
+
+MASKS = torch.Generator()
+
+FAULTS: dict[str, tuple[str, Change]] = {
+    "3 % off, feed-forward": ("ffn.net.0", three_percent),
+    "3 % off, attention": ("attn1.to_v", three_percent),
+    "a dropped term": ("ffn.net.0.proj", without_bias),
+    "a dropout mask drawn anew": ("ffn.net.0", other_mask),
+    "a LoRA scale that was reset": ("attn1.to_v.lora_B.default", half),
+}
+"""Name -> a module of a block, and what becomes of its output. The last one's is multiplied by the scale."""
+
+
+def wan(fault: str = "", block: int = 0) -> tuple[Any, dict[str, Any]]:
+    model, inputs = support.build("WanTransformer3DModel", torch.bfloat16)
+    if "LoRA" in fault:
+        recipes.adapt(model, ("to_q", "to_v"), dropout=0.0, dtype=torch.bfloat16)
+    if fault:
+        name, change = FAULTS[fault]
+        model.blocks[block].get_submodule(name).register_forward_hook(
+            lambda module, args, output: change(module, output, torch_private.in_backward())
+        )
+    fastac.enable(model, determinism_check="none")  # else the engine finds what is far off
+    return model, inputs
+
+
+def verify_healthy(name: str, seed: int) -> fastac.Verification:
+    model, inputs = wan()
+    with rounding(ROUNDINGS[name], seed):
+        return fastac.verify(model, **inputs)
+
+
+def verify_faulty(fault: str, name: str, seed: int) -> None:
+    model, inputs = wan(fault, block=seed % 2)
+    with rounding(ROUNDINGS[name], seed), pytest.raises(FastacError, match="outputs and gradients differ"):
+        fastac.verify(model, **inputs)
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_a_healthy_model_passes(name: str) -> None:
+    results = [verify_healthy(name, seed) for seed in range(2)]
+    assert not any(result.broken for result in results)
+    noisy = [result for result in results if result.different]
+    assert noisy, "else the kernel is not noisy"
+    for result in noisy:
+        assert 4 <= result.runs <= noise.MOST
+        assert 0 < result.noise < 0.1
+        cell = cells_of(str(result))["outputs and gradients"][-1]
+        assert cell == f"within the noise of {result.runs} runs"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str) -> None:
+    verify_faulty(fault, "at random", seed=list(FAULTS).index(fault))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_a_thousand_verifications(name: str) -> None:
+    """None is a false alarm, and no fault is missed."""
+    for seed in range(1000):
+        assert not verify_healthy(name, seed).broken
+    for fault in FAULTS:
+        for seed in range(50):
+            verify_faulty(fault, name, seed)
+
+
+# Deterministic kernels, where there are some
+
+
+class Kernel(torch.autograd.Function):
+    """Its backward rounds at random, unless torch is asked for deterministic algorithms. refuses: it has none."""
+
+    generator = torch.Generator()
+    refuses = ""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if torch.get_deterministic_debug_mode() < 2:
+            return gradient * (1 + 1e-6 * torch.rand(gradient.shape, generator=Kernel.generator))
+        if Kernel.refuses:
+            raise RuntimeError(Kernel.refuses)
+        return gradient.clone()
+
+
+class Block(AttentionBlock):
+    """A block that begins with the kernel. other_gain: by which it multiplies when it is run again."""
+
+    other_gain = 1.0
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        video = super().forward(Kernel.apply(video), text).tanh()
+        return (video * (self.other_gain if torch_private.in_backward() else 1.0)).tanh()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "attn_only": {"policy": "attn_only"},
+    "offload": {"policy": fastac.Policy("attn_only", offload=True)},
+    "full": {"policy": "full"},
+    "per block": {"per_block": True},
+}
+
+
+def noisy() -> Diffuser:
+    model = diffuser()
+    model.blocks = torch.nn.ModuleList(Block() for _ in model.blocks)
+    return model
+
+
+def verify_blocks(other_gain: float = 1.0, **options: Any) -> fastac.Verification:
+    model = noisy()
+    for block in model.blocks:
+        block.other_gain = other_gain
+    fastac.enable(model, determinism_check="none")
+    return fastac.verify(model, **stack_inputs(), **options)
+
+
+def modes() -> tuple[Any, ...]:
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return torch.get_deterministic_debug_mode(), fill, torch._inductor.config.deterministic
+
+
+@pytest.mark.parametrize("mode", ["default", "warn"])
+@pytest.mark.parametrize("way", WAYS)
+def test_deterministic_kernels_are_compared_bitwise(way: str, mode: str) -> None:
+    """Afterwards torch's switches are the user's, also when a fault was found."""
+    torch.set_deterministic_debug_mode(mode)
+    before = modes()
+    try:
+        result = verify_blocks(**WAYS[way])
+        assert (result.different, result.deterministic, result.noise) == ((), True, 0.0)
+        assert cells_of(str(result))["outputs and gradients"][-1] == "bitwise, deterministic kernels"
+        assert "attention ops compared" not in str(result), "they are those of training"
+        with pytest.raises(FastacError, match="outputs and gradients differ"):
+            verify_blocks(other_gain=1 + 1e-6, **WAYS[way])
+        assert modes() == before
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+CUBLAS = (
+    "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or ..., but this "
+    "operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2. To enable deterministic behavior "
+    "in this case, you must set an environment variable before running your PyTorch application: "
+    "CUBLAS_WORKSPACE_CONFIG=:4096:8 or CUBLAS_WORKSPACE_CONFIG=:16:8."
+)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "remark"),
+    [
+        ("kernel_cuda does not have a deterministic implementation, but you set ...", "kernel_cuda does not have a"),
+        (CUBLAS, "start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+    ],
+    ids=["op", "cuBLAS"],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_without_a_deterministic_kernel_noise_is_measured(
+    way: str, refuses: str, remark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Kernel, "refuses", refuses)
+    result = verify_blocks(**WAYS[way])
+    assert result.different
+    assert not result.deterministic
+    assert 0 < result.noise < 1e-5
+    assert cells_of(str(result))["outputs and gradients"][-1] == f"within the noise of {result.runs} runs"
+    assert remark in str(result).splitlines()[-1]
+
+
+def test_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "refuses", "a mistake of the model")
+    with pytest.raises(RuntimeError, match="a mistake of the model"):
+        verify_blocks()
+
+
+def test_other_attention_kernels_than_in_training_are_named() -> None:
+    """As SDPA takes flash attention for cuDNN's."""
+    training, compared = (support.custom_attention(f"verify_{name}") for name in ("training", "compared"))
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        return (compared if is_deterministic else training)(Kernel.apply(query), key, value)
+
+    result = fastac.verify(
+        support.stack(block=lambda: AttentionBlock(attend=attend)), blocks="blocks", **stack_inputs()
+    )
+    assert result.deterministic
+    assert result.kernels == (f"{support.NAMESPACE}::verify_training",)
+    assert result.compared_kernels == (f"{support.NAMESPACE}::verify_compared",)
+    cells = cells_of(str(result))["attention ops compared"]
+    assert cells == [
+        *[f"{support.NAMESPACE}::verify_compared"] * 2,
+        f"in training: {support.NAMESPACE}::verify_training",
+    ]
+
+
+# fastac bench
+
+
+@pytest.mark.parametrize("refuses", ["", "it does not have a deterministic implementation"])
+def test_bench_has_the_same_rule(refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def enabling(other_gain: float) -> Callable[[Any], None]:
+        def enable(switch: Any) -> None:
+            for block in switch.workload.model.blocks:
+                block.other_gain = other_gain
+            fastac.enable(switch.workload.model, "attn_only", determinism_check="none")
+
+        return enable
+
+    ways = {"none": measuring.VARIANTS["none"], "attn_only": enabling(1.0), "wrong": enabling(1.03)}
+    monkeypatch.setattr(Kernel, "refuses", refuses)
+    monkeypatch.setattr(measuring, "VARIANTS", ways)
+    measured = measuring.bench(measuring.Workload(noisy(), stack_inputs()), "blocks", rounds=1)
+    cells = {name: row[-1] for name, row in cells_of(str(measured)).items()}
+    equal = f"within the noise of {noise.MOST_EQUAL} runs" if refuses else "bitwise, deterministic kernels"
+    assert cells["none"] == cells["attn_only"] == equal
+    assert re.fullmatch(r"\d+ of \d+ differ, by up to 0.0[1-5]\d* of their norm", cells["wrong"])
+    assert ("runs of none differ by up to" in str(measured)) == bool(refuses)
