@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import shlex
 import warnings
 from pathlib import Path
@@ -48,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
         raise FastacError(f"bench --json {options.json}: there is no folder {options.json.parent}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise FastacError("bench --device cuda: torch finds no GPU here")
+    # Read at the first matmul: without it torch's deterministic algorithms refuse every matmul on a GPU.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with telling() as status, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own
         status.update(f"building {options.model}")
