@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := fastac tests examples benchmarks
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: train test test-slow test-versions soak check format benchmark peers clean
+.PHONY: train test test-slow test-versions soak check format benchmark peers gpu clean
 .DELETE_ON_ERROR:
 
 # Threads that wait must not spin: on a busy machine every step would wait for them.
@@ -45,6 +45,15 @@ benchmark: $(VENV)/installed-dev
 # Beside other ways to checkpoint, one of which is a package of its own.
 peers: $(VENV)/installed-peers
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+# On a machine with a GPU, torch and the wheels that CONTRIBUTING.md lists, with its own Python: nothing is made or fetched.
+# The tests have a quarter of the time, the benchmark what they leave, but half a minute to begin and to end.
+gpu: MINUTES ?= 8
+gpu:
+	@start=$$(date +%s); \
+	timeout -s INT -k 10 $$(($(MINUTES) * 15)) $(PYTHON) -m pytest -m gpu $(ARGS); tests=$$?; \
+	minutes=$$($(PYTHON) -c "print(round($(MINUTES) - 0.5 - ($$(date +%s) - $$start) / 60, 2))"); \
+	$(PYTHON) benchmarks/gpu_wan.py --minutes $$minutes && exit $$tests
 
 # What was trained or measured stays: only what make itself can make again goes.
 clean:

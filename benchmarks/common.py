@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
@@ -37,7 +37,33 @@ def parser(description: str | None, output: str, check: str = "") -> argparse.Ar
     return found
 
 
+# Profiles
+
+ATTENTION_BACKWARD = (
+    r"flash_bwd|FlashAttnBwd|FlashAttentionBackward|fmha_cutlassB|fmha.*bwd|sdpa.*bprop|attn_bwd|\b_bwd_kernel"
+)
+ATTENTION_FORWARD = (
+    r"flash_fwd(_splitkv)?_kernel|FlashAttnFwd(?!Combine)|FlashAttentionForward(?!Combine)|fmha_cutlassF|fmha.*fwd|"
+    r"sdpa.*fprop|attn_fwd|\b_fwd_kernel"
+)
+GROUPS = {
+    "attention forward": re.compile(ATTENTION_FORWARD),
+    "attention backward": re.compile(ATTENTION_BACKWARD),
+    "matrix products": re.compile(r"gemm|nvjet|cutlass.*tensorop", re.IGNORECASE),
+}
+"""Kernels by their names; the first group counts. flash-attn's backward is several kernels for each call."""
+
+COPIES, OTHER = "copies", "other"
+"""Copies: between the GPU and pinned memory, which are those of offload."""
+
 _COPY = re.compile(r"Memcpy (DtoH|HtoD) .*Pinned")
+
+
+class Kernels(NamedTuple):
+    """Of one group, in one step."""
+
+    count: int = 0
+    seconds: float = 0.0
 
 
 def is_copy(kernel: str) -> bool:
@@ -45,15 +71,39 @@ def is_copy(kernel: str) -> bool:
     return _COPY.match(kernel) is not None
 
 
+def group_of(kernel: str) -> str:
+    if is_copy(kernel):
+        return COPIES
+    return next((group for group, names in GROUPS.items() if names.search(kernel)), OTHER)
+
+
+def on_gpu(events: Iterable[Any]) -> list[Any]:
+    """What ran on the GPU among the events of a profile: kernels and copies."""
+    kind = torch.autograd.DeviceType.CUDA
+    return [event for event in events if event.device_type == kind and not event.is_user_annotation]
+
+
+def grouped(events: Iterable[Any]) -> dict[str, Kernels]:
+    """What ran on the GPU among the events of a profile, by its group."""
+    found = dict.fromkeys((*GROUPS, COPIES, OTHER), Kernels())
+    for event in on_gpu(events):
+        before = found[group := group_of(event.name)]
+        found[group] = Kernels(before.count + 1, before.seconds + event.time_range.elapsed_us() / 1e6)
+    return found
+
+
+def _spans(events: Iterable[Any], copies: bool) -> list[tuple[float, float]]:
+    """Start and end of what ran on the GPU, in us: of copies of offload, or of kernels."""
+    ran = [one for one in on_gpu(events) if is_copy(one.name) or not one.name.startswith(("Memcpy", "Memset"))]
+    return sorted((one.time_range.start, one.time_range.end) for one in ran if is_copy(one.name) == copies)
+
+
 def hidden_seconds(events: Iterable[Any]) -> float:
-    """Seconds of such copies, among the events of a profile, in which the GPU computed as well."""
+    """Seconds of copies of offload, among the events of a profile, in which the GPU computed as well."""
     edges = []
-    for event in events:
-        is_on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-        if is_on_gpu and not event.is_user_annotation:
-            copies = is_copy(event.name)
-            if copies or not event.name.startswith(("Memcpy", "Memset")):
-                edges += [(event.time_range.start, copies, 1), (event.time_range.end, copies, -1)]
+    for copies in (True, False):
+        for start, end in _spans(events, copies):
+            edges += [(start, copies, 1), (end, copies, -1)]
     hidden = last = 0.0
     running = {True: 0, False: 0}
     for now, copies, change in sorted(edges):
@@ -61,6 +111,19 @@ def hidden_seconds(events: Iterable[Any]) -> float:
         running[copies] += change
         last = now
     return hidden / 1e6
+
+
+def running_and_waiting(events: Iterable[Any]) -> tuple[float, float]:
+    """Seconds of all kernels, and seconds between the first and the last of them in which none ran."""
+    spans = _spans(events, copies=False)
+    waiting, last = 0.0, spans[0][0] if spans else 0.0
+    for start, end in spans:
+        waiting += max(0.0, start - last)
+        last = max(last, end)
+    return sum(end - start for start, end in spans) / 1e6, waiting / 1e6
+
+
+# Options and results
 
 
 def positive(text: str) -> int:

@@ -1,28 +1,40 @@
-"""A training step of Wan2.1-T2V-1.3B on 72,000 tokens, on one CUDA GPU, under every way of checkpointing.
+"""Training steps of Wan 2.1 on one CUDA GPU, under every way of checkpointing: time, memory, kernels.
 
-The measurement that fastac began with: 77 frames of 720 x 1280, batch 1, bf16, random weights; a step is forward, mean
-squared error, backward and AdamW. Of every way: the time of a step, the most memory that is allocated, and how many
-kernels of attention and of matrix products ran, by their names in a profile of one step. Without checkpointing a step
-needs more memory than most GPUs have: that is a row that says so. The ways take turns, see fastac/cli/measuring.py.
-With offload also: bytes in host memory, the copies that the GPU was idle for, and how much of the time of all copies in
-the profiled step went by while the GPU computed.
+Random weights in bf16, batch 1. A step is forward, mean squared error, backward and fused AdamW. The cases:
 
-Before that fastac.verify compares gradients of a model with two blocks on a small video. Nothing is downloaded, and
-fastac need not be installed.
+- long: 1.3B on 72,000 tokens (77 frames of 720 x 1280), 10 of its 30 blocks, whose step takes 8 to 10 s on an H100;
+- short: 1.3B on 2,340 tokens, all blocks, which the GPU runs faster than the host can launch;
+- compiled: as long, with 5 blocks, each compiled, by fastac.compile or, under torch's checkpointing, block.compile();
+- lora_14b: 14B with LoRA on 75,600 tokens, for 80 GB: one step of each way. To run out of memory is a result.
 
-    python benchmarks/gpu_wan.py
+The ways take turns: in each round every way is switched on, warmed up and timed for one step, in an order drawn anew.
+There are as many rounds as fit the time. The forward is timed alone in the same step. Before the rounds one step of
+each way is profiled: bytes, kernels by their names, how long the GPU ran and waited in the forward, and how much of the
+time of copies to the host and back went by while it computed. The JSON is written after every row and step.
+
+First fastac.verify compares gradients of a model with two blocks. Nothing is downloaded, fastac need not be installed.
+
+    python benchmarks/gpu_wan.py --minutes 6
+    python benchmarks/gpu_wan.py --device cpu --minutes 1   # in miniature: times mean nothing, nothing is written
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import os
 import re
+import statistics
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else matrix products may differ between runs, in verify
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -30,91 +42,151 @@ from rich.console import Console
 from rich.table import Table
 
 import fastac
-from common import hidden_seconds, is_copy, parser, positive, write_result
-from fastac.cli.measuring import (
-    Measurement,
-    Switch,
-    Workload,
-    build,
-    gpu,
-    measure,
-    offload_columns,
-    table_of,
-)
+from common import COPIES, RESULTS, grouped, hidden_seconds, parser, running_and_waiting, write_result
+from fastac.cli import measuring
+from fastac.cli.measuring import FAILURES, allocated_bytes, build, enable_torch_sac, failure, relative, take_turns
+from fastac.engine import offload
+from fastac.engine.blocks import record_of
+from fastac.engine.transport import transport_of
 from fastac.errors import readable_bytes
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
-from fastac.planning.plans import parse_bytes
-from fastac.planning.video import without_weights
-from fastac.verify import executed_attention
+from fastac.planning.forecast import AnyPolicy, Forecast
+from fastac.planning.plans import ROWS, parse_bytes, table_of_figures
+from fastac.planning.subject import subject
+from fastac.verification.report import offloaded_by
+from fastac.verification.step import executed_attention
 
-MODEL = "wan2.1-t2v-1.3b"
-SHARE = (
-    0.85  # of the GPU's memory: what the step may take by the plan, which does not know what the allocator rounds up
-)
+Tell = Callable[[str], object]
 
-ATTENTION_BACKWARD = (
-    r"flash_bwd|FlashAttnBwd|FlashAttentionBackward|fmha_cutlassB|fmha.*bwd|sdpa.*bprop|attn_bwd|\b_bwd_kernel"
-)
-ATTENTION_FORWARD = (
-    r"flash_fwd(_splitkv)?_kernel|FlashAttnFwd(?!Combine)|FlashAttentionForward(?!Combine)|fmha_cutlassF|fmha.*fwd|"
-    r"sdpa.*fprop|attn_fwd|\b_fwd_kernel"
-)
-GROUPS = {
-    "attention forward": re.compile(ATTENTION_FORWARD),
-    "attention backward": re.compile(ATTENTION_BACKWARD),
-    "matrix products": re.compile(r"gemm|nvjet|cutlass.*tensorop", re.IGNORECASE),
-}
-"""Kernels by their names; the first group counts. flash-attn's backward is several kernels for each call."""
+# What is trained
 
-COPIES, OTHER = "copies", "other"
-"""Copies: between the GPU and pinned memory, which are those of offload."""
-
-
-def group_of(kernel: str) -> str:
-    if is_copy(kernel):
-        return COPIES
-    return next((group for group, names in GROUPS.items() if names.search(kernel)), OTHER)
+FULL = "torch full"
+WAYS = (FULL, "torch SAC, FastVideo's list", "torch SAC, by name", "full", "attn_only", "long_attn_only")
+OFFLOADED = ("attn_only, offload", "long_attn_only, offload")
+PLANS = ("plan 20 GiB", "plan 20 GiB, offload")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained. change: of the configuration. crop: frames, height and width of the video for the check."""
+    """A model, a video, and the ways in which they are trained."""
 
-    frames: int = 77
-    height: int = 720
-    width: int = 1280
-    text_tokens: int = 512
+    name: str
+    model: str
+    label: str  # of the model
+    blocks: int  # the first of the model's
+    video: Mapping[str, int]
+    ways: tuple[str, ...]
+    rounds: int  # at most; with 0 the profiled step is the one that counts
+    share: float  # of the time that is left, over the sum of its own and those of the cases after it
+    warm_up: str = "forward"  # before each step that is profiled or timed; or a whole "step"
+    lora: int = 0  # its rank
+    compiled: Mapping[str, Any] | None = None  # options of torch.compile
+    change: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the configuration
     dtype: torch.dtype = torch.bfloat16
-    change: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    crop: tuple[int, int, int] = (9, 240, 416)
 
     @property
-    def configuration(self) -> Configuration:
-        found = configurations.load(MODEL)
-        return dataclasses.replace(found, config={**found.config, **self.change})
+    def published(self) -> Configuration:
+        return configurations.load(self.model)
 
     @property
-    def video(self) -> Video:
-        return dataclasses.replace(
-            self.configuration.default,
-            frames=self.frames,
-            height=self.height,
-            width=self.width,
-            text_tokens=self.text_tokens,
-            dtype=self.dtype,
-        )
+    def sizes(self) -> Video:
+        return dataclasses.replace(self.published.default, **self.video, dtype=self.dtype)
+
+    def facts(self) -> dict[str, Any]:
+        """The case as it is written."""
+        tokens = self.sizes.tokens((1, 2, 2))
+        blocks = f"{self.blocks} of {self.published.config['num_layers']} blocks"
+        blocks += ", compiled" if self.compiled is not None else ""
+        trained = f"LoRA of rank {self.lora}, AdamW" if self.lora else "AdamW"
+        title = f"{self.label}, {blocks}, {tokens:,} tokens, {trained}"
+        facts = {"name": self.name, "title": title, "model": self.model, "blocks": self.blocks, "tokens": tokens}
+        rounds = max(1, self.rounds)
+        return facts | {"video": self.video, "dtype": str(self.dtype).removeprefix("torch."), "rounds": rounds}
+
+    def build(self, device: torch.device) -> tuple[Any, dict[str, Any]]:
+        """The model, made on the device in its dtype, and the arguments of a call."""
+        config = configurations.with_layers({**self.published.config, **self.change}, self.blocks)
+        torch.set_default_dtype(self.dtype)
+        try:
+            model, inputs = build(dataclasses.replace(self.published, config=config), self.sizes, device)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        if self.lora:
+            configurations.add_lora(model, self.lora)
+        return model, inputs
 
 
-class Training(Workload):
-    """A step with an optimizer. The gradients are gone with the next step, weights and the optimizer's states stay."""
+def video_of(frames: int, height: int, width: int, text_tokens: int = 512) -> dict[str, int]:
+    return {"frames": frames, "height": height, "width": width, "text_tokens": text_tokens}
 
-    def __init__(self, configuration: Configuration, video: Video, device: torch.device) -> None:
-        model, inputs = build(configuration, video, device)
-        super().__init__(model, inputs, device)
-        self.target = torch.randn(inputs["hidden_states"].shape, device=device)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+SMALL, LARGE = ("wan2.1-t2v-1.3b", "Wan 2.1 1.3B"), ("wan2.1-t2v-14b", "Wan 2.1 14B")
+HD, COMPILED = video_of(77, 720, 1280), (FULL, "full", "attn_only", "long_attn_only", *OFFLOADED)
+CASES = (
+    Case("long", *SMALL, 10, HD, (*WAYS, *OFFLOADED, *PLANS, "none"), rounds=3, share=0.4),
+    Case("short", *SMALL, 30, video_of(21, 240, 416), (*WAYS, "none"), rounds=10, share=0.2, warm_up="step"),
+    Case("compiled", *SMALL, 5, HD, COMPILED, rounds=3, share=0.2, warm_up="step", compiled={}),
+    Case("lora_14b", *LARGE, 40, video_of(81, 720, 1280), (FULL, OFFLOADED[1]), rounds=0, share=0.3, lora=32),
+)
+
+
+def in_miniature(case: Case) -> Case:
+    """A case for a CPU. It has 1,024 tokens, since "long_attn_only" saves no shorter attention."""
+    return dataclasses.replace(
+        case,
+        label=f"{case.label} in miniature",
+        blocks=3,
+        change={"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "ffn_dim": 32},
+        video=video_of(13, 256, 256, 8),
+        dtype=torch.float32,
+        ways=tuple(way.replace("20 GiB", "1 MiB") for way in case.ways),
+        rounds=min(case.rounds, 2),
+        compiled=None if case.compiled is None else {"backend": "aot_eager"},
+    )
+
+
+# The ways
+
+FASTVIDEO_LIST = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # added, for a CPU
+}
+"""Of FastVideo 0.2.1: without cuDNN's attention. Its every second mm is left out: a Linear with bias runs addmm."""
+
+OF_TORCH: Mapping[str, Callable[[Any], object]] = {
+    "none": lambda model: None,
+    FULL: lambda model: model.enable_gradient_checkpointing(),
+    "torch SAC, FastVideo's list": lambda model: enable_torch_sac(model, FASTVIDEO_LIST.__contains__),
+    "torch SAC, by name": enable_torch_sac,
+}
+
+
+class Timed(NamedTuple):
+    """A step."""
+
+    seconds: float
+    forward: float  # of these
+    allocations: int = 0  # by the allocator, of memory of the GPU
+
+
+class Training(measuring.Workload):
+    """Steps of a case, under one way at a time. Gradients are gone with the next step, the optimizer's states stay."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(*case.build(device), device)
+        self.case = case
+        self.target = torch.randn(self.inputs["hidden_states"].shape, device=device)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()  # makes its states
+        self.switch = measuring.Switch(self)  # to take a way off again, and for the blocks that fastac enabled
+        self.steps_per_turn = 2 if case.warm_up == "step" else 1.25  # warmed up; a forward is about a fourth of a step
+        self.turns: list[float] = []  # seconds of some
 
     def forward(self) -> torch.Tensor:
         torch.manual_seed(0)
@@ -125,153 +197,274 @@ class Training(Workload):
         loss.backward()
         self.optimizer.step()
 
+    def release(self) -> None:
+        super().release()
+        if (transport := transport_of(self.target.device)) is not None:
+            transport.release()  # memory of copies in a forward that had no backward
+
+    def timed(self) -> Timed:
+        """A step. On the device, too, its forward has ended before its backward begins."""
+        before, start = self.allocations(), time.perf_counter()
+        loss = self.forward()
+        self.synchronize()
+        middle = time.perf_counter()
+        self.finish(loss)
+        self.synchronize()
+        return Timed(time.perf_counter() - start, middle - start, self.allocations() - before)
+
+    def allocations(self) -> int:
+        """How often the allocator has asked the GPU for memory."""
+        return torch.cuda.memory_stats().get("num_device_alloc", 0) if self.device.type == "cuda" else 0
+
     @property
     def besides(self) -> int:
-        """Bytes of weights, the optimizer's states and inputs."""
+        """Bytes of what a step begins with: weights, the optimizer's states and inputs."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         found = [*states, self.target, *self.inputs.values()]
         return self.weights + sum(tensor.nbytes for tensor in found if isinstance(tensor, torch.Tensor))
 
+    @functools.cached_property
+    def forecast(self) -> Forecast:
+        """That of fastac.plan, without its table."""
+        return Forecast(subject(self.model, self.inputs))
 
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """Of one group, in one step."""
+    def policy(self, way: str) -> AnyPolicy:
+        """The policy of one of fastac's ways, by the names of the plan's rows or for its bytes of saved outputs."""
+        if not way.startswith("plan "):
+            return ROWS[way]
+        budget, _, offloads = way.removeprefix("plan ").partition(", ")
+        return self.forecast.within(parse_bytes(budget), offload=bool(offloads))
 
-    count: int = 0
-    seconds: float = 0.0
+    def planned_peak(self, way: str) -> int | None:
+        """Bytes by the plan; None for what it does not know: compiled code, torch's selective checkpointing."""
+        known = {"none": "none", FULL: "full"}.get(way)
+        if self.case.compiled is not None or (way in OF_TORCH and known is None):
+            return None
+        return self.forecast.peak(known or self.policy(way))
 
-
-def profiled(workload: Workload) -> tuple[dict[str, Kernels], dict[str, int], float]:
-    """Kernels of a step by group, attention ops that ran in it by name, and seconds of copies beside computation."""
-    kinds = torch.profiler.ProfilerActivity
-    with executed_attention(*[kinds.CUDA] * (workload.device.type == "cuda")) as (ran, profile):
-        workload.step()
-    events = profile.events() or ()
-    return grouped(events), dict(ran), hidden_seconds(events)
-
-
-def grouped(events: Iterable[Any]) -> dict[str, Kernels]:
-    """What ran on the GPU among the events of a profile."""
-    found = dict.fromkeys((*GROUPS, COPIES, OTHER), Kernels())
-    for event in events:
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
-            before = found[group := group_of(event.name)]
-            found[group] = Kernels(before.count + 1, before.seconds + event.time_range.elapsed_us() / 1e6)
-    return found
-
-
-def fitting_budget(case: Case, memory: int) -> int | None:
-    """Bytes of saved outputs with which a step fits a share of a memory, by the plan."""
-    inputs = case.configuration.inputs(case.video)
-    return fastac.plan(without_weights(case.configuration, case.dtype), inputs).largest_budget(int(SHARE * memory))
-
-
-def check(case: Case, device: torch.device) -> fastac.Verification:
-    """Gradients under attn_only against none: two blocks, a small video. Raises FastacError where they differ."""
-    frames, height, width = case.crop
-    config = configurations.with_layers(case.configuration.config, 2)
-    small = dataclasses.replace(case.configuration, config=config)
-    video = dataclasses.replace(case.video, frames=frames, height=height, width=width)
-    training = Training(small, video, device)
-    return fastac.verify(training.model, **training.inputs, policy="attn_only")
+    def to(self, way: str) -> None:
+        """Switch a way on, and warm up. The steps that follow are like most: none compares values."""
+        self.switch.off()
+        gc.collect()  # after a step that ran out of memory
+        options = self.case.compiled
+        for block in self.model.blocks if options is not None else ():
+            block._compiled_call_impl = None  # fastac and torch each compile theirs
+        if way not in OF_TORCH and options is None:
+            fastac.enable(self.model, self.policy(way))
+        elif way not in OF_TORCH:
+            fastac.compile(self.model, self.policy(way), **options)
+        else:
+            OF_TORCH[way](self.model)
+            for block in self.model.blocks if options is not None else ():
+                block.compile(**options)
+        for block in self.switch.blocks():
+            record_of(block).step = 2**20 + 1
+        start = time.perf_counter()
+        self.step() if self.case.warm_up == "step" else self.forward()
+        self.release()
+        self.turns.append((time.perf_counter() - start) * self.steps_per_turn / (self.steps_per_turn - 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """kernels, ops, hidden: by the name of the way, hidden as seconds. besides: bytes of what the step begins with."""
-
-    rows: list[Measurement]
-    kernels: dict[str, dict[str, Kernels]]
-    ops: dict[str, dict[str, int]]
-    hidden: dict[str, float]
-    besides: int
-    budget: int | None
+# A case
 
 
-def measured(case: Case, device: torch.device, rounds: int, budget: int | None, console: Console) -> Result:
-    """Every way of checkpointing on one model."""
-    training = Training(case.configuration, case.video, device)
-    switch = Switch(training, budget, offload=True)
-    kernels, ops, hidden = {}, {}, {}
+def profile_step(training: Training) -> tuple[dict[str, Any], Timed]:
+    """Bytes and kernels of a step under the way that is switched on, as fields of its row, and its time."""
+    besides, before, parts = training.besides, training.allocations(), []
 
-    def look(name: str) -> dict[str, Any]:
-        kernels[name], ops[name], hidden[name] = profiled(training)
-        return {"attention": sum(ops[name].values())}
+    def profiled(part: Callable[..., Any], *args: Any) -> Any:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            start = time.perf_counter()
+            result = part(*args)
+            training.synchronize()
+            seconds = time.perf_counter() - start
+        parts.append((seconds, profile.events()))
+        return result
 
-    rows = measure(switch, look, rounds, console.print)
-    return Result(rows, kernels, ops, hidden, training.besides, switch.budget)
+    if training.device.type == "cuda":
+        step = [functools.partial(profiled, part) for part in (training.forward, training.finish)]
+        held, peak = allocated_bytes(*step, training.device)
+        (forward, events), (backward, later) = parts
+        timed, kernels = Timed(forward + backward, forward, training.allocations() - before), grouped([*events, *later])
+        running, waiting = running_and_waiting(events)
+        copies = kernels[COPIES].seconds
+        found = {
+            "hidden": (hidden_seconds(events) + hidden_seconds(later)) / copies if copies else None,
+            "attention_kernels": kernels["attention forward"].count,
+            "forward_kernel_seconds": running,
+            "forward_gap_seconds": waiting,
+            "kernels": {group: one._asdict() for group, one in kernels.items()},
+        }
+    else:
+        held, peak = allocated_bytes(training.forward, training.finish)
+        with executed_attention() as (ran, _):
+            timed = training.timed()
+        found = dict.fromkeys(("hidden", "forward_kernel_seconds", "forward_gap_seconds"))
+        found |= {"attention_kernels": sum(ran.values())}
+    moved = offloaded_by(training.switch.blocks())
+    host = 0 if moved is None else moved.host_bytes
+    held -= host if training.device.type == "cpu" else 0  # one memory: the peak has them, too
+    return {"held_bytes": held, "host_bytes": host, "peak_bytes": besides + peak, **found}, timed
 
 
-def kernel_table(result: Result, title: str) -> Table:
-    """What every way took, and its kernels."""
+def measure(
+    case: Case, device: torch.device, deadline: float, found: dict[str, Any], write: Callable[[], object], tell: Tell
+) -> None:
+    """Measure a case. A way that is refused, or runs out of memory or time, is a row that says so.
 
-    def kernels(group: str, row: Measurement) -> str:
-        one = result.kernels[row.variant][group]
-        return f"{one.count} ({one.seconds:.3f} s)"
+    deadline: of time.monotonic(). found: what is known of the case, here its rows. write: is called after each.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    profiled: dict[str, float] = {}  # seconds of a turn
 
-    def copies(row: Measurement) -> str:
-        one = result.kernels[row.variant][COPIES]
-        return f"{one.seconds:.3f} s, {result.hidden[row.variant] / one.seconds:.0%}" if one.seconds else ""
+    def add(way: str, problem: str, **figures: Any) -> None:
+        rows[way] = {"way": way, "problem": problem, **figures}
+        found["rows"] = list(rows.values())
+        write()
+        tell(f"  {way}: {problem or readable_bytes(figures['peak_bytes'])}")
 
-    captions = [f"bytes besides {readable_bytes(result.besides)} of weights, the optimizer's states and inputs"]
-    captions += ["kernels of one step, by name; of the time of its copies, how much went by while the GPU computed"]
-    captions += [f"budget: {readable_bytes(result.budget)}"] if result.budget is not None else []
-    columns = {group: functools.partial(kernels, group) for group in GROUPS}
-    return table_of(
-        result.rows, title, captions, {**columns, **offload_columns(result.rows, "cuda"), "copies, hidden": copies}
+    def count(way: str, step: Timed) -> None:
+        for name, value in zip(("seconds", "forward_seconds", "allocator"), step, strict=True):
+            rows[way][name].append(value)
+        write()
+        tell(f"  {way}: {step.seconds:.4g} s")
+
+    tell(found["title"])
+    try:
+        training = Training(case, device)
+    except FAILURES as error:
+        for way in case.ways:
+            add(way, failure(error))
+        return
+
+    for way in case.ways:
+        turns = 2 + sum(not row["problem"] for row in rows.values()) if case.rounds else 1  # a profile, then a round
+        if time.monotonic() + turns * min(training.turns, default=0) > deadline:
+            add(way, "no time left")
+            continue
+        try:
+            planned = training.planned_peak(way)
+            training.to(way)
+            figures, step = profile_step(training)
+        except FAILURES as error:
+            add(way, failure(error))
+            continue
+        training.turns.append(training.steps_per_turn * step.seconds)
+        profiled[way] = training.turns[-1]
+        add(way, "", seconds=[], relative=None, forward_seconds=[], allocator=[], planned_peak_bytes=planned, **figures)
+        if not case.rounds:
+            count(way, step)
+
+    if case.rounds and profiled:
+        rounds = min(case.rounds, int((deadline - time.monotonic()) / sum(profiled.values())))
+        found["rounds"] = max(1, rounds)
+        current = [""]
+
+        def switch(way: str) -> None:
+            current[0] = way
+            training.to(way)
+
+        _, problems = take_turns(list(profiled), found["rounds"], switch, lambda: count(current[0], training.timed()))
+        for way, problem in problems.items():
+            add(way, problem)
+    ratios = relative({way: row["seconds"] for way, row in rows.items() if not row["problem"]}, FULL)
+    for way, ratio in ratios.items():
+        rows[way]["relative"] = ratio
+    write()
+
+
+def table_of(found: Mapping[str, Any]) -> Table:
+    """A case as it is written, as a table."""
+    captions = [
+        "peak: with weights, gradients and the optimizer's states; planned: by fastac.plan, and its error",
+        "held: between forward and backward; hidden: share of the copies' time in which the GPU computed",
+        *(f"{row['way']}: {row['problem']}" for row in found["rows"] if ": " in row["problem"]),
+    ]
+    headings = ["", "over full", "seconds", "forward", "kernels + gaps", "held", "host", "peak", "planned", "hidden"]
+    table = table_of_figures(
+        f"{found['title']}; timed steps of each way: {found['rounds']}", captions, [*headings, "attention kernels"]
     )
+    for row in found["rows"]:
+        if row["problem"]:
+            table.add_row(row["way"], row["problem"].partition(": ")[0])
+            continue
+        peak, planned, running = row["peak_bytes"], row["planned_peak_bytes"], row["forward_kernel_seconds"]
+        table.add_row(
+            row["way"],
+            "" if row["relative"] is None else f"{row['relative']:.3f}",
+            *(f"{statistics.median(row[name]):.4g}" for name in ("seconds", "forward_seconds")),
+            "" if running is None else f"{running:.4g} + {row['forward_gap_seconds']:.2g}",
+            *map(readable_bytes, (row["held_bytes"], row["host_bytes"], peak)),
+            "" if planned is None else f"{readable_bytes(planned)} ({planned / peak - 1:+.1%})",
+            "" if row["hidden"] is None else f"{row['hidden']:.0%}",
+            str(row["attention_kernels"]),
+        )
+    return table
 
 
-def json_of(case: Case, rounds: int, checked: fastac.Verification, result: Result) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "change": dict(case.change),
-        "video": {name: getattr(case, name) for name in ("frames", "height", "width", "text_tokens")},
-        "tokens": case.video.tokens((1, 2, 2)),
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "rounds": rounds,
-        "budget": result.budget,
-        "besides_bytes": result.besides,
-        "check": {"policy": checked.policy, "compared": checked.compared, "different": len(checked.different)}
-        | {"largest_difference": checked.largest_difference, "noise": checked.noise},
-        "results": [
-            {
-                **dataclasses.asdict(row),
-                "ops": result.ops.get(row.variant, {}),
-                "hidden_seconds": result.hidden.get(row.variant, 0.0),
-                "kernels": {name: dataclasses.asdict(one) for name, one in result.kernels.get(row.variant, {}).items()},
-            }
-            for row in result.rows
-        ],
-    }
+def check(case: Case, device: torch.device) -> dict[str, Any]:
+    """Gradients under attn_only against none: two blocks, a small video. The text says what differs."""
+    small = video_of(9, 240, 416, case.video["text_tokens"])
+    training = Training(dataclasses.replace(case, blocks=2, video=small), device)
+    try:
+        checked = fastac.verify(training.model, **training.inputs, policy="attn_only")
+    except FAILURES as error:
+        return {"text": str(error), "failed": True}
+    different = len(checked.different)
+    return {"text": str(checked), "failed": False, "compared": checked.compared, "different": different}
 
 
 def main() -> int:
     arguments = parser(__doc__, "gpu_wan_<GPU>.json")
-    arguments.add_argument("--rounds", type=positive, default=5, help="timed steps of each way (default: %(default)s)")
-    arguments.add_argument("--budget", metavar="BYTES", help="of saved outputs; default: what fits the GPU by the plan")
+    arguments.add_argument("--minutes", type=float, default=6, help="in which it ends (default: %(default)s)")
+    names = [case.name for case in CASES]
+    arguments.add_argument("--cases", default=",".join(names), help="some of them (default: %(default)s)")
+    arguments.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: in miniature")
+    arguments.set_defaults(output=None)
     options = arguments.parse_args()
-    try:
-        budget = None if options.budget is None else parse_bytes(options.budget)
-    except fastac.FastacError as error:
-        arguments.error(f"--budget {error}")
+    asked, start, console = options.cases.split(","), time.monotonic(), Console(width=200)
+    if not {*asked} <= {*names}:
+        arguments.error(f"--cases {options.cases}: there are {', '.join(names)}")
 
-    console = Console(width=200)
-    if not torch.cuda.is_available():
+    cases, output, device = CASES, options.output, torch.device(options.device)
+    if device.type == "cpu":
+        cases = tuple(map(in_miniature, cases))
+        torch.set_num_threads(1)  # threads that wait for each other on a busy machine take a hundred times as long
+        offload.SMALLEST = 0  # in miniature every tensor is smaller
+    elif not torch.cuda.is_available():
         console.print("gpu_wan.py measures on a CUDA GPU, and torch finds none here: nothing was measured.")
         return 0
-    case, device = Case(), torch.device("cuda")
-    found = gpu()
-    if budget is None:
-        budget = fitting_budget(case, found["memory_bytes"])
-    checked = check(case, device)
-    console.print(str(checked), markup=False)
-    result = measured(case, device, options.rounds, budget, console)
-    console.print(kernel_table(result, f"{MODEL}, {case.video.tokens((1, 2, 2)):,} tokens, {found['name']}"))
-    name = re.sub(r"[^a-z0-9]+", "_", found["name"].lower()).strip("_")
-    output = options.output.with_name(options.output.name.replace("<GPU>", name))
-    write_result(output, json_of(case, options.rounds, checked, result))
-    return 0
+    elif output is None:
+        name = re.sub(r"[^a-z0-9]+", "_", measuring.gpu()["name"].lower()).strip("_")
+        output = RESULTS / f"gpu_wan_{name}.json"
+    result: dict[str, Any] = {"minutes": options.minutes, "complete": False, "check": {}, "cases": []}
+
+    def write() -> None:
+        if output is not None:
+            write_result(output, result)
+
+    def tell(text: str) -> None:
+        console.print(f"[{time.monotonic() - start:5.0f}] {text}", markup=False, highlight=False)
+
+    result["check"] = check(cases[0], device)
+    console.print(result["check"]["text"], markup=False)
+    chosen = [case for case in cases if case.name in asked]
+    for number, case in enumerate(chosen):
+        torch.compiler.reset()
+        gc.collect()
+        gc.freeze()  # later collections skip what is imported
+        torch.cuda.empty_cache()
+        result["cases"].append({**case.facts(), "rows": []})
+        now = time.monotonic()
+        share = case.share / sum(one.share for one in chosen[number:])
+        deadline = now + share * (start + 60 * options.minutes - now)
+        measure(case, device, deadline, result["cases"][-1], write, tell)
+        console.print(table_of(result["cases"][-1]))
+    result["complete"] = True
+    write()
+    return int(result["check"]["failed"])
 
 
 if __name__ == "__main__":

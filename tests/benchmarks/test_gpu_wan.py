@@ -1,8 +1,11 @@
-"""What of the GPU benchmark a CPU can show: names of kernels, the loop on a tiny model; and on a GPU, in small."""
+"""What of the GPU benchmark a CPU can show: names of kernels, a profile, and all of it in miniature."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from fastac.engine import offload
-
-TINY = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 16, "freq_dim": 256, "ffn_dim": 32}
 
 KERNELS = {
     "attention forward": (
@@ -49,13 +49,19 @@ KERNELS = {
 
 
 @pytest.fixture
-def gpu_wan(benchmark: Callable[[str], Any]) -> Any:
+def common(benchmark: Callable[[str], Any]) -> Any:
+    return benchmark("common")
+
+
+@pytest.fixture
+def gpu_wan(benchmark: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(offload, "SMALLEST", 0)
     return benchmark("gpu_wan")
 
 
-def test_kernels_are_known_by_their_names(gpu_wan: Any) -> None:
+def test_kernels_are_known_by_their_names(common: Any) -> None:
     for group, names in KERNELS.items():
-        assert {gpu_wan.group_of(name) for name in names} == {group}
+        assert {common.group_of(name) for name in names} == {group}
 
 
 def event(name: str, us: float, on_gpu: bool = True, named: bool = False, start: float = 0) -> Any:
@@ -64,27 +70,29 @@ def event(name: str, us: float, on_gpu: bool = True, named: bool = False, start:
     return SimpleNamespace(name=name, device_type=kind, is_user_annotation=named, time_range=time_range)
 
 
-def test_a_profile(gpu_wan: Any) -> None:
+OUT, BACK = "Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)"
+EVENTS = [
+    event(OUT, 4e6, start=0),  # 2 s beside the first kernel, 1 s of them beside the second as well
+    event("nvjet_tst", 3e6, start=2e6),
+    event("flash_fwd_kernel", 2e6, start=3e6),
+    event(BACK, 3e6, start=3e6),  # 2 s beside kernels
+    event("Memcpy DtoD (Device -> Device)", 9e6, start=0),
+    event("Memset (Device)", 9e6, start=0),
+    event("Memcpy HtoD (Pageable -> Device)", 9e6, start=0),
+    event("aten::mm", 9e6, on_gpu=False),
+    event("a gemm of mine", 9e6, named=True),
+]
+
+
+def test_a_profile(common: Any) -> None:
     """Operators on the CPU and named ranges are no kernels.
 
     Copies count, in both directions and each once, for the time in which kernels run beside them. A copy from other
     memory is no computation.
     """
-    out, back = "Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)"
-    events = [
-        event(out, 4e6, start=0),  # 2 s beside the first kernel, 1 s of them beside the second as well
-        event("nvjet_tst", 3e6, start=2e6),
-        event("flash_fwd_kernel", 2e6, start=3e6),
-        event(back, 3e6, start=3e6),  # 2 s beside kernels
-        event("Memcpy DtoD (Device -> Device)", 9e6, start=0),
-        event("Memset (Device)", 9e6, start=0),
-        event("Memcpy HtoD (Pageable -> Device)", 9e6, start=0),
-        event("aten::mm", 9e6, on_gpu=False),
-        event("a gemm of mine", 9e6, named=True),
-    ]
-    assert gpu_wan.hidden_seconds(events) == 4
-    assert gpu_wan.hidden_seconds([event(out, 1e6), event("nvjet_tst", 1e6, start=1e6)]) == 0
-    assert {name: (one.count, one.seconds) for name, one in gpu_wan.grouped(events).items()} == {
+    assert common.hidden_seconds(EVENTS) == 4
+    assert common.hidden_seconds([event(OUT, 1e6), event("nvjet_tst", 1e6, start=1e6)]) == 0
+    assert {name: (one.count, one.seconds) for name, one in common.grouped(EVENTS).items()} == {
         "attention forward": (1, 2.0),
         "attention backward": (0, 0.0),
         "matrix products": (1, 3.0),
@@ -93,31 +101,199 @@ def test_a_profile(gpu_wan: Any) -> None:
     }
 
 
-@pytest.mark.slow
-def test_the_whole_loop_on_a_cpu(gpu_wan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "SMALLEST", 0)
-    assert gpu_wan.Case().video.tokens((1, 2, 2)) == 72_000, "the case of the reported figures"
-    case = gpu_wan.Case(5, 64, 64, 8, torch.float32, {**TINY, "num_layers": 3}, crop=(5, 32, 32))
-    assert gpu_wan.fitting_budget(case, 1000) is None
-    assert gpu_wan.fitting_budget(case, 10**9) > 0
-    device = torch.device("cpu")
-    checked = gpu_wan.check(case, device)
-    result = gpu_wan.measured(case, device, 1, None, Console(quiet=True))
-    rows = {row.variant: row for row in result.rows}
-    (refused,) = (row for row in result.rows if row.problem)
-    assert (refused.variant, refused.problem.partition(":")[0]) == ("long_attn_only", "refused"), "32 keys are not long"
-    attention = {name: row.attention for name, row in rows.items() if row is not refused}
-    assert attention.pop("planned") in range(6, 13)
-    assert attention == {"none": 6, "full": 12, "attn_only": 6, "torch SAC, by name": 6} | {
-        "full, offload": 12,
+def test_how_long_a_gpu_ran_and_waited(common: Any) -> None:
+    """Kernels that overlap leave no gap, copies fill none."""
+    assert common.running_and_waiting(EVENTS) == (5, 0)
+    last = [event("nvjet_tst", 1e6, start=7e6), event("nvjet_tst", 1e6, start=10e6)]
+    assert common.running_and_waiting([*last[::-1], *EVENTS]) == (7, 4)
+    assert common.running_and_waiting([event(OUT, 1e6)]) == (0, 0)
+
+
+def test_the_cases(gpu_wan: Any) -> None:
+    """Those of the reported figures: their titles say how many tokens and blocks."""
+    assert [case.facts()["title"] for case in gpu_wan.CASES] == [
+        "Wan 2.1 1.3B, 10 of 30 blocks, 72,000 tokens, AdamW",
+        "Wan 2.1 1.3B, 30 of 30 blocks, 2,340 tokens, AdamW",
+        "Wan 2.1 1.3B, 5 of 30 blocks, compiled, 72,000 tokens, AdamW",
+        "Wan 2.1 14B, 40 of 40 blocks, 75,600 tokens, LoRA of rank 32, AdamW",
+    ]
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs the benchmark in miniature, and reads what it wrote."""
+
+    def run(*options: str) -> dict[str, Any]:
+        output, threads = tmp_path / "gpu.json", torch.get_num_threads()
+        monkeypatch.setattr(sys, "argv", ["gpu_wan.py", "--device", "cpu", "--output", str(output), *options])
+        try:
+            assert gpu_wan.main() == 0
+        finally:
+            torch.set_num_threads(threads)
+        found: dict[str, Any] = json.loads(output.read_text())
+        assert found["complete"]
+        return found
+
+    return run
+
+
+def test_all_of_it_in_miniature(
+    gpu_wan: Any, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = {"short": ("torch full", "none"), "compiled": ("torch full", "attn_only", "attn_only, offload")}
+    cases = [dataclasses.replace(case, rounds=min(case.rounds, 1)) for case in gpu_wan.CASES]
+    cases = [dataclasses.replace(case, ways=some.get(case.name, case.ways)) for case in cases]
+    monkeypatch.setattr(gpu_wan, "CASES", tuple(cases))
+    found = run("--minutes", "5")
+
+    assert found["minutes"] == 5
+    assert found["check"]["different"] == 0 < found["check"]["compared"]
+    assert "attn_only" in found["check"]["text"]
+    assert [case["name"] for case in found["cases"]] == ["long", "short", "compiled", "lora_14b"]
+    printed = capsys.readouterr().out
+    for case in found["cases"]:
+        assert case["tokens"] == 1024
+        assert case["title"] in printed
+        assert not [row["problem"] for row in case["rows"] if row["problem"]]
+        assert [len(row["seconds"]) for row in case["rows"]] == [1] * len(case["rows"])
+        assert all(0 < forward < step for row in case["rows"] for forward, step in zip(*times(row), strict=True))
+        assert case["rows"][0]["relative"] == 1
+    long, short, compiled, lora = ({row["way"]: row for row in case["rows"]} for case in found["cases"])
+    assert set(short) == {"torch full", "none"}
+
+    attention = {way: row["attention_kernels"] for way, row in long.items() if not way.startswith("plan ")}
+    assert attention == {"torch full": 12, "full": 12, "none": 6} | {
+        "torch SAC, FastVideo's list": 6,
+        "torch SAC, by name": 6,
+        "attn_only": 6,
+        "long_attn_only": 9,  # attention over the text runs again
+        "attn_only, offload": 6,
+        "long_attn_only, offload": 9,
+    }
+    assert {way: row["attention_kernels"] for way, row in compiled.items()} == {
+        "torch full": 12,
+        "attn_only": 6,
         "attn_only, offload": 6,
     }
-    assert rows["attn_only, offload"].host_bytes > rows["full, offload"].host_bytes > 0 == rows["attn_only"].host_bytes
-    assert rows["none"].held_bytes > rows["attn_only"].held_bytes > rows["full"].held_bytes
-    weights = sum(one.nbytes for one in gpu_wan.Training(case.configuration, case.video, device).model.parameters())
-    assert result.besides > 3 * weights, "with two states for each"
-    assert gpu_wan.kernel_table(result, "a title").row_count == len(rows)
-    gpu_wan.write_result(tmp_path / "gpu.json", gpu_wan.json_of(case, 1, checked, result))
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert [row["variant"] for row in written["results"]] == list(rows)
-    assert written["results"][1]["ops"] == {"aten::_scaled_dot_product_flash_attention_for_cpu": 12}
+    for rows in (long, compiled):
+        assert rows["attn_only, offload"]["held_bytes"] < rows["attn_only"]["held_bytes"]
+        assert rows["attn_only, offload"]["host_bytes"] > 0 == rows["attn_only"]["host_bytes"]
+    assert long["none"]["held_bytes"] > long["attn_only"]["held_bytes"] > long["full"]["held_bytes"]
+    assert long["plan 1 MiB"]["held_bytes"] > long["plan 1 MiB, offload"]["held_bytes"]
+
+    unplanned = {way for way, row in long.items() if row["planned_peak_bytes"] is None}
+    assert unplanned == {"torch SAC, FastVideo's list", "torch SAC, by name"}
+    assert all(row["planned_peak_bytes"] is None for row in compiled.values())
+    for way in ("torch full", "full", "attn_only", "long_attn_only", "plan 1 MiB", "none"):
+        # Attention on a CPU has workspaces of its own, which is much beside so few tokens. The host is no other memory.
+        assert 0.85 < long[way]["planned_peak_bytes"] / long[way]["peak_bytes"] < 1.005
+    assert lora["torch full"]["planned_peak_bytes"] > 0 < lora["long_attn_only, offload"]["host_bytes"]
+
+
+def times(row: dict[str, Any]) -> tuple[list[float], list[float]]:
+    return row["forward_seconds"], row["seconds"]
+
+
+def test_without_time(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first way is measured, since nothing is known of its time, and then there is no time for others."""
+    monkeypatch.setattr(gpu_wan.time, "monotonic", lambda: 0.0)
+    case = gpu_wan.in_miniature(gpu_wan.CASES[3])
+    found = case.facts()
+    gpu_wan.measure(case, torch.device("cpu"), 1e-6, found, lambda: None, lambda text: None)
+    first, second = found["rows"]
+    assert len(first["seconds"]) == len(first["allocator"]) == 1
+    assert second == {"way": "long_attn_only, offload", "problem": "no time left"}
+    gpu_wan.measure(case, torch.device("cpu"), -1, found, lambda: None, lambda text: None)
+    assert [row["problem"] for row in found["rows"]] == ["no time left"] * 2
+
+
+def test_a_way_that_fails(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory is a row, also where it is not the first step: the others go on, over nothing."""
+    enabled = itertools.count()
+
+    def out_of_memory(model: Any) -> None:
+        if next(enabled):
+            raise torch.OutOfMemoryError("no more")
+        model.enable_gradient_checkpointing()
+
+    monkeypatch.setattr(gpu_wan, "OF_TORCH", {**gpu_wan.OF_TORCH, "torch full": out_of_memory})
+    case = dataclasses.replace(gpu_wan.in_miniature(gpu_wan.CASES[0]), ways=("torch full", "full"), rounds=1)
+    found = case.facts()
+    gpu_wan.measure(case, torch.device("cpu"), gpu_wan.time.monotonic() + 60, found, lambda: None, lambda text: None)
+    failed, other = found["rows"]
+    assert failed == {"way": "torch full", "problem": "out of memory"}
+    assert (other["relative"], len(other["seconds"])) == (None, 1)
+    assert gpu_wan.table_of(found).row_count == 2
+
+
+def test_a_profile_of_a_gpu(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step on the CPU, with the allocator and profiles of a GPU that answers what it is told."""
+    case = dataclasses.replace(gpu_wan.in_miniature(gpu_wan.CASES[0]), blocks=1)
+    training = gpu_wan.Training(case, torch.device("cpu"))
+    profiles = iter([EVENTS, [event("flash_fwd_kernel", 1e6)]])
+
+    class Profile:
+        def __init__(self, activities: Any) -> None:
+            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def events(self) -> Any:
+            return next(profiles)
+
+    allocated, calls = iter([100, 100, 130]), iter([3, 8])
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 180)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_device_alloc": next(calls)})
+    training.device = torch.device("cuda")
+    row, timed = gpu_wan.profile_step(training)
+    assert 0 < timed.forward < timed.seconds
+    assert timed.allocations == 5
+    assert row.pop("kernels")["attention forward"] == {"count": 2, "seconds": 3.0}
+    assert row == {
+        "held_bytes": 30,
+        "host_bytes": 0,
+        "peak_bytes": 180,
+        "hidden": 4 / 7,
+        "attention_kernels": 2,
+        "forward_kernel_seconds": 5,
+        "forward_gap_seconds": 0,
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_attention_kernels(gpu_wan: Any, device: str) -> None:
+    case = dataclasses.replace(gpu_wan.in_miniature(gpu_wan.CASES[0]), blocks=2)
+    if device == "cuda":  # numbers that its kernels take
+        change = {**case.change, "attention_head_dim": 64}
+        case = dataclasses.replace(case, change=change, dtype=torch.bfloat16)
+    training = gpu_wan.Training(case, torch.device(device))
+    found = {}
+    for way in ("torch full", "attn_only", "attn_only, offload"):
+        training.to(way)
+        found[way], timed = gpu_wan.profile_step(training)
+        assert 0 < timed.forward < timed.seconds
+    assert [row["attention_kernels"] for row in found.values()] == [8, 4, 4]
+    assert found["attn_only"]["held_bytes"] > found["torch full"]["held_bytes"]
+    if device == "cuda":
+        assert found["attn_only"]["forward_kernel_seconds"] > 0
+
+
+def test_without_a_gpu(
+    gpu_wan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_wan.py", "--output", str(tmp_path / "gpu.json")])
+    assert gpu_wan.main() == 0
+    assert "nothing was measured" in capsys.readouterr().out
+    assert not (tmp_path / "gpu.json").exists()
