@@ -1,4 +1,4 @@
-"""Writes docs/backends.md, docs/models.md, and tables of docs/compile.md, docs/distributed.md and docs/measurements.md.
+"""Writes docs/backends.md, docs/models.md, and tables of README.md and of other documents.
 
 `tests/docs` and `tests/models/test_parity.py` fail when one is stale. The tiny models of the tests are trained for it;
 what was measured comes from benchmarks/results.
@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import json
 import runpy
+import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -38,6 +41,7 @@ HEAD = "<!-- Written by docs/generate.py. Do not edit. -->"
 COMPOSITIONS = ROOT / "benchmarks" / "results" / "compositions_cpu.json"
 PEERS = ROOT / "benchmarks" / "results" / "peers_cpu.json"
 DISTRIBUTED = ROOT / "benchmarks" / "results" / "distributed_cpu.json"
+GPU = ROOT / "benchmarks" / "results" / "gpu_wan_nvidia_h100_80gb_hbm3.json"
 
 TESTS = {
     "scaled_dot_product_attention": ("test_sdpa.py",),
@@ -227,7 +231,7 @@ def distributed() -> str:
 
 
 def measurements() -> str:
-    """docs/measurements.md with what benchmarks/peers.py measured."""
+    """docs/measurements.md with what benchmarks/gpu_wan.py and benchmarks/peers.py measured."""
     measured = json.loads(PEERS.read_text(encoding="utf-8"))
     machine, versions = measured["machine"], measured["versions"]
     parts = [
@@ -236,31 +240,92 @@ def measurements() -> str:
     ]
     for title, (headings, rows) in peers.tables(measured).items():
         parts += [f"{title}:", _table(tuple(headings), map(tuple, rows))]
-    return _with_tables("docs/measurements.md", {"peers": "\n\n".join(parts)})
+    return _with_tables("docs/measurements.md", {"gpu": _gpu_tables(), "peers": "\n\n".join(parts)})
 
+
+GPU_COLUMNS = {
+    "over full": ("relative", ".3f", 1),
+    "seconds": ("seconds", ".3f", 1),
+    "forward alone": ("forward_seconds", ".3f", 1),
+    "held": ("held_bytes", ".2f", 2**30),
+    "on the host": ("host_bytes", ".2f", 2**30),
+    "peak": ("peak_bytes", ".2f", 2**30),
+    "planned peak": ("planned_peak_bytes", ".1f", 2**30),
+    "copies hidden": ("hidden", ".0%", 1),
+    "attention kernels": ("attention_kernels", ".0f", 1),
+}
+"""Heading -> field of a row of benchmarks/gpu_wan.py, how it is written, its unit."""
+
+FIRST_COLUMNS = {
+    "time, over full": ("relative", ".2f", 1),
+    "held, GiB": ("held_bytes", ".1f", 2**30),
+    "peak": ("peak_bytes", ".1f", 2**30),
+    "planned peak": ("planned_peak_bytes", ".1f", 2**30),
+}
+"""Those of the README."""
 
 FIRST_ROWS = {
     "torch full": "torch, full checkpointing",
     "torch SAC, FastVideo's list": "torch, selective checkpointing (FastVideo's list)",
-    "torch_remat with a hook": "torch_remat, with a hook for random numbers",
-    "fastac attn_only": "**fastac, `attn_only`**",
-    "fastac plan": "**fastac, a plan**",
+    "attn_only": "**fastac, `attn_only`**",
+    "long_attn_only": "**fastac, `long_attn_only`**",
+    "attn_only, offload": "**fastac, `attn_only`, offload**",
+    "plan 20 GiB": '**fastac, `plan.within("20GiB")`**',
 }
-"""Way of benchmarks/peers.py -> its words in the README."""
+"""Way of benchmarks/gpu_wan.py -> its words in the README."""
 
 
 def readme() -> str:
-    """README.md with the rows that matter most of what benchmarks/peers.py measured."""
-    measured = json.loads(PEERS.read_text(encoding="utf-8"))
-    small, large = (measured["cases"][name]["ways"] for name in ("bf16, 128 tokens", "bf16, 1024 tokens"))
-    headings = ("", "time, 128 tokens", "time, 1,024 tokens", "bytes held", "attention kernels", "silent failures")
-    rows = []
-    for way, words in FIRST_ROWS.items():
-        times = [f"{rows[way]['time'][1]:.2f}" for rows in (small, large)]
-        held = f"{large[way]['held'] / large['torch full']['held']:.2f}"
-        silent = [found for found, _ in measured["ways"][way]["traps"].values() if found.startswith("silently")]
-        rows.append((words, *times, held, str(large[way]["attention"]), f"{len(silent)} of {len(peers.TRAPS)}"))
-    return _with_tables("README.md", {"peers": _table(headings, rows)})
+    """README.md with the rows that matter most of what benchmarks/gpu_wan.py measured."""
+    measured = json.loads(GPU.read_text(encoding="utf-8"))
+    case = measured["cases"][0]
+    rows = {row["way"]: row for row in case["rows"]}
+    chosen = [rows[way] | {"way": words} for way, words in FIRST_ROWS.items() if way in rows]
+    script = Path(measured["command"].split()[1])
+    caption = _wrapped(
+        f"A training step of {_shapes(case)}, {_conditions(measured)} Measured by [{script.name}]({script})."
+    )
+    return _with_tables("README.md", {"gpu": f"{caption}\n\n{_gpu_table(chosen, FIRST_COLUMNS)}"})
+
+
+def _gpu_tables() -> str:
+    """Every case that benchmarks/gpu_wan.py measured."""
+    measured = json.loads(GPU.read_text(encoding="utf-8"))
+    parts = [_wrapped(f"Training steps with {_conditions(measured)}"), f"```sh\n{measured['command']}\n```"]
+    for case in measured["cases"]:
+        shapes = f"{_shapes(case)}; timed steps of each way: {case['rounds']}."
+        parts += [_wrapped(shapes), _gpu_table(case["rows"], GPU_COLUMNS)]
+    return "\n\n".join(parts)
+
+
+def _shapes(case: Mapping[str, Any]) -> str:
+    return f"{case['title']}, {case['dtype']}"
+
+
+def _conditions(measured: Mapping[str, Any]) -> str:
+    """Machine, releases, and what else the file notes."""
+    machine = measured["machine"]
+    releases = f"torch {machine['torch']}, diffusers {machine['diffusers']}"
+    ran = f"random weights, on one {machine['gpu']['name']}, {releases}."
+    return " ".join(filter(None, (ran, measured.get("notes"))))
+
+
+def _gpu_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str, int]]) -> str:
+    """Ways and their figures, or why one did not run. Columns without a figure are left out."""
+    lines = [[row["way"], *(_gpu_cell(row, *column) for column in columns.values())] for row in rows]
+    for row, line in zip(rows, lines, strict=True):
+        line[1] = " ".join(row["problem"].split()) or line[1]
+    filled = [any(cells) for cells in zip(*lines, strict=True)]
+    headings = itertools.compress(("", *columns), filled)
+    return _table(tuple(headings), (tuple(itertools.compress(line, filled)) for line in lines))
+
+
+def _gpu_cell(row: Mapping[str, Any], field: str, form: str, unit: int) -> str:
+    """A figure, of several steps the median; nothing where it was not measured."""
+    found = row.get(field)
+    if found in (None, []):
+        return ""
+    return format((statistics.median(found) if isinstance(found, list) else found) / unit, form)
 
 
 def _with_tables(path: str, tables: Mapping[str, str]) -> str:

@@ -36,7 +36,7 @@ EAGER = {
 }
 MORE = {
     "hook": ("tests/hook",),
-    "verify": ("tests/verify",),
+    "verify": ("tests/verification",),
     "sdpa": ("tests/backends/test_sdpa.py",),
     "diagnosis": ("tests/diagnosis",),
     "planning": ("tests/planning", "tests/test_flops.py"),
@@ -138,7 +138,8 @@ def _wrapped(text: str) -> str:
 LEFT = (
     "Collectives are not counted below 2.12, as torch's profiler loses some of gloo's. FSDP2 in mixed precision raises "
     "CheckpointError in torch 2.10 to 2.12, without fastac as well. Torch 2.8 cannot be used: `checkpoint("
-    "early_stop=...)` came with 2.9, and so did `torch.library.get_kernel`, by which the tests count kernels."
+    "early_stop=...)` came with 2.9, and so did `torch.library.get_kernel`, by which the tests count kernels. On a GPU "
+    "only torch 2.11 ran ([measurements](measurements.md#on-a-gpu))."
 )
 
 
