@@ -30,11 +30,20 @@ def needs_torch(release: str) -> pytest.MarkDecorator:
 
 def needs(feature: str) -> pytest.MarkDecorator:
     """A test of a feature that only some of the releases have: `fastac.engine.releases`."""
-    return needs_torch(releases.FIRST_TORCH[feature])
+    return pytest.mark.skipif(not releases.has(feature), reason=_reason(feature))
+
+
+def skip_module_without(feature: str) -> None:
+    """Skip the module that calls it, as one test, where torch lacks a feature."""
+    if not releases.has(feature):
+        pytest.skip(_reason(feature), allow_module_level=True)
+
+
+def _reason(feature: str) -> str:
+    return f"not covered: {feature} needs torch {releases.FIRST_TORCH[feature]}"
 
 
 NEEDS_COMPILED_MODELS = needs(releases.COMPILED_MODELS)
-NEEDS_FLEX = needs(releases.FLEX)
 NEEDS_TRACES = needs(releases.TRACES)
 
 

@@ -81,32 +81,51 @@ def test_every_overload_is_run() -> None:
     assert ops - {f"aten::{DECOMPOSITION}"} == {case.op for case in TestSdpa.cases}
 
 
-@pytest.mark.gpu
+KERNELS = {
+    SDPBackend.FLASH_ATTENTION: ("_scaled_dot_product_flash_attention", 1024),
+    SDPBackend.EFFICIENT_ATTENTION: ("_scaled_dot_product_efficient_attention", 1024),
+    SDPBackend.CUDNN_ATTENTION: ("_scaled_dot_product_cudnn_attention", 128),
+}
+"""SDPA's kernels on a GPU: the op, and the tokens that it is run with there."""
+
+
+@pytest.fixture
+def deterministic(backend: SDPBackend) -> Iterator[None]:
+    """Two runs of the backward are equal.
+
+    Flash and efficient attention have a deterministic one, which torch takes under deterministic algorithms unless
+    these only warn. cuDNN's has none, and SDPA leaves it out under them. It adds up the gradient of a query in any
+    order, over tiles of at least 64 keys: of 128 keys that is a sum of two, which is the same in either order.
+    """
+    torch.use_deterministic_algorithms(backend is not SDPBackend.CUDNN_ATTENTION)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-@pytest.mark.parametrize(
-    ("backend", "op"),
-    [
-        (SDPBackend.FLASH_ATTENTION, "_scaled_dot_product_flash_attention"),
-        (SDPBackend.EFFICIENT_ATTENTION, "_scaled_dot_product_efficient_attention"),
-        (SDPBackend.CUDNN_ATTENTION, "_scaled_dot_product_cudnn_attention"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_cuda_kernels(backend: SDPBackend, op: str, dropout_p: float, attention_executions: Counter[str]) -> None:
-    """Executions 1 / 2 / 1 of the CUDA kernel, and equal gradients; torch uses deterministic backwards."""
-    support.count_kernel(f"aten::{op}", "CUDA")
+@pytest.mark.parametrize("backend", KERNELS, ids=lambda backend: backend.name)
+def test_kernels(backend: SDPBackend, dropout_p: float, device: str, attention_executions: Counter[str]) -> None:
+    """Executions 1 / 2 / 1 of the CUDA kernel, and equal gradients. On a CPU, of the one that stands in for it."""
+    name, tokens = KERNELS[backend]
+    op = f"aten::{name}"
+    shape, dtype = ((2, 4, tokens, 64), torch.bfloat16) if device == "cuda" else ((2, 2, 16, 8), torch.float32)
     torch.manual_seed(0)
-    inputs = {name: torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for name in "qkv"}
+    inputs = {name: torch.randn(shape, device=device, dtype=dtype).requires_grad_() for name in "qkv"}
+    if device == "cuda":
+        support.count_kernel(op, "CUDA")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if device == "cpu":  # where SDPA takes none of these
+            (case,) = (case for case in TestSdpa.cases if case.op == op)
+            return case.call(q, k, v, dropout_p)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
 
     def region(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel(backend):
-            output = F.scaled_dot_product_attention(torch.tanh(q), k, v, dropout_p=dropout_p)
-        return F.dropout(torch.tanh(output), dropout_p)
+        return F.dropout(torch.tanh(attend(torch.tanh(q), k, v)), dropout_p)
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        for policy, again in (("full", 1), ("attn_only", 0)):
-            assert_region(region, inputs, attention_executions, again, policy)
-        assert attention_executions == {f"aten::{op}": 1}
-    finally:
-        torch.use_deterministic_algorithms(False)
+    for policy, again in (("full", 1), ("attn_only", 0)):
+        assert_region(region, inputs, attention_executions, again, policy)
+    assert attention_executions == {op: 1}

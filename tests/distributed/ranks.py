@@ -1,7 +1,7 @@
-"""Runs functions on several ranks, each a process in one gloo process group. Every wait is bounded.
+"""Runs functions on several ranks, each a process in one gloo or NCCL process group. Every wait is bounded.
 
 A pool of ranks serves every test, and is replaced when a rank raised, died or was late. Tests that break ranks on
-purpose get new ones. They are forked by a server that has torch, diffusers and fastac loaded.
+purpose get new ones. They are forked by a server that has torch, diffusers and fastac loaded; those of NCCL start anew.
 """
 
 from __future__ import annotations
@@ -47,16 +47,20 @@ class Outcome:
 
 
 class Pool:
-    """Ranks that call one function after another. timeout: of their group, in seconds."""
+    """Ranks that call one function after another.
 
-    def __init__(self, world: int, timeout: float = GROUP_TIMEOUT) -> None:
+    timeout: of their group, in seconds. backend: "gloo", or "nccl", with a GPU for each rank.
+    """
+
+    def __init__(self, world: int, timeout: float = GROUP_TIMEOUT, backend: str = "gloo") -> None:
         self.folder = tempfile.mkdtemp(prefix="fastac-ranks-")
         self.sound = True
         self.ranks: list[tuple[Connection, Any]] = []
+        processes = _processes(backend)
         for rank in range(world):
-            mine, theirs = _processes().Pipe()
-            args = theirs, rank, world, str(Path(self.folder, "store")), timeout
-            process = _processes().Process(target=_serve, args=args, daemon=True)
+            mine, theirs = processes.Pipe()
+            args = theirs, rank, world, str(Path(self.folder, "store")), timeout, backend
+            process = processes.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.ranks.append((mine, process))
@@ -117,9 +121,10 @@ def outcomes(
     world: int = 2,
     timeout: float = GROUP_TIMEOUT,
     patience: float = PATIENCE,
+    backend: str = "gloo",
 ) -> list[Outcome]:
     """Call function(*args) on every rank of a new process group, which ends with it. What each did."""
-    pool = Pool(world, timeout)
+    pool = Pool(world, timeout, backend)
     try:
         return pool.call(function, args, patience)
     finally:
@@ -140,7 +145,9 @@ def _close_all() -> None:
 
 
 @functools.cache
-def _processes() -> Any:
+def _processes(backend: str) -> Any:
+    if backend == "nccl":  # the server has asked for GPUs, as diffusers does at import: its forks cannot use them
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -149,13 +156,15 @@ def _processes() -> Any:
 # On a rank
 
 
-def _serve(connection: Connection, rank: int, world: int, store: str, timeout: float) -> None:
+def _serve(connection: Connection, rank: int, world: int, store: str, timeout: float, backend: str) -> None:
     """Call what comes until nothing does."""
     faulthandler.enable()  # for where a rank was that is aborted
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     limit = dt.timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
     while True:
         try:
             message = connection.recv_bytes()

@@ -108,7 +108,7 @@ def runs(profiled: profile, attention: str | Collection[str] = CPU_ATTENTION) ->
 def collectives(profiled: profile) -> Counter[str]:
     """Collectives that ran, by name, such as "gloo:all_to_all"."""
     names = [event.name() for event in profiled_events(profiled)]
-    return Counter(name for name in names if name.startswith("gloo:"))
+    return Counter(name for name in names if name.startswith(("gloo:", "nccl:")))
 
 
 def numbers(communication: Any) -> tuple[int, int, int] | None:

@@ -12,7 +12,7 @@ import gc
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,16 @@ class Copy:
     pairs: list[tuple[Bytes, Bytes]]
     to_host: bool
     after: list[Copy]
+    began: int
     is_done: bool = False
 
 
 class Simulated(Transport):
-    """late: copies are done when they are waited for; else at once. in_use: bytes of host memory, allocated: ever."""
+    """A device, and what its tests look at.
+
+    late: copies are done when they are waited for; else at once.
+    in_use: bytes of host memory, allocated: ever. lasted: of each copy, by the clock that a test gives it.
+    """
 
     def __init__(self, device: torch.device = torch.device("cpu"), late: bool = True) -> None:  # noqa: B008
         super().__init__(device)
@@ -61,6 +66,8 @@ class Simulated(Transport):
         self._one_at_a_time = threading.RLock()
         self.faults: list[str] = []
         self.in_use = self.allocated = 0
+        self.clock: Callable[[], int] = lambda: 0
+        self.lasted: list[int] = []
         self._free: defaultdict[int, list[Any]] = defaultdict(list)
         self._streams: dict[bool, list[Copy]] = {True: [], False: []}
 
@@ -82,7 +89,7 @@ class Simulated(Transport):
     def copy(self, pairs: Pairs, to_host: bool, after: Iterable[Any]) -> Copy:
         with torch_private.without_modes():
             held = [(Bytes(device), Bytes(host)) for device, host in pairs]
-        begun = Copy(held, to_host, list(after))
+        begun = Copy(held, to_host, list(after), self.clock())
         with self._one_at_a_time:
             self._streams[to_host].append(begun)
             if not self.late:
@@ -100,6 +107,7 @@ class Simulated(Transport):
                 for pair in earliest.pairs:
                     self._move(*(pair if copy.to_host else pair[::-1]), copy.to_host)
             earliest.is_done, earliest.pairs = True, []
+            self.lasted.append(self.clock() - earliest.began)
 
     def _move(self, source: Bytes, target: Bytes, to_host: bool) -> None:
         found, written = source.now(), target.now()
