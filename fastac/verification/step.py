@@ -75,6 +75,11 @@ class Step:
     kernels: tuple[str, ...] = ()
     """Attention ops that ran in forward."""
 
+    def take_tensors(self) -> dict[str, torch.Tensor | None]:
+        """Outputs and gradients, which the step holds no longer."""
+        tensors, self.tensors = self.tensors, {}
+        return tensors
+
 
 def fresh(inputs: Any) -> Any:
     """Copies that share nothing with the originals, leaves of their own graph; other objects are deep-copied."""

@@ -268,10 +268,10 @@ class _Subject:
         expected = reference_step()
         if self.group.any(bool(expected.graphs)):
             expected = reference_step()  # the first compiled, and what dynamo traced was counted
-        first, later = policy_step(), policy_step()
-        runs = Runs(expected.tensors)
-        runs.add("first", first.tensors)
-        runs.add("later", later.tensors)
+        runs = Runs(expected.take_tensors())
+        runs.add("first", policy_step().tensors)
+        later = policy_step()
+        runs.add("later", later.take_tensors())
         compared, is_deterministic, remark = expected, False, ""
         # Every rank takes the same steps: they may communicate.
         compiled = self.group.any(bool(runs.different) and later.in_graph)
@@ -280,7 +280,7 @@ class _Subject:
         elif self.group.any(bool(runs.different)):
             again, remark = self._deterministic_step(reference_step)
             if again is not None:
-                compared, is_deterministic, runs = again, True, Runs(again.tensors)
+                compared, is_deterministic, runs = again, True, Runs(again.take_tensors())
             with deterministic_kernels() if is_deterministic else contextlib.nullcontext():
                 self.is_counted = False
                 if is_deterministic:
@@ -297,7 +297,7 @@ class _Subject:
             subject=class_name(self.inner),
             policy=str(policy),
             reference=self.reference,
-            compared=len(expected.tensors),
+            compared=len(runs.reference),
             different=tuple(runs.different),
             largest_difference=max(runs.different.values(), default=0.0),
             noise=max((runs.noise[name] for name in broken or runs.noise), default=0.0),
