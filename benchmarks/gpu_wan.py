@@ -2,7 +2,7 @@
 
 Random weights in bf16, batch 1. A step is forward, mean squared error, backward and fused AdamW. The cases:
 
-- long: 1.3B on 72,000 tokens (77 frames of 720 x 1280), 10 of its 30 blocks, whose step takes 8 to 10 s on an H100;
+- long: 1.3B on 72,000 tokens (77 frames of 720 x 1280), 10 of its 30 blocks: on an H100 a step of these takes 3 s;
 - short: 1.3B on 2,340 tokens, all blocks, which the GPU runs faster than the host can launch;
 - compiled: as long, with 5 blocks, each compiled, by fastac.compile or, under torch's checkpointing, block.compile();
 - lora_14b: 14B with LoRA on 75,600 tokens, for 80 GB: one step of each way. To run out of memory is a result.

@@ -281,10 +281,7 @@ def readme() -> str:
     case = measured["cases"][0]
     rows = {row["way"]: row for row in case["rows"]}
     chosen = [rows[way] | {"way": words} for way, words in FIRST_ROWS.items() if way in rows]
-    script = Path(measured["command"].split()[1])
-    caption = _wrapped(
-        f"A training step of {_shapes(case)}, {_conditions(measured)} Measured by [{script.name}]({script})."
-    )
+    caption = _wrapped(f"A training step of {_shapes(case)}, {_conditions(measured)}")
     return _with_tables("README.md", {"gpu": f"{caption}\n\n{_gpu_table(chosen, FIRST_COLUMNS)}"})
 
 

@@ -102,7 +102,7 @@ class Verification:
             return "bitwise, deterministic kernels" if self.deterministic and not self.broken else _yes(not self.broken)
         if self.compiled:
             return f"within what compiling {self.reference} changes by itself"
-        return f"within the noise of {self.runs} runs"
+        return f"within the noise of {self.runs} runs ({self.noise:.1g} of the norm)"
 
 
 def _yes(kept: bool) -> str:
@@ -288,7 +288,7 @@ class _Subject:
                     runs.add("later", policy_step().tensors)
                 if self.group.any(bool(runs.different)):
                     self._repeat(runs, reference_step, policy_step)
-        broken = runs.broken()
+        broken = sorted(runs.broken(), key=lambda name: -runs.different[name])
         saved = [call for call in later.calls if call.saved]
         own = expected.executions[1] if self.reference == "none" else 0
         # Regions under "full" are plain checkpointing and are not seen: what was not saved may run again.
@@ -350,7 +350,7 @@ class _Subject:
     def _add_compilation(self, runs: Runs, reference_step: Callable[[], Step]) -> None:
         """Add runs of a reference that is compiled as a whole, compiled and not, and allow what compiling changes.
 
-        Other results than in the reference may be the ones that another graph changes, so all are allowed the median.
+        The policy's graph may change other results than these runs do, by as much: all are allowed twice the median.
         """
         self.is_counted = False
         with torch.compiler.set_stance("force_eager"):
@@ -361,7 +361,7 @@ class _Subject:
         median = changed[len(changed) // 2] if changed else 0.0
         for name, tensor in runs.reference.items():
             if tensor is not None:
-                runs.noise[name] = max(runs.noise[name], median, 2 * torch.finfo(tensor.dtype).eps)
+                runs.noise[name] = 2 * max(runs.noise[name], median, torch.finfo(tensor.dtype).eps)
 
 
 def _together(parts: list[Verification], policy: str) -> Verification:
@@ -392,10 +392,12 @@ def _raise_if_broken(result: Verification) -> None:
     under, ran = f"verify: {result.subject} under {result.policy}", result.reference_executions[0]
     if result.broken:
         listed = ", ".join(result.broken[:5]) + (", ..." if len(result.broken) > 5 else "")
+        noise = f"differ there by up to {result.noise:.2g}" if result.noise else "are equal there"
         raise FastacError(
             f"{under}: {len(result.broken)} of {result.compared} outputs and gradients differ from {result.reference} "
-            f"checkpointing, by up to {result.largest_difference:.2g} of their norm ({listed}). {result.runs} runs of "
-            f"the reference differ there by up to {result.noise:.2g}.\n{result}"
+            f"checkpointing, by up to {result.largest_difference:.2g} of their norm: {listed}.\n{result.runs} runs of "
+            f"the reference {noise}. A block computes something else when it is run again: "
+            f"verify(..., per_block=True) finds it.\n{result}"
         )
     again = result.policy_executions[1] - result.allowed_again
     if again > 0 or result.policy_executions[0] != ran:
