@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 
 from tests.conftest import COLLECTED
 
-PACKAGE = Path(__file__).resolve().parent.parent / "fastac"
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "fastac"
 
 FLOORS = (
     "errors",
@@ -164,3 +166,8 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(pytestconfig: pytest.Config) -
     for item in pytestconfig.stash[COLLECTED]:
         cases[item.get_closest_marker("gpu") is not None].add(item.nodeid.partition("[")[0])
     assert not cases[True] - cases[False], "for a GPU alone"
+    if not cases[True]:
+        pytest.skip("no test for a GPU was collected")
+    named = re.search(r"GPU_TESTS := .*?,(.*)\)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert named is not None
+    assert {Path(name).parts[1] for name in cases[True]} == set(named[1].split()), "the folders that `make gpu` runs"

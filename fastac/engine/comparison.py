@@ -135,13 +135,14 @@ class _Unread:
 
 
 def _check_at_end_of_backward(found: list[Found]) -> None:
-    backward = torch_private.running_backward()
+    # A saved tensor may be read outside a backward.
+    backward = -1 if torch_private.in_compiled_autograd() else torch_private.running_backward()
     unread = engine.unread.get(backward)
     if unread is not None:
         unread.differences += found
         return
     unread = _Unread(found)
-    if backward == -1:  # a saved tensor is read outside a backward
+    if backward == -1:
         unread.check()
     else:
         engine.unread[backward] = unread
@@ -156,8 +157,9 @@ def _read(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
         places.setdefault(number.device, {}).setdefault(number.dtype, []).append(place)
     for groups in places.values():
         wide_first = sorted(groups.items(), key=lambda group: -group[0].itemsize)  # every group begins aligned
-        parts = [torch.stack([numbers[place] for place in group]).view(torch.uint8) for _, group in wide_first]
-        data, start = bytes(torch.cat(parts).tolist()), 0
+        with torch_private.without_modes():
+            parts = [torch.stack([numbers[place] for place in group]).view(torch.uint8) for _, group in wide_first]
+            data, start = bytes(torch.cat(parts).tolist()), 0
         for dtype, group in wide_first:
             values = np.frombuffer(data, str(dtype).removeprefix("torch."), len(group), start).tolist()
             start += len(group) * dtype.itemsize

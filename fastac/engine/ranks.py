@@ -32,6 +32,11 @@ class Group:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if rank() and dist.get_backend() != "fake" else None
 
+    @property
+    def is_one_process(self) -> bool:
+        """Whether there are no other ranks."""
+        return self._group is None
+
     def any(self, flag: bool) -> bool:
         """Whether a flag is set on any rank. Every rank must call it. Raises OtherRankFailed if another rank failed."""
         return any(self._exchange(flag))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pkgutil
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -354,6 +355,12 @@ def in_backward() -> bool:
 def running_backward() -> int:
     """The id of the backward that runs in this thread; -1 if none does."""
     return torch._C._current_graph_task_id()
+
+
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs the backward of this thread. It drops callbacks of the engine."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def running_node() -> Any:

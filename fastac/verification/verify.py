@@ -24,7 +24,7 @@ from fastac.engine.kinds import state as kinds
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.verification.noise import FEWEST, Runs, deterministic_kernels, distances, run_deterministic
+from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, deterministic_kernels, distances, run_deterministic
 from fastac.verification.report import Offloaded, decided_calls, records_of, render
 from fastac.verification.step import Step, devices_of, fresh, run_step
 
@@ -98,8 +98,10 @@ class Verification:
 
     @property
     def _equality(self) -> str:
-        if self.broken or not self.different:
-            return "bitwise, deterministic kernels" if self.deterministic and not self.broken else _yes(not self.broken)
+        if self.broken:
+            return _yes(False)
+        if not self.different:
+            return "bitwise, deterministic kernels" if self.deterministic else _yes(True)
         if self.compiled:
             return f"within what compiling {self.reference} changes by itself"
         return f"within the noise of {self.runs} runs ({self.noise:.1g} of the norm)"
@@ -269,25 +271,23 @@ class _Subject:
         if self.group.any(bool(expected.graphs)):
             expected = reference_step()  # the first compiled, and what dynamo traced was counted
         runs = Runs(expected.take_tensors())
-        runs.add("first", policy_step().tensors)
-        later = policy_step()
-        runs.add("later", later.take_tensors())
+        later = self._add_policy(runs, policy_step)
         compared, is_deterministic, remark = expected, False, ""
         # Every rank takes the same steps: they may communicate.
+        differs = self.group.any(bool(runs.different))
         compiled = self.group.any(bool(runs.different) and later.in_graph)
         if compiled:
-            self._add_compilation(runs, reference_step)
-        elif self.group.any(bool(runs.different)):
+            self.is_counted = False
+            self._repeat_compiled(runs, reference_step, policy_step)
+        elif differs:
             again, remark = self._deterministic_step(reference_step)
+            self.is_counted = False
             if again is not None:
                 compared, is_deterministic, runs = again, True, Runs(again.take_tensors())
             with deterministic_kernels() if is_deterministic else contextlib.nullcontext():
-                self.is_counted = False
                 if is_deterministic:
-                    runs.add("first", policy_step().tensors)
-                    runs.add("later", policy_step().tensors)
-                if self.group.any(bool(runs.different)):
-                    self._repeat(runs, reference_step, policy_step)
+                    self._add_policy(runs, policy_step)
+                self._repeat(runs, reference_step, policy_step)
         broken = sorted(runs.broken(), key=lambda name: -runs.different[name])
         saved = [call for call in later.calls if call.saved]
         own = expected.executions[1] if self.reference == "none" else 0
@@ -320,48 +320,56 @@ class _Subject:
             remark=remark,
         )
 
-    def _deterministic_step(self, reference_step: Callable[[], Step]) -> tuple[Step | None, str]:
-        """A step of the reference with deterministic kernels, if that makes it equal itself; else None, and why not."""
-        step, refused = run_deterministic(reference_step)
-        if self.group.any(step is None):
-            advice = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
-            return None, advice if "CUBLAS_WORKSPACE_CONFIG" in refused else refused.partition(", but")[0]
-        again, _ = run_deterministic(reference_step)
-        assert step is not None
-        assert again is not None
-        is_equal = not any(distances(step.tensors, again.tensors).values())
-        return (None, "") if self.group.any(not is_equal) else (step, "")
-
-    def _repeat(self, runs: Runs, reference_step: Callable[[], Step], policy_step: Callable[[], Step]) -> None:
-        """Run the reference `FEWEST` times, then reference and policy until no result is wrong, or none can change."""
-        while self.group.any(runs.count < FEWEST or (bool(runs.broken()) and runs.may_change())):
-            runs.add_reference(reference_step().tensors)
-            if runs.count > FEWEST:
-                self._forget_first()
-                runs.add("first", policy_step().tensors)
-                runs.add("later", policy_step().tensors)
-
-    def _forget_first(self) -> None:
-        """Observe the next region of each block, as in a first step."""
+    def _add_policy(self, runs: Runs, policy_step: Callable[[], Step]) -> Step:
+        """Add a first step of the policy, in which regions are observed, and a later one. Returns the later one."""
         kinds.results = weakref.WeakKeyDictionary()
         for record in records_of(self.inner.modules()):
             record.key = None
+        runs.add("first", policy_step().tensors)
+        later = policy_step()
+        runs.add("later", later.take_tensors())
+        return later
 
-    def _add_compilation(self, runs: Runs, reference_step: Callable[[], Step]) -> None:
-        """Add runs of a reference that is compiled as a whole, compiled and not, and allow what compiling changes.
+    def _deterministic_step(self, reference_step: Callable[[], Step]) -> tuple[Step | None, str]:
+        """A step of the reference with deterministic kernels, if that makes it equal itself; else None, and why not."""
+        if not self.group.is_one_process:
+            return None, ""  # an op that refuses in the middle of a backward would leave DDP and FSDP in it
+        step, refused = run_deterministic(reference_step)
+        if step is None:
+            advice = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+            return None, advice if "CUBLAS_WORKSPACE_CONFIG" in refused else f"No deterministic kernels: {refused}"
+        again, _ = run_deterministic(reference_step)
+        is_equal = again is not None and not any(distances(step.tensors, again.tensors).values())
+        return (step if is_equal else None), ""
 
-        The policy's graph may change other results than these runs do, by as much: all are allowed twice the median.
+    def _repeat(self, runs: Runs, reference_step: Callable[[], Step], policy_step: Callable[[], Step]) -> None:
+        """If results differ, run the reference `FEWEST` times, then all until nothing is wrong, or cannot change."""
+        if not self.group.any(bool(runs.different)):
+            return
+        while self.group.any(runs.count < FEWEST or (bool(runs.broken()) and runs.may_change())):
+            runs.add_reference(reference_step().tensors)
+            if runs.count > FEWEST:
+                self._add_policy(runs, policy_step)
+
+    def _repeat_compiled(self, runs: Runs, reference_step: Callable[[], Step], policy_step: Callable[[], Step]) -> None:
+        """As `_repeat`, for a model that is compiled as a whole: compiling the reference is noise as well.
+
+        The policy's graph may change other results than the reference's, by as much: all are allowed the median. To go
+        back and forth would compile each time, so the reference runs first. All steps of the policy run one graph.
         """
-        self.is_counted = False
         with torch.compiler.set_stance("force_eager"):
             runs.add_reference(reference_step().tensors)
-        while runs.count < FEWEST:
+        while self.group.any(runs.count < FEWEST):
             runs.add_reference(reference_step().tensors)
-        changed = sorted(filter(None, runs.noise.values()))
-        median = changed[len(changed) // 2] if changed else 0.0
-        for name, tensor in runs.reference.items():
-            if tensor is not None:
-                runs.noise[name] = 2 * max(runs.noise[name], median, torch.finfo(tensor.dtype).eps)
+        runs.allow_compilation()
+        while self.group.any(bool(runs.broken()) and runs.may_change()):
+            runs.add_reference(reference_step().tensors)
+        for _ in range(MOST_EQUAL):
+            if not self.group.any(bool(runs.broken())):
+                break
+            tensors = policy_step().tensors
+            for what in ("first", "later"):
+                runs.add(what, tensors)
 
 
 def _together(parts: list[Verification], policy: str) -> Verification:
@@ -375,6 +383,8 @@ def _together(parts: list[Verification], policy: str) -> Verification:
             return tuple(dict.fromkeys(one for names in values for one in names))
         if name == "runs":
             return max(values)
+        if name == "remark":
+            return next(filter(None, values), "")
         if name in ("different", "broken"):
             return tuple(f"block {number}: {one}" for number, names in enumerate(values) for one in names)
         if isinstance(values[0], tuple):

@@ -62,6 +62,46 @@ def test_every_rank_takes_the_same_steps() -> None:
     assert (quiet, noise > 0) == (0.0, True)
 
 
+class Refusing(torch.autograd.Function):
+    """Its backward is not deterministic, and raises if it should be."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if torch.get_deterministic_debug_mode() == 2:
+            raise RuntimeError("refusing_cuda does not have a deterministic implementation")
+        return gradient * (1 + 1e-6 * torch.rand(gradient.shape, generator=NOISE))
+
+
+NOISE = torch.Generator()
+
+
+def _verify_then_train(kind: str) -> tuple[bool, bool]:
+    model, batch = build(WAN)
+    model.blocks[0].ffn.register_forward_hook(lambda module, args, output: Refusing.apply(output))
+    model = {"fsdp2": sharded, "ddp": DistributedDataParallel}[kind](model)
+    inner = getattr(model, "module", model)
+    fastac.enable(inner)
+    found = fastac.verify(model, **batch)
+
+    def step() -> float:
+        model.zero_grad()
+        model(**batch)[0].square().mean().backward()
+        return sum(float(getattr(p.grad, "_local_tensor", p.grad).double().square().sum()) for p in model.parameters())
+
+    first, second = step(), step()
+    return "within the noise" in str(found), abs(first - second) < 1e-3 * first
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_no_step_ends_in_the_middle_of_a_backward(kind: str) -> None:
+    """As one under deterministic algorithms may, which would leave the wrapper in it."""
+    assert ranks.run(_verify_then_train, kind) == [(True, True)] * 2
+
+
 def _decomposed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return ulysses(query, key, value, dropout_p=0.5 if dist.get_rank() == 1 else 0.0)
 

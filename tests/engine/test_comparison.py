@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.compiled_autograd
 
 import fastac
 from fastac import FastacError
@@ -249,6 +250,17 @@ def test_stages_of_a_pipeline() -> None:
     output.sum().backward()
     with differs():
         middle.backward(received.grad)
+
+
+@accelerator
+def test_compiled_autograd() -> None:
+    """It drops callbacks of the engine: each region reads its own."""
+    layers = blocks()
+    output = forward(layers)
+    change(layers)
+    with torch._dynamo.compiled_autograd._enable(lambda graph: graph), differs():
+        output.sum().backward()
+    assert OnDevice.reads == 1, "the first one raises"
 
 
 @accelerator

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError
@@ -20,6 +23,7 @@ from fastac.engine import torch_private
 from fastac.verification import noise
 from tests import support
 from tests.hook.hosts import Diffuser, diffuser
+from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import AttentionBlock, cells_of, stack_inputs
 from tests.ways import recipes
 
@@ -185,13 +189,21 @@ class Kernel(torch.autograd.Function):
 
 
 class Block(AttentionBlock):
-    """A block that begins with the kernel. other_gain: by which it multiplies when it is run again."""
+    """A block that begins with the kernel. other_gain: by which it multiplies when it is run again.
 
-    other_gain = 1.0
+    of: only if the forward was observed (the "first" region), or only if it was not ("later").
+    """
+
+    other_gain, of, was_observed, is_noisy = 1.0, "", False, True
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        video = super().forward(Kernel.apply(video), text).tanh()
-        return (video * (self.other_gain if torch_private.in_backward() else 1.0)).tanh()
+        gain = 1.0
+        if not torch_private.in_backward():
+            self.was_observed = torch_private.in_dispatch_mode()
+        elif self.of in ("", "first" if self.was_observed else "later"):
+            gain = self.other_gain
+        video = Kernel.apply(video) if self.is_noisy else video
+        return (super().forward(video, text).tanh() * gain).tanh()
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -208,10 +220,10 @@ def noisy() -> Diffuser:
     return model
 
 
-def verify_blocks(other_gain: float = 1.0, **options: Any) -> fastac.Verification:
+def verify_blocks(other_gain: float = 1.0, of: str = "", **options: Any) -> fastac.Verification:
     model = noisy()
     for block in model.blocks:
-        block.other_gain = other_gain
+        block.other_gain, block.of = other_gain, of
     fastac.enable(model, determinism_check="none")
     return fastac.verify(model, **stack_inputs(), **options)
 
@@ -239,6 +251,17 @@ def test_deterministic_kernels_are_compared_bitwise(way: str, mode: str) -> None
         torch.set_deterministic_debug_mode("default")
 
 
+@pytest.mark.parametrize("refuses", ["", "kernel_cuda does not have a deterministic implementation"])
+@pytest.mark.parametrize("of", ["first", "later"])
+@pytest.mark.parametrize("way", ["attn_only", "offload", "per block"])
+def test_a_fault_of_the_first_or_of_later_steps_is_seen(
+    way: str, of: str, refuses: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Kernel, "refuses", refuses)
+    with pytest.raises(FastacError, match="outputs and gradients differ"):
+        verify_blocks(other_gain=1.03, of=of, **WAYS[way])
+
+
 CUBLAS = (
     "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or ..., but this "
     "operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2. To enable deterministic behavior "
@@ -252,8 +275,9 @@ CUBLAS = (
     [
         ("kernel_cuda does not have a deterministic implementation, but you set ...", "kernel_cuda does not have a"),
         (CUBLAS, "start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+        ("No available kernel. Aborting execution.", "No available kernel"),
     ],
-    ids=["op", "cuBLAS"],
+    ids=["op", "cuBLAS", "SDPA with cuDNN alone"],
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_without_a_deterministic_kernel_noise_is_measured(
@@ -268,10 +292,53 @@ def test_without_a_deterministic_kernel_noise_is_measured(
     assert remark in str(result).splitlines()[-1]
 
 
-def test_another_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kernel, "refuses", "a mistake of the model")
-    with pytest.raises(RuntimeError, match="a mistake of the model"):
-        verify_blocks()
+def test_the_remark_is_of_any_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "refuses", "kernel_cuda does not have a deterministic implementation")
+    model = noisy()
+    model.blocks[0].is_noisy = False
+    assert "kernel_cuda does not have" in str(fastac.verify(model, **stack_inputs(), per_block=True)).splitlines()[-1]
+
+
+def test_a_reference_that_loses_results_is_no_proof() -> None:
+    """A gradient is NaN in the run after the first three and the two with deterministic kernels."""
+    runs = itertools.count()
+
+    class Loses(AttentionBlock):
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            if not torch_private.in_backward():
+                number = next(runs)
+                video.register_hook(lambda gradient: gradient * (math.nan if number == 5 else 1 + number * 1e-6))
+            return super().forward(video, text)
+
+    with pytest.raises(FastacError, match="1 of 23 outputs and gradients differ"):
+        fastac.verify(Loses(), **stack_inputs())
+
+
+@NEEDS_COMPILED_MODELS
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_a_model_that_is_compiled_as_a_whole(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is noisy in a share of the calls."""
+    calls = torch.Generator().manual_seed(0)
+
+    @torch.library.custom_op(f"fastac_tests::noise_{int(10 * share)}", mutates_args=())
+    def rounds(gradient: torch.Tensor) -> torch.Tensor:
+        is_noisy = torch.rand((), generator=calls) < share
+        return gradient * (1 + 1e-6 * is_noisy * torch.rand(gradient.shape, generator=calls))
+
+    @torch.library.custom_op(f"fastac_tests::noisy_{int(10 * share)}", mutates_args=())
+    def noisy(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    rounds.register_fake(torch.empty_like)
+    noisy.register_fake(torch.empty_like)
+    noisy.register_autograd(lambda ctx, gradient: rounds(gradient))
+    model = support.stack(
+        block=lambda: AttentionBlock(attend=lambda q, k, v: F.scaled_dot_product_attention(noisy(q), k, v))
+    )
+    fastac.enable(model, blocks="blocks")
+    model.compile(backend="aot_eager")
+    for _ in range(4):
+        assert not fastac.verify(model, **stack_inputs()).broken
 
 
 def test_other_attention_kernels_than_in_training_are_named() -> None:
