@@ -170,4 +170,4 @@ def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(pytestconfig: pytest.Config) -
         pytest.skip("no test for a GPU was collected")
     named = re.search(r"GPU_TESTS := .*?,(.*)\)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert named is not None
-    assert {Path(name).parts[1] for name in cases[True]} == set(named[1].split()), "the folders that `make gpu` runs"
+    assert {Path(name).parts[1] for name in cases[True]} <= set(named[1].split()), "the folders that `make gpu` runs"
