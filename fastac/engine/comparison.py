@@ -18,12 +18,12 @@ import itertools
 import math
 import operator
 import re
+import struct
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from fastac.engine import torch_private
@@ -36,11 +36,15 @@ Metadata = tuple[torch.Size, torch.dtype, torch.device, int]
 metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dtype", "device", "_version")
 """Compared for every tensor in every step. The version counts in-place changes."""
 
-Difference = tuple["Fingerprint", "Fingerprint", float, str]
-"""A tensor's fingerprints in forward and recompute, the noise between them, and its op and module in words."""
 
-Found = tuple[str, Difference]
-"""A block in words, and a difference in it."""
+class Difference(NamedTuple):
+    """A tensor that may differ between forward and recompute."""
+
+    block: str  # in words
+    forward: Fingerprint
+    again: Fingerprint
+    allowed: float  # the noise between the two
+    where: str  # the tensor's op and module, in words
 
 
 @dataclasses.dataclass
@@ -98,7 +102,7 @@ class Comparison:
         if forward.is_read_later or relative_difference(forward, again) > allowed:
             where = place(module_of(self.function), tensor, self.ends)
             if where is not None:
-                self._differences.append((forward, again, allowed, where))
+                self._differences.append(Difference(describe(self.function), forward, again, allowed, where))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether the block has written a weight or buffer in this recompute."""
@@ -110,10 +114,9 @@ class Comparison:
             self.record.writes = any(map(self._is_written, self._versions))
         if self._error is not None:
             raise self._error
-        found = [(describe(self.function), one) for one in self._differences]
-        _check(one for one in found if not one[1][0].is_read_later)
-        if found:
-            _check_at_end_of_backward(found)
+        _check(one for one in self._differences if not one.forward.is_read_later)
+        if self._differences:
+            _check_at_end_of_backward(self._differences)
 
 
 class _Unread:
@@ -122,26 +125,23 @@ class _Unread:
     Only the callback of that backward holds it. A backward that raises drops it, and no other one hears of it.
     """
 
-    def __init__(self, differences: list[Found]) -> None:
+    def __init__(self, differences: list[Difference]) -> None:
         self.differences = differences
 
     def check(self) -> None:
         """Read all numbers, and raise RecomputeError if some differ."""
-        numbers = iter(_read([one for _, (forward, again, *_) in self.differences for one in (forward, again)]))
-        _check(
-            (block, (next(numbers), next(numbers), allowed, where))
-            for block, (_, _, allowed, where) in self.differences
-        )
+        read = iter(_read([fingerprint for one in self.differences for fingerprint in (one.forward, one.again)]))
+        _check(one._replace(forward=next(read), again=next(read)) for one in self.differences)
 
 
-def _check_at_end_of_backward(found: list[Found]) -> None:
+def _check_at_end_of_backward(differences: list[Difference]) -> None:
     # A saved tensor may be read outside a backward.
     backward = -1 if torch_private.in_compiled_autograd() else torch_private.running_backward()
     unread = engine.unread.get(backward)
     if unread is not None:
-        unread.differences += found
+        unread.differences += differences
         return
-    unread = _Unread(found)
+    unread = _Unread(differences)
     if backward == -1:
         unread.check()
     else:
@@ -149,28 +149,23 @@ def _check_at_end_of_backward(found: list[Found]) -> None:
         torch_private.at_end_of_backward(unread.check)
 
 
+_FORMATS = {torch.float32: "f", torch.float64: "d", torch.int64: "q"}
+"""Dtype of a number -> its letter in a format of `struct`."""
+
+
 def _read(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
-    """The fingerprints with numbers on the host. Waits once for each device."""
+    """The fingerprints with numbers on the host. Waits for the accelerator once: the bytes of all come together."""
     numbers = [number for one in fingerprints for number in (*one.sums, one.norm)]
-    places: dict[torch.device, dict[torch.dtype, list[int]]] = {}
-    for place, number in enumerate(numbers):
-        places.setdefault(number.device, {}).setdefault(number.dtype, []).append(place)
-    for groups in places.values():
-        wide_first = sorted(groups.items(), key=lambda group: -group[0].itemsize)  # every group begins aligned
-        with torch_private.without_modes():
-            parts = [torch.stack([numbers[place] for place in group]).view(torch.uint8) for _, group in wide_first]
-            data, start = bytes(torch.cat(parts).tolist()), 0
-        for dtype, group in wide_first:
-            values = np.frombuffer(data, str(dtype).removeprefix("torch."), len(group), start).tolist()
-            start += len(group) * dtype.itemsize
-            for place, value in zip(group, values, strict=True):
-                numbers[place] = value
-    read = iter(numbers)
-    return [Fingerprint(one.dtype, [next(read) for _ in one.sums], next(read)) for one in fingerprints]
+    device = numbers[0].device
+    with torch_private.without_modes():
+        parts = [number.reshape(1).view(torch.uint8) for number in numbers]
+        data = bytes(torch.cat([part if part.device == device else part.to(device) for part in parts]).tolist())
+    values = iter(struct.unpack("=" + "".join(_FORMATS[number.dtype] for number in numbers), data))
+    return [Fingerprint(one.dtype, [next(values) for _ in one.sums], next(values)) for one in fingerprints]
 
 
-def _check(found: Iterable[Found]) -> None:
-    for block, (forward, again, allowed, where) in found:
+def _check(differences: Iterable[Difference]) -> None:
+    for block, forward, again, allowed, where in differences:
         apart = relative_difference(forward, again)
         if apart > allowed:
             seen = f"relative difference {apart:.1e}, {allowed:.1e} is noise" if allowed else "whole numbers differ"
