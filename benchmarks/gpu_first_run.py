@@ -26,12 +26,11 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from diffusers import WanTransformer3DModel
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 import fastac
 from fastac.cli.measuring import enable_torch_sac
 from fastac.engine.blocks import known_record
+from peers import remat
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -77,33 +76,11 @@ def inputs_of(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
-def enable_torch_remat(model: Any) -> None:
-    """Attention of a copy of diffusers' processor becomes a region that is not recomputed."""
-    import torch_remat
-
-    def processor(name: str) -> Any:
-        def attend(*args: Any, **kwargs: Any) -> Any:
-            output = torch_remat.region(dispatch_attention_fn, name, recompute=False)(*args, **kwargs)
-            torch_remat.recompute_needs_tensor(output)
-            return output
-
-        original = WanAttnProcessor.__call__
-        names = {**original.__globals__, "dispatch_attention_fn": attend}
-        copy = types.FunctionType(original.__code__, names, argdefs=original.__defaults__)
-        return type("Processor", (WanAttnProcessor,), {"__call__": copy})()
-
-    for block in model.blocks:
-        block.attn1.set_processor(processor("attn1"))
-        block.attn2.set_processor(processor("attn2"))
-    checkpointed = torch_remat.checkpoint()
-    model.enable_gradient_checkpointing(lambda block, *args: checkpointed(block)(*args))
-
-
 WAYS = {
     "none": lambda model, inputs: None,
     "torch full": lambda model, inputs: model.enable_gradient_checkpointing(),
     "torch SAC, by name": lambda model, inputs: enable_torch_sac(model),
-    "torch_remat": lambda model, inputs: enable_torch_remat(model),
+    "torch_remat": lambda model, inputs: remat(types.SimpleNamespace(model=model)),
     "full": lambda model, inputs: fastac.enable(model, policy="full"),
     "attn_only": lambda model, inputs: fastac.enable(model, policy="attn_only"),
     "long_attn_only": lambda model, inputs: fastac.enable(model, policy="long_attn_only"),
