@@ -365,7 +365,7 @@ def measure_one(name: str, composition: Composition, policy: str, backend: str) 
         for _ in range(WARM_UP):
             step()
             model.zero_grad()
-        with executed_attention() as (calls, _):
+        with executed_attention() as calls:
             step()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         model.zero_grad()
@@ -380,7 +380,7 @@ def measure_one(name: str, composition: Composition, policy: str, backend: str) 
 def measure_step(step: Callable[..., Any], inputs: dict[str, Any]) -> Measured:
     for _ in range(WARM_UP):
         step(**inputs)
-    with executed_attention() as (calls, _):
+    with executed_attention() as calls:
         gradients = step(**inputs)
     gc.collect()
     peak = allocated_bytes(lambda: step(**inputs)).peak

@@ -304,7 +304,7 @@ def profile_step(training: Training) -> tuple[dict[str, Any], Timed]:
         }
     else:
         held, peak = allocated_bytes(training.forward, training.finish)
-        with executed_attention() as (ran, _):
+        with executed_attention() as ran:
             timed = training.timed()
         found = dict.fromkeys(("hidden", "forward_kernel_seconds", "forward_gap_seconds"))
         found |= {"attention_kernels": sum(ran.values())}

@@ -36,7 +36,7 @@ from fastac.planning import plan
 from fastac.planning.plans import ROWS, table_of_figures
 from fastac.policy import Policy
 from fastac.registry import classify
-from fastac.verification.noise import MOST_EQUAL, Runs, deterministic_kernels, run_deterministic
+from fastac.verification.noise import MOST_EQUAL, Tensors, deterministic_kernels, deterministic_runs, two_runs
 from fastac.verification.report import offloaded_by, render
 from fastac.verification.step import Step, floating, run_step
 
@@ -362,7 +362,7 @@ class Measurement:
     attention: int = 0  # kernels that ran in a step
     compared: int = 0  # outputs and gradients
     different: int = 0  # of those, not bitwise equal to the reference's
-    broken: int = 0  # of those, differ by more than the noise of the reference
+    broken: int = 0  # outputs and gradients that differ by more than the noise of the reference
     largest_difference: float = 0.0  # relative to the norm
 
 
@@ -441,18 +441,16 @@ class _Reference:
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
         self.is_deterministic = False
-        self.runs = self._runs()
+        self.runs = two_runs(self._tensors)
         if self.runs.is_noisy:
-            runs, _ = run_deterministic(self._runs)
-            if runs is not None and not runs.is_noisy:
+            runs, _ = deterministic_runs(self._tensors)
+            if runs is not None:
                 self.runs, self.is_deterministic = runs, True
         while self.runs.is_noisy and self.runs.count < MOST_EQUAL:
-            self.runs.add_reference(self._step(False).tensors)
+            self.runs.add_reference(self._tensors())
 
-    def _runs(self) -> Runs:
-        runs = Runs(self._step(False).tensors)
-        runs.add_reference(self._step(False).tensors)
-        return runs
+    def _tensors(self) -> Tensors:
+        return self._step(is_counted=False).tensors
 
     def _step(self, is_counted: bool) -> Step:
         step = run_step(self.workload.model, self.workload.model, (), self.workload.inputs, is_counted)
@@ -463,11 +461,11 @@ class _Reference:
     def compare(self, name: str) -> Mapping[str, Any]:
         """Figures of the way that is switched on."""
         with deterministic_kernels() if self.is_deterministic else contextlib.nullcontext():
-            step = self._step(True)
+            step = self._step(is_counted=True)
             found = self.runs.add(name, step.tensors)
             for _ in range(MOST_EQUAL):
                 if self.runs.broken(name):  # noise that is rare may have spared the reference
-                    found = self.runs.add(name, self._step(False).tensors)
+                    found = self.runs.add(name, self._tensors())
         return {
             "attention": sum(step.executions),
             "compared": len(step.tensors),
@@ -492,7 +490,7 @@ class Measurements:
     reference: str  # the way whose outputs and gradients the others are compared with
     noise: float  # the largest difference between runs of the reference, relative to the norm
     rows: tuple[Measurement, ...]
-    runs: int = 1  # of the reference, compared with each other
+    runs: int = 1  # how often the reference ran
     is_deterministic: bool = False  # outputs and gradients were compared with torch's deterministic kernels
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@ If two runs of one step differ, it is run with torch's deterministic kernels, wh
 measured. A run is judged by its distance from one run of the reference: for each output and gradient, the norm of the
 difference, relative to the norm of the tensor. What a policy changes is there in all of its runs, and noise is not. So
 a result is wrong if all runs of the policy are further from that run than `FACTOR` times every other run of the
-reference. While a result looks wrong, both run again: so a tensor that is equal in a few runs by chance is no alarm.
+reference. While a result looks wrong, both run again: tensors that are equal in a few runs by chance raise no alarm.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
 
 import torch
 
 Tensors = Mapping[str, torch.Tensor | None]
-Result = TypeVar("Result")
 
 FACTOR = 1.5
 """Healthy runs pass with 1: this allows for a recompute with a noise of its own, as a forward kernel may have."""
@@ -135,14 +133,22 @@ def _fill_memory(fill: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
-def run_deterministic(step: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Call a step, which ran before, with deterministic kernels. Returns its result, or None and why it raised.
+def two_runs(step: Callable[[], Tensors]) -> Runs:
+    """Two runs of a reference. step: returns the outputs and gradients of one."""
+    runs = Runs(step())
+    runs.add_reference(step())
+    return runs
 
-    An op without such a kernel says so. SDPA of which only cuDNN's kernel is allowed says that there is none, and
-    another kernel may need more memory than there is.
+
+def deterministic_runs(step: Callable[[], Tensors]) -> tuple[Runs | None, str]:
+    """Two runs of a reference with deterministic kernels, which are equal; else None, and why a step raised.
+
+    The step ran before: an op without such a kernel raises, SDPA raises if it may use cuDNN's kernel only, and another
+    kernel may need more memory than there is.
     """
     try:
         with deterministic_kernels():
-            return step(), ""
+            runs = two_runs(step)
     except RuntimeError as error:
         return None, str(error).partition(", but you set")[0].partition("\n")[0]
+    return (None if runs.is_noisy else runs), ""

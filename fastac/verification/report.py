@@ -57,7 +57,7 @@ def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
 
 
 def records_of(modules: Iterable[torch.nn.Module]) -> list[BlockRecord]:
-    """The records of those modules of which a region was seen, or that `enable` named."""
+    """The records of modules. A module has one if a region of it was seen or `enable` named it."""
     return [record for one in modules if (record := known_record(one)) is not None]
 
 

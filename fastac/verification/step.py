@@ -25,20 +25,18 @@ from fastac.verification.report import Offloaded, offloaded_by, records_of
 
 
 @contextlib.contextmanager
-def executed_attention(*activities: ProfilerActivity) -> Iterator[tuple[Counter[str], profile]]:
+def executed_attention() -> Iterator[Counter[str]]:
     """Count the attention kernels that run inside, by op: complete at its end.
 
     torch's profiler counts every call of an op. A call that fastac answered from a tape ran no kernel and is
     subtracted. Calls that dynamo makes while it traces run none either, and are counted.
-
-    activities: profiled beside the CPU.
     """
     ran: Counter[str] = Counter()
     answered: Counter[str] = Counter()
     engine.answered.append(answered)
     try:
-        with profile(activities=[ProfilerActivity.CPU, *activities]) as profiled:
-            yield ran, profiled
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            yield ran
     finally:
         engine.answered[:] = [one for one in engine.answered if one is not answered]
     names = {op.qualified_name.partition(".")[0] for op in registry.present_ops() if op.is_attention}
@@ -50,11 +48,6 @@ def executed_attention(*activities: ProfilerActivity) -> Iterator[tuple[Counter[
             ran[name] += 1
             ends[thread, name] = event.end_ns()
     ran.subtract(answered)
-
-
-@contextlib.contextmanager
-def _nothing_counted() -> Iterator[tuple[Counter[str], None]]:
-    yield Counter(), None
 
 
 @dataclasses.dataclass
@@ -99,7 +92,6 @@ def run_step(
 
     is_counted: count attention kernels, by torch's profiler, which takes most of the time of a small step.
     """
-    count = executed_attention if is_counted else _nothing_counted
     model.zero_grad(set_to_none=True)
     args, kwargs = fresh((args, kwargs))
     regions: list[RegionResult] = []
@@ -108,7 +100,7 @@ def run_step(
     engine.collectors.append(regions)
     try:
         with generators_preserved(devices_of(model)), buffers_preserved(model), torch.enable_grad():
-            with count() as (forward, _):
+            with _counting(is_counted) as forward:
                 outputs = [_local(t) for t in floating(function(*args, **kwargs))]
             compiled = graphs.ids_among(nodes_between(outputs, ()))
             generator = torch.Generator().manual_seed(0)
@@ -116,7 +108,7 @@ def run_step(
             differentiable = [(t, w) for t, w in zip(outputs, weights, strict=True) if t.requires_grad]
             if not differentiable:
                 raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
-            with count() as (backward, _):
+            with _counting(is_counted) as backward:
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
     finally:
         engine.collectors[:] = [one for one in engine.collectors if one is not regions]
@@ -130,6 +122,10 @@ def run_step(
     executions, offloaded = (forward.total(), backward.total()), offloaded_by(model.modules())
     kernels = tuple(sorted(name for name, count in forward.items() if count))
     return Step(tensors, executions, calls, compiled, products=products, offloaded=offloaded, kernels=kernels)
+
+
+def _counting(is_counted: bool) -> contextlib.AbstractContextManager[Counter[str]]:
+    return executed_attention() if is_counted else contextlib.nullcontext(Counter())
 
 
 def _local(tensor: Any) -> Any:

@@ -24,7 +24,7 @@ from fastac.engine.kinds import state as kinds
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, deterministic_kernels, distances, run_deterministic
+from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, Tensors, deterministic_kernels, deterministic_runs
 from fastac.verification.report import Offloaded, decided_calls, records_of, render
 from fastac.verification.step import Step, devices_of, fresh, run_step
 
@@ -272,7 +272,7 @@ class _Subject:
             expected = reference_step()  # the first compiled, and what dynamo traced was counted
         runs = Runs(expected.take_tensors())
         later = self._add_policy(runs, policy_step)
-        compared, is_deterministic, remark = expected, False, ""
+        compared_kernels, is_deterministic, remark = expected.kernels, False, ""
         # Every rank takes the same steps: they may communicate.
         differs = self.group.any(bool(runs.different))
         compiled = self.group.any(bool(runs.different) and later.in_graph)
@@ -280,12 +280,12 @@ class _Subject:
             self.is_counted = False
             self._repeat_compiled(runs, reference_step, policy_step)
         elif differs:
-            again, remark = self._deterministic_step(reference_step)
+            equal, kernels, remark = self._deterministic_runs(reference_step)
             self.is_counted = False
-            if again is not None:
-                compared, is_deterministic, runs = again, True, Runs(again.take_tensors())
+            is_deterministic = equal is not None
             with deterministic_kernels() if is_deterministic else contextlib.nullcontext():
-                if is_deterministic:
+                if equal is not None:
+                    runs, compared_kernels = equal, kernels
                     self._add_policy(runs, policy_step)
                 self._repeat(runs, reference_step, policy_step)
         broken = sorted(runs.broken(), key=lambda name: -runs.different[name])
@@ -316,7 +316,7 @@ class _Subject:
             runs=runs.count,
             deterministic=is_deterministic and not runs.different,
             kernels=expected.kernels,
-            compared_kernels=compared.kernels,
+            compared_kernels=compared_kernels,
             remark=remark,
         )
 
@@ -330,17 +330,24 @@ class _Subject:
         runs.add("later", later.take_tensors())
         return later
 
-    def _deterministic_step(self, reference_step: Callable[[], Step]) -> tuple[Step | None, str]:
-        """A step of the reference with deterministic kernels, if that makes it equal itself; else None, and why not."""
+    def _deterministic_runs(self, reference_step: Callable[[], Step]) -> tuple[Runs | None, tuple[str, ...], str]:
+        """Equal runs of the reference with deterministic kernels, and the attention ops in them; or None, and why."""
         if not self.group.is_one_process:
-            return None, ""  # an op that refuses in the middle of a backward would leave DDP and FSDP in it
-        step, refused = run_deterministic(reference_step)
-        if step is None:
-            advice = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
-            return None, advice if "CUBLAS_WORKSPACE_CONFIG" in refused else f"No deterministic kernels: {refused}"
-        again, _ = run_deterministic(reference_step)
-        is_equal = again is not None and not any(distances(step.tensors, again.tensors).values())
-        return (step if is_equal else None), ""
+            return None, (), ""  # an op that refuses in the middle of a backward would leave DDP and FSDP in it
+        kernels: tuple[str, ...] = ()
+
+        def step() -> Tensors:
+            nonlocal kernels
+            found = reference_step()
+            kernels = found.kernels
+            return found.take_tensors()
+
+        runs, refused = deterministic_runs(step)
+        if "CUBLAS_WORKSPACE_CONFIG" in refused:
+            refused = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+        elif refused:
+            refused = f"No deterministic kernels: {refused}"
+        return runs, kernels, refused
 
     def _repeat(self, runs: Runs, reference_step: Callable[[], Step], policy_step: Callable[[], Step]) -> None:
         """If results differ, run the reference `FEWEST` times, then all until nothing is wrong, or cannot change."""
@@ -406,8 +413,8 @@ def _raise_if_broken(result: Verification) -> None:
         raise FastacError(
             f"{under}: {len(result.broken)} of {result.compared} outputs and gradients differ from {result.reference} "
             f"checkpointing, by up to {result.largest_difference:.2g} of their norm: {listed}.\n{result.runs} runs of "
-            f"the reference {noise}. A block computes something else when it is run again: "
-            f"verify(..., per_block=True) finds it.\n{result}"
+            f"the reference {noise}. A block computes something else when it is run again. "
+            f"Of a diffusers model, verify(..., per_block=True) tells which.\n{result}"
         )
     again = result.policy_executions[1] - result.allowed_again
     if again > 0 or result.policy_executions[0] != ran:

@@ -45,7 +45,7 @@ def test_kernels_are_those_that_ran(peers: Any) -> None:
         for _ in range(3):
             step.step()
         kernels[way] = peers.executed(step)
-    with executed_attention() as (ran, _):
+    with executed_attention() as ran:
         step.step()
     assert list(kernels.values()) == [4, 2, 2]
     assert ran.total() == 2

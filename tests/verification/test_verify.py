@@ -151,7 +151,7 @@ def test_every_block_is_watched() -> None:
 
 def test_a_call_that_a_mode_makes_again_is_counted_once() -> None:
     fastac.checkpoint(AttentionBlock(), **stack_inputs())
-    with executed_attention() as (ran, _), FlopCounterMode(display=False):
+    with executed_attention() as ran, FlopCounterMode(display=False):
         AttentionBlock()(**stack_inputs())
     assert ran.total() == 2
 
@@ -159,7 +159,7 @@ def test_a_call_that_a_mode_makes_again_is_counted_once() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_an_eager_higher_order_op_is_counted() -> None:
     prepare()
-    with torch.no_grad(), executed_attention() as (ran, _):
+    with torch.no_grad(), executed_attention() as ran:
         flex_attention(*[torch.randn(1, 2, 128, 16)] * 3)
     assert ran == {"higher_order::flex_attention": 1}
 
@@ -174,7 +174,7 @@ def test_kernels_are_counted_whoever_stands_in_the_dispatcher() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         library.impl("verify_shadowed", _passed_on(attend), "BackendSelect", with_keyset=True, allow_override=True)
-    with executed_attention() as (ran, _):
+    with executed_attention() as ran:
         AttentionBlock(attend=attend)(**stack_inputs())
     assert ran == {f"{support.NAMESPACE}::verify_shadowed": 2}
     for call in (lambda: train_step(model, stack_inputs()), lambda: fastac.verify(model, **stack_inputs())):
