@@ -25,8 +25,8 @@ from fastac.compile import graphs, tracing
 from fastac.compile.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
-from fastac.engine import interception, kinds, linear, torch_private
-from fastac.engine.blocks import block_of, describe, is_compiled, module_of, modules_in, record_of, signature
+from fastac.engine import buffers, interception, kinds, linear, torch_private
+from fastac.engine.blocks import block_of, describe, is_compiled, module_of, modules_in, owners_of, record_of, signature
 from fastac.engine.calls import RegionResult
 from fastac.engine.offload import Stash
 from fastac.engine.region import Region
@@ -181,6 +181,7 @@ class _Call:
             compares=compares,
             has_fingerprints=is_sampled and compares and preserve_rng_state,
             stash=stash,
+            buffers=buffers.begin(owners_of(function) if self.block is None else [self.block], is_sampled),
         )
         with _NOTHING if observer is None else CompiledCalls() as calls:
             outputs = region.forward(self.args, observer)

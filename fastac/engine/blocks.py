@@ -48,7 +48,11 @@ class BlockRecord:
     recomputed: bool = False
     """A backward came through since the latest step began: the next region begins another."""
     writes: bool | None = None
-    """It writes weights or buffers of its own. None before a recompute has shown it."""
+    """It writes weights of its own. None before a recompute has shown it."""
+    streams: bool = False
+    """Somebody unknown writes equal values into its weights before it uses them."""
+    buffers: dict[tuple[torch.nn.Module, str], bool] | None = None
+    """Module and name of each buffer of the block -> whether the block writes it. None before a first region."""
     doubts: dict[object, bool] = dataclasses.field(default_factory=dict)
     """Kinds of which a region made fewer calls than the first -> whether a region that did so was watched."""
 
@@ -131,19 +135,32 @@ def kind_of(function: Any) -> Any:
         function = inner
 
 
+def owners_of(function: Any) -> list[torch.nn.Module]:
+    """The module that a function is, or is a method of; else those that it holds."""
+    module = module_of(function)
+    return modules_in(function) if module is None else [module]
+
+
 def modules_in(function: Any) -> list[torch.nn.Module]:
-    """The modules that a function holds, in its closure or as arguments of a partial."""
+    """The modules that a function holds: in its closure, its defaults, or as arguments of a partial."""
+    owners = [one.__self__ if isinstance(one, types.MethodType) else one for one in held_by(function)]
+    return [inside(one) for one in owners if isinstance(one, torch.nn.Module)]
+
+
+def held_by(function: Any) -> list[Any]:
+    """The values that a function holds: in its closure, its defaults, or as arguments of a partial."""
     held: list[Any] = []
     while function is not None:
         if isinstance(function, functools.partial):
             held += (*function.args, *function.keywords.values())
             function = function.func
+        held += getattr(function, "__defaults__", None) or ()
+        held += (getattr(function, "__kwdefaults__", None) or {}).values()
         for cell in getattr(function, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # it is empty
                 held.append(cell.cell_contents)
         function = getattr(function, "__wrapped__", None)
-    owners = [one.__self__ if isinstance(one, types.MethodType) else one for one in held]
-    return [inside(one) for one in owners if isinstance(one, torch.nn.Module)]
+    return held
 
 
 def describe(function: Any) -> str:

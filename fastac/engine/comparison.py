@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import BlockRecord, describe, module_of, modules_in
+from fastac.engine.blocks import BlockRecord, describe, held_by, module_of, owners_of
+from fastac.engine.generators import tensors_in
 from fastac.engine.tape import RecomputeError, engine
 from fastac.errors import class_name
 
@@ -53,8 +54,8 @@ class Comparison:
 
     function: Any
     record: BlockRecord
-    """Of the block. The first recompute notes there whether the block writes weights or buffers of its own."""
-    fingerprints: Iterable[Fingerprint | None]
+    """Of the block. The first recompute notes there whether the block writes weights of its own."""
+    fingerprints: Sequence[Fingerprint | None]
     """Of the tensors that the forward saved, if values are compared."""
     ends: types.CodeType
     """Code of the frame that calls the function."""
@@ -64,14 +65,14 @@ class Comparison:
         self._allowed = 0.0  # the noise of the coarsest dtype so far, which is in all that follows
         self._error: RecomputeError | None = None  # of the first tensor whose metadata differ
         self._differences: list[Difference] = []
-        modules = [] if self.record.writes is False else _owners_of(self.function)
-        self._versions = {one: one._version for module in modules for _, one in _state_of(module)}
+        self._versions = {} if self.record.writes is False else dict(_weight_versions(self.function))
 
     def add_metadata(self, forward: Metadata, tensor: torch.Tensor) -> None:
         """Note a tensor whose metadata differ from those of the forward.
 
         A tensor that recompute makes may have another version: it may be written more or less often. A weight or a
-        buffer may not, unless the block writes it itself.
+        buffer may not, unless the block writes it itself. If nobody is found who does, and values are compared, these
+        decide: weights may be streamed into one buffer.
         """
         again = metadata(tensor)
         if forward[:-1] != again[:-1]:
@@ -79,9 +80,13 @@ class Comparison:
         else:
             # A Linear module saves a view of its weight. A view of a buffer may be a part of it that was not written.
             written = tensor._base if isinstance(tensor._base, torch.nn.Parameter) else tensor
-            names = {one: name for module in _owners_of(self.function) for name, one in _state_of(module)}
+            names = {one: name for module in owners_of(self.function) for name, one in _state_of(module)}
             if not (isinstance(written, torch.nn.Parameter) or written in names) or self._is_written(written):
                 return
+            if written not in names:
+                self.record.streams |= bool(self.fingerprints)
+                if self.record.streams:
+                    return
             name = names.get(written, f"a parameter {tuple(written.shape)}")
             what = f"uses {name} otherwise than the forward did: it was written between forward and backward "
             what += "(optimizer.step, an EMA swap, load_state_dict), or another adapter is active"
@@ -105,7 +110,7 @@ class Comparison:
                 self._differences.append(Difference(describe(self.function), forward, again, allowed, where))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
-        """Whether the block has written a weight or buffer in this recompute."""
+        """Whether the block has written a weight in this recompute."""
         return self._versions.get(tensor, tensor._version) != tensor._version
 
     def check(self) -> None:
@@ -179,10 +184,10 @@ def _check(differences: Iterable[Difference]) -> None:
             )
 
 
-def _owners_of(function: Any) -> list[torch.nn.Module]:
-    """The module that a function is, or is a method of; else those that it holds."""
-    module = module_of(function)
-    return modules_in(function) if module is None else [module]
+def _weight_versions(function: Any) -> Iterator[tuple[torch.Tensor, int]]:
+    """The weights that a function may write, with their versions: a wrapper around a block may hold them itself."""
+    weights = [one for module in owners_of(function) for one in module.parameters()]
+    return ((one, one._version) for one in (*weights, *tensors_in(held_by(function))) if not one.is_inference())
 
 
 def _state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

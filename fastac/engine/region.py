@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,8 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fastac.engine import torch_private
 from fastac.engine.blocks import BlockRecord, describe
+from fastac.engine.buffers import Buffers
 from fastac.engine.comparison import Comparison, Fingerprint, Metadata, fingerprint, metadata
-from fastac.engine.generators import current_states, generator_state, set_states
+from fastac.engine.generators import current_states, generator_state, set_states, tensors_in
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
 from fastac.engine.tape import RecomputeError, Replay, Tape
 from fastac.errors import is_out_of_memory
@@ -45,6 +46,10 @@ class Slot:
     metadata: Metadata
 
 
+Recomputed = dict[Slot, tuple[torch.Tensor, int]]
+"""What takes the place of each slot, with its version when it was saved."""
+
+
 @dataclasses.dataclass(eq=False)
 class Region:
     """One call of a function under checkpointing. It lives as long as its autograd graph."""
@@ -60,15 +65,17 @@ class Region:
     has_fingerprints: bool = False  # values are compared, too
     early_stop: bool = True
     stash: Stash | None = None  # of a region that offloads
+    buffers: Buffers | None = None  # of a block that has some
 
     def __post_init__(self) -> None:
         self.early_stop = torch_private.early_stop(self.early_stop)
         self.complete = False  # the forward has ended
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints: list[Fingerprint | None] = []
-        self.recomputed: dict[Any, dict[Slot, torch.Tensor]] = {}  # by backward, without what it has unpacked
+        self.recomputed: dict[Any, Recomputed] = {}  # by backward, without what it has unpacked
         # The state in which a recompute begins.
         self.generators = current_states((*self.args, *self.kwargs.values())) if self.preserve_rng_state else []
+        self.versions = _versions(self.args, self.kwargs)
         self.args = torch_private.save(self.args)
         self.autocast = _autocast()
         self.default_device = torch_private.default_device()
@@ -83,6 +90,11 @@ class Region:
                 with self.tape, observer or _NOTHING:
                     outputs = self.function(*args, **self.kwargs)
         self.complete = True
+        if self.buffers is not None:
+            self.buffers = self.buffers.keep_written(describe(self.function))
+        if self.versions:  # what the function writes itself, such as a cache, recompute writes again
+            now = _versions(args, self.kwargs)
+            self.versions = [one if one == later else None for one, later in zip(self.versions, now, strict=False)]
         return outputs
 
     def offload(self, args: Iterable[Any], stash: Stash) -> None:
@@ -111,16 +123,30 @@ class Region:
         if recomputed is None:
             recomputed = self._recompute(backward)
         try:
-            return recomputed.pop(slot)
+            tensor, version = recomputed.pop(slot)
         except KeyError:
             raise RecomputeError(
-                f"{describe(self.function)}: a saved tensor was unpacked twice in one backward. Read "
+                f"{describe(self.function)}: a saved tensor was already unpacked once in this backward. Read "
                 f"ctx.saved_tensors once in the backward of an autograd.Function. Backwards that overlap cannot share "
                 f"a GraphExecGroup."
             ) from None
+        if tensor._version != version:
+            raise RecomputeError(
+                f"{describe(self.function)}: a tensor {tuple(tensor.shape)} needed for gradients was written in place "
+                f"after it was saved: it is at version {tensor._version}, and was saved at version {version}.\nA "
+                f"backward that writes into ctx.saved_tensors does that, or the block itself. Without checkpointing "
+                f"torch raises there (modified by an inplace operation). Write into a copy."
+            )
+        return tensor
 
-    def _recompute(self, backward: Any) -> dict[Slot, torch.Tensor]:
+    def _recompute(self, backward: Any) -> Recomputed:
         """Run the function again for a backward. Returns the tensor of each slot."""
+        if self.buffers is None:
+            return self._run_again(backward)
+        with self.buffers.as_the_forward_began():
+            return self._run_again(backward)
+
+    def _run_again(self, backward: Any) -> Recomputed:
         recompute = _Recompute(self)
         tensors = recompute.tensors
         before = [(device, generator_state(device)) for device, _ in self.generators]
@@ -130,6 +156,8 @@ class Region:
                 self.stash.reload()
                 kwargs = unpack_keywords(kwargs)
             args = torch_private.unpack(self.args)
+            if self.complete and self.versions:
+                self._check_versions(_versions(args, kwargs))
             set_states(self.generators)
             with (
                 contextlib.suppress(_Stop),
@@ -156,6 +184,17 @@ class Region:
             if isinstance(backward, int):
                 torch_private.at_end_of_backward(functools.partial(_forget, weakref.ref(self), backward))
         return tensors
+
+    def _check_versions(self, now: Sequence[int | None]) -> None:
+        """Raise RecomputeError for an input that was written since the forward."""
+        for then, version in zip(self.versions, now, strict=False):
+            if then not in (None, version) and self.compares:
+                raise RecomputeError(
+                    f"{describe(self.function)}: a tensor given by keyword, or inside a tuple, list or dict, was "
+                    f"written in place between forward and backward: it is at version {version}, and was at version "
+                    f"{then}.\nRecompute would read what it holds now, and gradients would be wrong. Write into a "
+                    f'copy, or after backward; determinism_check="none" switches off this check alone.'
+                )
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         """A context with the forward's autocast and default device."""
@@ -188,25 +227,25 @@ class _Recompute:
 
     def __init__(self, region: Region) -> None:
         self.function = region.function
-        self.tensors: dict[Slot, torch.Tensor] = {}
+        self.tensors: Recomputed = {}
         self.count = len(region.slots)
         self.slots = iter(region.slots)
         self.last = region.slots[-1] if region.early_stop else None
         self.surplus = 0  # tensors that the forward did not save
         self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
-        self.comparison = Comparison(self.function, region.record, region.fingerprints, ends=Region._recompute.__code__)
+        self.comparison = Comparison(self.function, region.record, region.fingerprints, ends=Region._run_again.__code__)
 
     @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
         # Without its graph, which would hold whatever else it saved. A gradient inside the function uses the tensor.
-        kept = tensor.data if tensor.requires_grad else tensor
+        kept = tensor.detach() if tensor.requires_grad else tensor  # unlike `data`, it has the version of the tensor
         reference = next(self.slots, None)
         if reference is None:
             self.surplus += 1
             return kept
         slot = reference()
         if slot is not None:
-            self.tensors[slot] = kept
+            self.tensors[slot] = kept, kept._version
             if self.compares and slot.metadata != metadata(tensor):
                 self.comparison.add_metadata(slot.metadata, tensor)
         if self.has_fingerprints:
@@ -226,6 +265,13 @@ class _Recompute:
                 f"So does torch.func.jvp with gradients on: run it under torch.no_grad()."
             )
         self.comparison.check()
+
+
+def _versions(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[int | None]:
+    """Versions of the tensors by keyword or inside of containers. autograd guards those given by position."""
+    values = [one for one in args if not isinstance(one, torch.Tensor)]
+    values += kwargs.values()
+    return torch_private.versions([*tensors_in(values)]) if values else []
 
 
 def _forget(reference: weakref.ref[Region], backward: int) -> None:

@@ -1,0 +1,270 @@
+"""Buffers that a block writes are written once in a step, and recompute reads them as the forward did."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+
+import fastac
+from fastac.engine import offload, torch_private
+from tests import support
+from tests.engine.simulated import simulated
+from tests.live_bytes import allocated
+from tests.support import TEXT_TOKENS, VIDEO_TOKENS, WIDTH, AttentionBlock, Tensors
+
+STEPS = 5
+
+
+class Statistics(torch.nn.Module):
+    """Batch norm of the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden.transpose(1, 2).contiguous()).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+class Router(torch.nn.Module):
+    """Each token goes to one expert. A bias, made of what the experts got so far, balances them."""
+
+    EXPERTS = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(WIDTH, self.EXPERTS)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(self.EXPERTS))
+        self.register_buffer("tokens_per_expert", torch.zeros(self.EXPERTS, dtype=torch.int64))
+        self.register_buffer("bias", torch.zeros(self.EXPERTS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(hidden).softmax(-1)
+        chosen = (scores + self.bias).argmax(-1)
+        with torch.no_grad():
+            self.tokens_per_expert += chosen.flatten().bincount(minlength=self.EXPERTS)
+            counts = self.tokens_per_expert.float()
+            self.bias += 0.1 * (counts.mean() - counts).sign()
+        weights = scores * F.one_hot(chosen, self.EXPERTS)
+        return sum(weights[..., n : n + 1] * expert(hidden) for n, expert in enumerate(self.experts))  # type: ignore[return-value]
+
+
+class Codebook(torch.nn.Module):
+    """Vector quantization whose codes are moving averages, written through `data` as libraries do."""
+
+    CODES = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(self.CODES, WIDTH))
+        self.register_buffer("counts", torch.ones(self.CODES))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        flat = hidden.detach().flatten(0, 1)
+        chosen = torch.cdist(flat, self.codes).argmin(-1)
+        quantized = self.codes[chosen].view_as(hidden)
+        if self.training:
+            hits = F.one_hot(chosen, self.CODES).to(flat.dtype)
+            self.counts.data.mul_(0.9).add_(hits.sum(0), alpha=0.1)
+            self.sums.data.mul_(0.9).add_(hits.T @ flat, alpha=0.1)
+            self.codes.data.copy_(self.sums / self.counts[:, None])
+        return hidden + (quantized - hidden).detach()
+
+
+class Replaced(torch.nn.Module):
+    """Delayed scaling: divides by the largest value of the previous call, in a buffer that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = hidden / self.largest
+        self.largest = hidden.detach().abs().max()
+        return output
+
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "batch norm": Statistics,
+    "spectral norm": lambda: spectral_norm(torch.nn.Linear(WIDTH, WIDTH)),
+    "old spectral norm": lambda: torch.nn.utils.spectral_norm(torch.nn.Linear(WIDTH, WIDTH)),
+    "router": Router,
+    "codebook": Codebook,
+    "delayed scaling": Replaced,
+}
+
+
+class Stateful(AttentionBlock):
+    """A block with a layer that writes its buffers, first and last."""
+
+    def __init__(self, layer: Callable[[], torch.nn.Module]) -> None:
+        super().__init__()
+        self.first, self.last = layer(), layer()
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.last(super().forward(self.first(video), text))  # type: ignore[no-any-return]
+
+
+Run = Callable[..., torch.Tensor]
+
+
+def by_block(block: torch.nn.Module, policy: Any, **inputs: Any) -> Any:
+    return support.run_checkpointed(block, policy=policy, **inputs)
+
+
+def by_closure(block: torch.nn.Module, policy: Any, **inputs: Any) -> Any:
+    return support.run_checkpointed(lambda **inputs: block(**inputs), policy=policy, **inputs)
+
+
+def by_default(block: torch.nn.Module, policy: Any, **inputs: Any) -> Any:
+    def run(block: torch.nn.Module = block, **inputs: Any) -> Any:
+        return block(**inputs)
+
+    return support.run_checkpointed(run, policy=policy, **inputs)
+
+
+def nested(block: torch.nn.Module, policy: Any, **inputs: Any) -> Any:
+    return by_closure(functools.partial(by_block, block, policy), policy, **inputs)  # type: ignore[arg-type]
+
+
+def train(layer: str, policy: Any, run: Any = by_block, steps: int = STEPS) -> Tensors:
+    """What the steps computed: losses, gradients, weights and buffers at the end."""
+    torch.manual_seed(1)
+    blocks = torch.nn.ModuleList(Stateful(LAYERS[layer]) for _ in range(2))
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=1e-3)
+    found: Tensors = {}
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        video, text = (torch.randn(2, n, WIDTH, generator=generator) for n in (VIDEO_TOKENS, TEXT_TOKENS))
+        optimizer.zero_grad()
+        for block in blocks:
+            video = run(block, policy, video=video, text=text)
+        loss = support.loss_of(video)
+        loss.backward()
+        found |= {f"loss {step}": loss.detach()}
+        found |= {
+            f"gradient {step} of {name}": one.grad.clone()
+            for name, one in blocks.named_parameters()
+            if one.grad is not None
+        }
+        optimizer.step()
+    return found | {name: tensor.clone() for name, tensor in blocks.state_dict().items()}
+
+
+POLICIES = ["attn_only", "full", fastac.Policy("attn_only", linear=("ffn.0",))]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_they_are_written_once(layer: str, policy: Any) -> None:
+    support.assert_same(train(layer, policy), train(layer, "none"))
+
+
+@pytest.mark.parametrize("run", [by_closure, by_default, nested])
+@pytest.mark.parametrize("layer", ["router", "delayed scaling"])
+def test_in_every_way_to_call_it(layer: str, run: Any) -> None:
+    support.assert_same(train(layer, "attn_only", run), train(layer, "none"))
+
+
+def test_with_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    policy = fastac.Policy("attn_only", offload=True, keep=1)
+    with simulated() as device:
+        found = train("router", policy)
+    assert device.allocated
+    support.assert_same(found, train("router", "none"))
+
+
+def two_forwards(policy: str) -> Tensors:
+    """Two micro-batches whose forwards come before their backwards; the second backward of one; a forward alone."""
+    torch.manual_seed(1)
+    block, inputs = Stateful(Router), support.stack_inputs()
+
+    def loss(scale: float) -> torch.Tensor:
+        scaled = {name: tensor.detach() * scale for name, tensor in inputs.items()}
+        return support.loss_of(by_block(block, policy, **scaled))
+
+    first, second, _ = loss(1), loss(2), loss(3)
+    second.backward()
+    first.backward(retain_graph=True)
+    loss(4)
+    first.backward()
+    return support.gradients(dict(block.named_parameters())) | dict(block.state_dict())
+
+
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+def test_each_recompute_begins_where_its_forward_did(policy: str) -> None:
+    support.assert_same(two_forwards(policy), two_forwards("none"))
+
+
+def test_two_threads_recompute_one_block() -> None:
+    """Each on copies of its own. The block has its own buffers after both."""
+    torch.manual_seed(1)
+    block, inputs = Stateful(Router), support.stack_inputs()
+    buffers = dict(block.named_buffers())
+    losses = [support.loss_of(by_block(block, "full", **inputs)) for _ in range(2)]
+    expected = {name: one.clone() for name, one in buffers.items()}
+    inside = threading.Event()
+
+    def slowly(module: torch.nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # a recompute, of which the other one comes in the middle
+            inside.wait(0.2)
+            inside.set()
+
+    block.self_out.register_forward_pre_hook(slowly)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(torch.Tensor.backward, losses))
+    assert all(one is buffers[name] for name, one in block.named_buffers())
+    support.assert_same(dict(block.named_buffers()), expected)
+
+
+class Late(Router):
+    """Counts from a later call on."""
+
+    calls, begins = 0, 4
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not torch_private.in_recompute():
+            self.calls += 1
+        if self.calls < self.begins:
+            return self.gate(hidden).sum(-1, keepdim=True) + hidden
+        return super().forward(hidden)
+
+
+def test_a_block_that_begins_to_write_later(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step that compares no values. Of a large buffer, one recompute reads what the forward left: a warning."""
+    monkeypatch.setitem(LAYERS, "late", Late)
+    expected = train("late", "none")
+    support.assert_same(train("late", "attn_only"), expected)
+    assert not caplog.text
+    monkeypatch.setattr("fastac.engine.buffers.SMALL", 0)
+    found = train("late", "attn_only", steps=4)
+    assert caplog.text.count("began to write tokens_per_expert, bias") == 2
+    assert torch.equal(found["0.first.tokens_per_expert"], train("late", "none", steps=4)["0.first.tokens_per_expert"])
+
+
+def test_what_is_copied(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is written, from the second region on, and large ones are named with their bytes."""
+    monkeypatch.setattr("fastac.engine.buffers.LARGE", 2**20)
+    block, inputs = Stateful(Router), support.stack_inputs()
+    block.register_buffer("table", torch.zeros(2**20))
+    block.register_buffer("sums", torch.zeros(2**18))
+    by_block(block, "full", **inputs)
+    assert not caplog.text
+    held = [allocated(lambda: by_block(block, "full", **inputs)) for _ in range(2)]
+    assert max(held) < 2**20
+    block.ffn.register_forward_hook(lambda module, args, output: output + block.sums.add_(1)[0])
+    for _ in range(2):
+        support.loss_of(by_block(block, "full", **inputs)).backward()
+    assert caplog.text.count("copies 1.0 MiB of buffers") == 1
+    held = [allocated(lambda: by_block(block, "full", **inputs)) for _ in range(2)]
+    assert 2**20 <= max(held) < 2**21

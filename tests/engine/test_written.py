@@ -1,0 +1,134 @@
+"""Tensors that are written in place where autograd would notice: in a backward, and before one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointError
+
+import fastac
+from tests import support
+from tests.engine.cases import OneAttention
+from tests.support import VIDEO_TOKENS, WIDTH, AttentionBlock, stack_inputs
+
+POLICIES = ["attn_only", "full"]
+of_policies = pytest.mark.parametrize("policy", POLICIES)
+
+
+class WritingBackward(torch.autograd.Function):
+    """Multiplies. Its backward writes the gradient into a tensor that it saved, as fused losses and gates do."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, gate)
+        return hidden * gate
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        hidden, gate = ctx.saved_tensors
+        of_gate = grad * hidden
+        return grad * gate, gate.copy_(of_gate)
+
+
+def gated(output: torch.Tensor) -> torch.Tensor:
+    """Through a gate whose sigmoid needs its result in backward."""
+    return WritingBackward.apply(output, output.sigmoid())  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gated_alone(output: torch.Tensor) -> torch.Tensor:
+    """Nobody else needs the gate in backward, so writing it is legal."""
+    return WritingBackward.apply(output, output * 2)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@of_policies
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_backward_that_writes_what_another_saved(policy: str, is_known: bool) -> None:
+    """An error, as without checkpointing: autograd compares versions, and so does a region."""
+    block = OneAttention(change=gated)
+    inputs = stack_inputs()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        support.loss_of(block(**inputs)).backward()
+    if is_known:
+        with torch.no_grad():
+            block.change = None
+        fastac.checkpoint(block, **inputs, policy=policy)
+        block.change = gated
+    with pytest.raises(fastac.FastacError, match="written in place") as caught:
+        support.loss_of(fastac.checkpoint(block, **inputs, policy=policy)).backward()
+    assert isinstance(caught.value, CheckpointError)
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+@of_policies
+def test_a_backward_that_writes_what_nobody_needs(policy: str) -> None:
+    inputs = stack_inputs()
+    support.assert_alike(
+        lambda policy: support.train_step(
+            support.stack(block=lambda: OneAttention(change=gated_alone), policy=policy), inputs
+        ),
+        policy=policy,
+    )
+
+
+# Inputs that are no tensors by position
+
+
+class Rotated(AttentionBlock):
+    """Multiplied by what diffusers gives as (cos, sin). May write its cache, as autoregressive models do."""
+
+    def forward(self, video: Any, text: Any, rotary: Any = None, cache: Any = None) -> torch.Tensor:
+        cos, sin = rotary["angles"] if isinstance(rotary, dict) else rotary
+        if cache is not None:
+            cache[0][:, : video.shape[1]] = video.detach()
+            video = video + cache[0][:, : video.shape[1]]
+        return super().forward(video * cos + video.flip(-1) * sin, text)
+
+
+def angles() -> tuple[torch.Tensor, torch.Tensor]:
+    angle = torch.linspace(0, 1, VIDEO_TOKENS)[:, None]
+    return angle.cos(), angle.sin()
+
+
+WAYS: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "in a tuple": lambda pair: ((pair,), {}),
+    "in a list in a dict": lambda pair: (({"angles": list(pair)},), {}),
+    "by keyword": lambda pair: ((), {"rotary": pair}),
+}
+
+
+@of_policies
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("step", [0, 3], ids=["compared", "not compared"])
+def test_an_input_that_is_written_before_backward(step: int, way: str, policy: str) -> None:
+    """Also in a step that compares no values."""
+    block, inputs, pair = Rotated(), stack_inputs(), angles()
+    args, kwargs = WAYS[way](pair)
+
+    def loss() -> torch.Tensor:
+        return support.loss_of(fastac.checkpoint(block, *inputs.values(), *args, policy=policy, **kwargs))
+
+    for _ in range(step):
+        loss().backward()
+    last = loss()
+    pair[1].mul_(2)
+    with pytest.raises(CheckpointError, match="written in place between forward and backward") as caught:
+        last.backward()
+    assert len(str(caught.value).splitlines()) <= 5
+    loss().backward()
+
+
+@of_policies
+def test_a_cache_that_the_block_writes_itself(policy: str) -> None:
+    """Also when a later call writes it before the backward."""
+    inputs = stack_inputs()
+
+    def step(policy: str) -> support.Tensors:
+        block, cache = support.stack(layers=1, block=Rotated).blocks[0], (torch.zeros(1, VIDEO_TOKENS, WIDTH),)
+        call = functools.partial(support.run_checkpointed, block, rotary=angles(), cache=cache, policy=policy)
+        return support.train_step(lambda **inputs: (call(**inputs), call(**inputs)), inputs)
+
+    support.assert_alike(step, policy=policy, steps=4)
