@@ -180,6 +180,7 @@ class _Call:
             early_stop=early_stop,
             compares=compares,
             has_fingerprints=is_sampled and compares and preserve_rng_state,
+            compares_draws=is_sampled and compares and not preserve_rng_state,
             stash=stash,
             buffers=buffers.begin(owners_of(function) if self.block is None else [self.block], is_sampled),
         )

@@ -25,10 +25,10 @@ from fastac.engine import torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.buffers import Buffers
 from fastac.engine.comparison import Comparison, Fingerprint, Metadata, fingerprint, metadata
-from fastac.engine.generators import current_states, generator_state, set_states, tensors_in
+from fastac.engine.generators import Draws, current_states, generator_state, set_states, tensors_in
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
 from fastac.engine.tape import RecomputeError, Replay, Tape
-from fastac.errors import is_out_of_memory
+from fastac.errors import FastacError, is_out_of_memory
 
 _NOTHING = contextlib.nullcontext()
 _MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -63,6 +63,7 @@ class Region:
     preserve_rng_state: bool = True
     compares: bool = True  # metadata of recompute with those of the forward
     has_fingerprints: bool = False  # values are compared, too
+    compares_draws: bool = False  # whether it draws random numbers, where generators are not restored
     early_stop: bool = True
     stash: Stash | None = None  # of a region that offloads
     buffers: Buffers | None = None  # of a block that has some
@@ -83,13 +84,21 @@ class Region:
     @torch_private.without_dynamo
     def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
         """Call the function, and save nothing for backward but slots. observer: is open while the function runs."""
+        draws = Draws((*args, *self.kwargs.values())) if self.compares_draws else None
         with saved_tensors_hooks(self._checkpoint_hook, self._unpack):
             if self.tape is None:
                 outputs = self.function(*args, **self.kwargs)
             else:
+                self.tape.draws = draws
                 with self.tape, observer or _NOTHING:
                     outputs = self.function(*args, **self.kwargs)
         self.complete = True
+        if draws is not None and draws.look():
+            raise FastacError(
+                f"{describe(self.function)}: draws random numbers (dropout?) under preserve_rng_state=False: recompute "
+                f"would draw others, and gradients would be wrong.\nLeave preserve_rng_state at True, or switch "
+                f'dropout off; determinism_check="none" switches off this check alone.'
+            )
         if self.buffers is not None:
             self.buffers = self.buffers.keep_written(describe(self.function))
         if self.versions:  # what the function writes itself, such as a cache, recompute writes again

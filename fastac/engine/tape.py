@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 from fastac.engine import releases, sparse, torch_private
 from fastac.engine.calls import Call, Product, RegionResult, described, inputs_of, readable
 from fastac.engine.collectives import Communication
-from fastac.engine.generators import States, devices_of, generator_state, set_states
+from fastac.engine.generators import Draws, States, devices_of, generator_state, set_states
 from fastac.engine.offload import KeptTensor, Stash
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
@@ -279,6 +279,7 @@ class Tape(Scope):
         self.denied: list[BoundOp] = []  # ops that drew random numbers in a call in which their row says they do not
         self.decomposed: list[int] = []  # numbers of keys of attention to be saved that ran as small ops
         self.communication: Communication | None = None  # None in a region without collectives
+        self.draws: Draws | None = None  # where recompute does not restore generators, and steps are compared
         self.pending: dict[object, list[tuple[Entry, int]]] = {}  # unguarded outputs not waited for, by their memory
 
     @property
@@ -317,7 +318,11 @@ class Tape(Scope):
         entry = Entry(op, keys, described(args), product)
         self.entries.append(entry)
         before = self._prepare(entry, args, kwargs) if saves and op.kind != "choice" else {}
+        if saves and self.draws is not None:
+            self.draws.look()
         outputs = self.run(op, keyset, args, kwargs)
+        if saves and self.draws is not None:
+            self.draws.skip()
         entry.ran = True
         if op.is_attention:
             self.made.append((op, keys))
