@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 
 import fastac
 from tests import support
-from tests.support import WIDTH, AttentionBlock
+from tests.support import AttentionBlock
 from tests.ways import recipes
 
 MULTIPLIER = contextvars.ContextVar("MULTIPLIER", default=1.0)

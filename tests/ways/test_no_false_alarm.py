@@ -293,3 +293,77 @@ def test_cache_that_is_appended_to() -> None:
         return found
 
     support.assert_same(trained("attn_only"), trained("none"))
+
+
+class Streamed:
+    """Calls a layer whose weights are copied into one block for each call. Nobody sees that it holds the block."""
+
+    def __init__(self, block: torch.nn.Module, weights: list[torch.Tensor]) -> None:
+        self.block, self.weights = block, weights
+
+    def __call__(self, **inputs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            for parameter, weight in zip(self.block.parameters(), self.weights, strict=True):
+                parameter.copy_(weight)
+        return self.block(**inputs)  # type: ignore[no-any-return]
+
+
+def in_default(streamed: Streamed) -> Any:
+    def run(block: Any = streamed.block, weights: Any = streamed.weights, **inputs: Any) -> torch.Tensor:
+        return Streamed(block, weights)(**inputs)
+
+    return run
+
+
+def in_keyword_default(streamed: Streamed) -> Any:
+    def run(*, call: Any = streamed.block.forward, weights: Any = streamed.weights, **inputs: Any) -> torch.Tensor:
+        return Streamed(call.__self__, weights)(**inputs)
+
+    return run
+
+
+STREAMED: dict[str, Any] = {
+    "closure": lambda streamed: lambda **inputs: Streamed(streamed.block, streamed.weights)(**inputs),
+    "default": in_default,
+    "keyword default": in_keyword_default,
+    "nobody": lambda streamed: streamed,
+}
+
+
+def streaming(
+    way: str, policy: str, change: Callable[[int, torch.Tensor], None] = lambda step, weight: None
+) -> Tensors:
+    """Steps through two layers. change: called before each backward with a weight of the first."""
+    torch.manual_seed(0)
+    block, found = AttentionBlock().requires_grad_(False), {}
+    weights = [[torch.randn_like(one) / 4 for one in block.parameters()] for _ in range(2)]
+    layers = [STREAMED[way](Streamed(block, one)) for one in weights]
+    for step in range(5):
+        inputs = support.stack_inputs(step)
+        video = inputs["video"]
+        for layer in layers:
+            video = run_checkpointed(layer, policy=policy, video=video, text=inputs["text"])
+        loss = loss_of(video)
+        change(step, weights[0][6])
+        loss.backward()
+        found |= {f"step {step}: {name}": one.grad for name, one in inputs.items() if one.grad is not None}
+    return found
+
+
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+@pytest.mark.parametrize("way", STREAMED)
+def test_weights_streamed_into_one_block(way: str, policy: str) -> None:
+    """By whomever the block is held. Without checkpointing torch raises, as autograd saves the one block's weights."""
+    support.assert_same(streaming(way, policy), streaming(way, "torch"))
+
+
+@pytest.mark.parametrize("way", ["default", "nobody"])
+def test_streamed_weights_that_change_are_an_error(way: str) -> None:
+    """In a step that compares values."""
+
+    def change(step: int, weight: torch.Tensor) -> None:
+        if step == 4:
+            weight.mul_(2)
+
+    with pytest.raises(fastac.FastacError, match="does not compute what the forward did"):
+        streaming(way, "attn_only", change)
