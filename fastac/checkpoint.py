@@ -24,7 +24,7 @@ from fastac.backends.plugins import prepare
 from fastac.compile import graphs, tracing
 from fastac.compile.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import nodes_between
-from fastac.diagnosis.observer import Observer
+from fastac.diagnosis.observer import Observer, PassThrough
 from fastac.engine import buffers, interception, kinds, linear, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled, module_of, modules_in, owners_of, record_of, signature
 from fastac.engine.calls import RegionResult
@@ -183,6 +183,7 @@ class _Call:
             compares_draws=is_sampled and compares and not preserve_rng_state,
             stash=stash,
             buffers=buffers.begin(owners_of(function) if self.block is None else [self.block], is_sampled),
+            mode=None if observer is None else PassThrough,
         )
         with _NOTHING if observer is None else CompiledCalls() as calls:
             outputs = region.forward(self.args, observer)

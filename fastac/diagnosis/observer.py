@@ -37,13 +37,27 @@ class SmallOps:
     cause: str  # "" where it does not show
 
 
-class Observer(TorchDispatchMode):
-    """Watches a region's forward for attention calls that no row covers. It changes nothing.
+class PassThrough(TorchDispatchMode):
+    """A mode that does nothing: for the recompute of a region that was watched.
 
-    Compiled code inside keeps running compiled, and reaches the tape by itself.
+    Some functions of torch take another path while any mode is open, such as ctc_loss. Compiled code inside keeps
+    running compiled, and reaches the tape by itself.
     """
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let dynamo compile as without the mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with _autocast_as_called(func):
+            return func(*args, **(kwargs or {}))
+
+
+class Observer(PassThrough):
+    """Watches a region's forward for attention calls that no row covers. It changes nothing."""
 
     def __init__(self, module: torch.nn.Module | None, inputs: Any, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,11 +80,6 @@ class Observer(TorchDispatchMode):
         self._modules: list[tuple[str, int]] = []  # names of running modules, and how much had been seen before each
         self._added: Any = None  # by the last addition: perhaps a mask, to scores
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let dynamo compile as without the mode."""
-        return True
-
     def __enter__(self) -> Observer:
         self._thread = threading.get_ident()
         if self._module is not None:
@@ -89,8 +98,7 @@ class Observer(TorchDispatchMode):
         self.small = [one for one in self.small if one.keys not in coarse]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with _autocast_as_called(func):
-            outputs = func(*args, **(kwargs or {}))
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
         self._observe(func, args, outputs, kwargs or {})
         return outputs
 

@@ -142,18 +142,19 @@ def owners_of(function: Any) -> list[torch.nn.Module]:
 
 
 def modules_in(function: Any) -> list[torch.nn.Module]:
-    """The modules that a function holds: in its closure, its defaults, or as arguments of a partial."""
+    """The modules that a function holds: in its closure, its defaults, or in a partial."""
     owners = [one.__self__ if isinstance(one, types.MethodType) else one for one in held_by(function)]
     return [inside(one) for one in owners if isinstance(one, torch.nn.Module)]
 
 
 def held_by(function: Any) -> list[Any]:
-    """The values that a function holds: in its closure, its defaults, or as arguments of a partial."""
+    """The values that a function holds: in its closure, its defaults, or in a partial."""
     held: list[Any] = []
     while function is not None:
         if isinstance(function, functools.partial):
             held += (*function.args, *function.keywords.values())
             function = function.func
+            held.append(function)
         held += getattr(function, "__defaults__", None) or ()
         held += (getattr(function, "__kwdefaults__", None) or {}).values()
         for cell in getattr(function, "__closure__", None) or ():

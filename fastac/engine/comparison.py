@@ -38,6 +38,43 @@ metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dty
 """Compared for every tensor in every step. The version counts in-place changes."""
 
 
+SETTLED = 3
+"""An op saves its inputs before it runs, and has run when so many more tensors are saved."""
+
+Saved = tuple[int, torch.Tensor]
+"""A tensor that autograd saves, and its place among them."""
+
+
+class Settling:
+    """Delays tensors that their op may write after it saved them: rrelu does that with its noise."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Saved] = []
+
+    def add(self, position: int, tensor: torch.Tensor) -> list[Saved]:
+        """The tensors that are settled once the next one is saved."""
+        found = [one for one in self.waiting if one[0] <= position - SETTLED]
+        del self.waiting[: len(found)]
+        (self.waiting if may_be_unset(tensor) else found).append((position, tensor))
+        return found
+
+    def end(self) -> list[Saved]:
+        """The remaining ones: all ops have run."""
+        found, self.waiting = self.waiting, []
+        return found
+
+
+def may_be_unset(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is saved may be a result that its op has yet to write: new memory in no graph."""
+    return not (
+        tensor.requires_grad
+        or tensor._version
+        or isinstance(tensor, torch.nn.Parameter)
+        or tensor._is_view()
+        or not tensor.is_floating_point()
+    )
+
+
 class Difference(NamedTuple):
     """A tensor that may differ between forward and recompute."""
 
@@ -61,7 +98,8 @@ class Comparison:
     """Code of the frame that calls the function."""
 
     def __post_init__(self) -> None:
-        self._fingerprints = iter(self.fingerprints)
+        self._position = -1
+        self._settling = Settling()
         self._allowed = 0.0  # the noise of the coarsest dtype so far, which is in all that follows
         self._error: RecomputeError | None = None  # of the first tensor whose metadata differ
         self._differences: list[Difference] = []
@@ -95,19 +133,25 @@ class Comparison:
             f'its arguments unchanged until backward is done; determinism_check="none" switches off this check alone.'
         )
 
-    def add_values(self, tensor: torch.Tensor, is_needed: bool) -> None:
-        """Compare the values of the next tensor that is saved, if some autograd node still needs it."""
-        forward = next(self._fingerprints)
-        again = fingerprint(tensor) if forward is not None and is_needed and self._error is None else None
-        if forward is None or again is None:
-            return
-        allowed = tolerance(forward.dtype)
-        if allowed:
-            allowed = self._allowed = max(self._allowed, allowed)
-        if forward.is_read_later or relative_difference(forward, again) > allowed:
-            where = place(module_of(self.function), tensor, self.ends)
-            if where is not None:
-                self._differences.append(Difference(describe(self.function), forward, again, allowed, where))
+    def add_values(self, tensor: torch.Tensor | None) -> None:
+        """Compare the values of the next tensor that is saved; None for one that no autograd node needs any longer."""
+        self._position += 1
+        if tensor is not None:
+            self._compare(self._settling.add(self._position, tensor))
+
+    def _compare(self, settled: Iterable[Saved]) -> None:
+        for position, tensor in settled:
+            forward = self.fingerprints[position] if self._error is None else None
+            again = None if forward is None else fingerprint(tensor)
+            if forward is None or again is None:
+                continue
+            allowed = tolerance(forward.dtype)
+            if allowed:
+                allowed = self._allowed = max(self._allowed, allowed)
+            if forward.is_read_later or relative_difference(forward, again) > allowed:
+                where = place(module_of(self.function), tensor, self.ends)
+                if where is not None:
+                    self._differences.append(Difference(describe(self.function), forward, again, allowed, where))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether the block has written a weight in this recompute."""
@@ -117,6 +161,7 @@ class Comparison:
         """Raise RecomputeError if something differs; for values on an accelerator, at the end of this backward."""
         if self.record.writes is None:
             self.record.writes = any(map(self._is_written, self._versions))
+        self._compare(self._settling.end())
         if self._error is not None:
             raise self._error
         _check(one for one in self._differences if not one.forward.is_read_later)

@@ -10,6 +10,7 @@ An autograd node holds its slots, and the region refers to them weakly: nothing 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -24,7 +25,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from fastac.engine import torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.buffers import Buffers
-from fastac.engine.comparison import Comparison, Fingerprint, Metadata, fingerprint, metadata
+from fastac.engine.comparison import (
+    SETTLED,
+    Comparison,
+    Fingerprint,
+    Metadata,
+    Saved,
+    Settling,
+    fingerprint,
+    may_be_unset,
+    metadata,
+)
 from fastac.engine.generators import Draws, current_states, generator_state, set_states, tensors_in
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
 from fastac.engine.tape import RecomputeError, Replay, Tape
@@ -67,12 +78,14 @@ class Region:
     early_stop: bool = True
     stash: Stash | None = None  # of a region that offloads
     buffers: Buffers | None = None  # of a block that has some
+    mode: Callable[[], AbstractContextManager[Any]] | None = None  # under which it runs again, if it is watched
 
     def __post_init__(self) -> None:
         self.early_stop = torch_private.early_stop(self.early_stop)
         self.complete = False  # the forward has ended
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints: list[Fingerprint | None] = []
+        self.settling = Settling()
         self.recomputed: dict[Any, Recomputed] = {}  # by backward, without what it has unpacked
         # The state in which a recompute begins.
         self.generators = current_states((*self.args, *self.kwargs.values())) if self.preserve_rng_state else []
@@ -93,6 +106,7 @@ class Region:
                 with self.tape, observer or _NOTHING:
                     outputs = self.function(*args, **self.kwargs)
         self.complete = True
+        self._take_fingerprints(self.settling.end())
         if draws is not None and draws.look():
             raise FastacError(
                 f"{describe(self.function)}: draws random numbers (dropout?) under preserve_rng_state=False: recompute "
@@ -122,8 +136,13 @@ class Region:
         slot.metadata = metadata(tensor)
         self.slots.append(weakref.ref(slot))
         if self.has_fingerprints:
-            self.fingerprints.append(fingerprint(tensor))
+            self.fingerprints.append(None)
+            self._take_fingerprints(self.settling.add(len(self.fingerprints) - 1, tensor))
         return slot
+
+    def _take_fingerprints(self, settled: Iterable[Saved]) -> None:
+        for position, tensor in settled:
+            self.fingerprints[position] = fingerprint(tensor)
 
     @torch_private.without_dynamo
     def _unpack(self, slot: Slot) -> torch.Tensor:
@@ -174,6 +193,7 @@ class Region:
                 torch.enable_grad(),
                 self._as_in_forward(),
                 Replay(self.tape) if self.tape is not None else _NOTHING,
+                _NOTHING if self.mode is None else self.mode(),
             ):
                 try:
                     self.function(*args, **kwargs)
@@ -240,6 +260,7 @@ class _Recompute:
         self.count = len(region.slots)
         self.slots = iter(region.slots)
         self.last = region.slots[-1] if region.early_stop else None
+        self.latest: collections.deque[torch.Tensor] = collections.deque(maxlen=SETTLED)
         self.surplus = 0  # tensors that the forward did not save
         self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
         self.comparison = Comparison(self.function, region.record, region.fingerprints, ends=Region._run_again.__code__)
@@ -258,8 +279,9 @@ class _Recompute:
             if self.compares and slot.metadata != metadata(tensor):
                 self.comparison.add_metadata(slot.metadata, tensor)
         if self.has_fingerprints:
-            self.comparison.add_values(tensor, slot is not None)
-        if reference is self.last:
+            self.comparison.add_values(tensor if slot is not None else None)
+        self.latest.append(tensor)
+        if reference is self.last and not any(map(may_be_unset, self.latest)):
             raise _Stop
         return kept
 

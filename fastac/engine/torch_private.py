@@ -422,11 +422,16 @@ class _Inputs(torch.autograd.Function):
 def save(values: Iterable[Any]) -> Any:
     """Save values for `unpack`. Tensors are saved as autograd does: in-place changes are noticed."""
     if _make_saved_tensor is not None:
-        return [_make_saved_tensor(one, is_output=False) if isinstance(one, torch.Tensor) else one for one in values]
+        return [_make_saved_tensor(one, is_output=False) if _is_saved(one) else one for one in values]
     values = list(values)
     anchor = torch.empty(0, requires_grad=True)
-    output: Any = _Inputs.apply(anchor, *[one for one in values if isinstance(one, torch.Tensor)])  # type: ignore[no-untyped-call]
-    return output, [_Inputs if isinstance(one, torch.Tensor) else one for one in values]  # it alone holds the node
+    output: Any = _Inputs.apply(anchor, *filter(_is_saved, values))  # type: ignore[no-untyped-call]
+    return output, [_Inputs if _is_saved(one) else one for one in values]  # it alone holds the node
+
+
+def _is_saved(value: Any) -> bool:
+    """Whether autograd saves a value: a tensor that was not made in inference mode."""
+    return isinstance(value, torch.Tensor) and not value.is_inference()
 
 
 def unpack(saved: Any) -> list[Any]:
@@ -444,11 +449,10 @@ def register_hooks(saved: Any, values: Iterable[Any], pack: Callable[[Any], Any]
         output, _ = saved
         saved = output.grad_fn._raw_saved_tensors
     saved = (one for one in saved if isinstance(one, torch._C._autograd.SavedTensor))
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            one, packed = next(saved), pack(value)
-            if packed is not value:
-                one.register_hooks(lambda _, packed=packed: packed, unpack)
+    for value in filter(_is_saved, values):
+        one, packed = next(saved), pack(value)
+        if packed is not value:
+            one.register_hooks(lambda _, packed=packed: packed, unpack)
 
 
 def backward_key() -> Any:

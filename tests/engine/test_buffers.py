@@ -132,6 +132,14 @@ def by_default(block: torch.nn.Module, policy: Any, **inputs: Any) -> Any:
     return support.run_checkpointed(run, policy=policy, **inputs)
 
 
+def by_partial(block: torch.nn.Module, policy: Any, **inputs: Any) -> Any:
+    return support.run_checkpointed(functools.partial(block, inputs["video"]), policy=policy, text=inputs["text"])
+
+
+def by_partial_of_its_forward(block: torch.nn.Module, policy: Any, **inputs: Any) -> Any:
+    return support.run_checkpointed(functools.partial(block.forward, inputs["video"]), inputs["text"], policy=policy)
+
+
 def nested(block: torch.nn.Module, policy: Any, **inputs: Any) -> Any:
     return by_closure(functools.partial(by_block, block, policy), policy, **inputs)  # type: ignore[arg-type]
 
@@ -169,7 +177,7 @@ def test_they_are_written_once(layer: str, policy: Any) -> None:
     support.assert_same(train(layer, policy), train(layer, "none"))
 
 
-@pytest.mark.parametrize("run", [by_closure, by_default, nested])
+@pytest.mark.parametrize("run", [by_closure, by_default, by_partial, by_partial_of_its_forward, nested])
 @pytest.mark.parametrize("layer", ["router", "delayed scaling"])
 def test_in_every_way_to_call_it(layer: str, run: Any) -> None:
     support.assert_same(train(layer, "attn_only", run), train(layer, "none"))

@@ -1,0 +1,92 @@
+"""Ops of torch that go another way under fastac, or save what they have yet to write; tensors without a version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastac
+from tests import support
+from tests.support import AttentionBlock, Tensors, run_checkpointed, stack_inputs
+
+BATCH = 3
+
+
+def transcribed(hidden: torch.Tensor) -> torch.Tensor:
+    """Times a ctc_loss, which goes another way while a TorchDispatchMode is open."""
+    targets = torch.arange(1, 5).repeat(BATCH, 1)
+    lengths = [torch.full((BATCH,), length) for length in (hidden.shape[1], 4)]
+    return hidden * F.ctc_loss(hidden.transpose(0, 1).log_softmax(-1), targets, *lengths)
+
+
+def leaky(hidden: torch.Tensor) -> torch.Tensor:
+    """Saves its noise before it draws it."""
+    return F.rrelu(hidden, training=True)
+
+
+class WithOperation(AttentionBlock):
+    """A block with an operation, before all else or after it."""
+
+    def __init__(self, operation: Callable[[torch.Tensor], torch.Tensor], is_last: bool) -> None:
+        super().__init__()
+        self.operation, self.is_last = operation, is_last
+
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        if self.is_last:
+            return self.operation(super().forward(video, text))
+        return super().forward(self.operation(video), text)
+
+
+@pytest.mark.parametrize("determinism_check", ["default", "none"])
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+@pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("operation", [transcribed, leaky])
+def test_operation(operation: Any, is_last: bool, policy: str, determinism_check: str) -> None:
+    """In four steps, of which the last compares no values."""
+    torch.manual_seed(0)
+    block, inputs = WithOperation(operation, is_last), stack_inputs(batch=BATCH)
+
+    def run(policy: str) -> Tensors:
+        options: Any = {} if policy == "none" else {"determinism_check": determinism_check}
+        return support.train_step(lambda **inputs: run_checkpointed(block, policy=policy, **options, **inputs), inputs)
+
+    support.assert_alike(run, policy=policy, steps=4)
+
+
+def test_a_change_of_what_is_saved_last() -> None:
+    """It belongs to no graph, as if its op had yet to write it: it is compared at the end."""
+    table = [torch.ones(support.WIDTH)]
+    output = fastac.checkpoint(lambda video: video * table[0], stack_inputs()["video"], policy="full")
+    table[0] = table[0] * 2
+    with pytest.raises(fastac.FastacError, match="does not compute what the forward did"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("determinism_check", ["default", "none"])
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+@pytest.mark.parametrize("way", ["buffer", "argument", "keyword", "in a tuple"])
+def test_inference_tensors(way: str, policy: str, determinism_check: str) -> None:
+    """They have no version: a table that was filled in validation."""
+    torch.manual_seed(0)
+    block, inputs = AttentionBlock(), stack_inputs()
+    with torch.inference_mode():
+        table = torch.randn(support.WIDTH)
+    block.register_buffer("table", table)
+    function, given, kwargs = {
+        "buffer": (lambda video, text: block(video + block.table, text), (), {}),
+        "argument": (lambda video, text, one: block(video + one, text), (table,), {}),
+        "keyword": (lambda video, text, one: block(video + one, text), (), {"one": table}),
+        "in a tuple": (lambda video, text, one: block(video + one[0], text), ((table,),), {}),
+    }[way]
+
+    def run(policy: str) -> Tensors:
+        options: Any = kwargs if policy == "none" else {"determinism_check": determinism_check, **kwargs}
+        return support.train_step(
+            lambda **inputs: run_checkpointed(function, *inputs.values(), *given, policy=policy, **options), inputs
+        )
+
+    support.assert_alike(run, policy=policy)
