@@ -11,6 +11,7 @@ registered.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import logging
@@ -21,6 +22,7 @@ from typing import Any
 
 from fastac import registry
 from fastac.engine import interception, opaque
+from fastac.engine.generators import generators_preserved
 from fastac.errors import FastacError
 from fastac.registry import OpaqueFunction, Row
 
@@ -60,8 +62,9 @@ def load() -> None:
         if _begun:  # done by now, or a plugin that is being imported uses fastac itself
             return
         _begun = True
-        for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda found: found.name):
-            _plugins.append(_load(entry_point))
+        found = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda found: found.name)
+        with generators_preserved() if found else contextlib.nullcontext():  # a library may draw while it is imported
+            _plugins.extend(map(_load, found))
         _done = True
 
 

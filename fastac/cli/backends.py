@@ -11,10 +11,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from fastac import registry
 from fastac.backends import LIBRARIES, availability, plugins
@@ -23,6 +20,10 @@ from fastac.backends.verdicts import Verdict
 from fastac.cli.measuring import version
 from fastac.engine import interception
 from fastac.registry import AttentionOp
+from fastac.verification.tables import console, new_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 WIDTH = 100
 """Columns of the tables where there is no terminal."""
@@ -40,9 +41,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
-    console = Console(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+    output = console(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
     for table in _tables(found):
-        console.print(table)
+        output.print(table)
     return 0
 
 
@@ -72,7 +73,7 @@ def _tables(found: dict[str, Any]) -> list[Table]:
 
 def _table(title: str, *headings: str) -> Table:
     """A table whose first and last columns are folded to the width; names and verdicts in between are not."""
-    table = Table(title=title, title_justify="left")
+    table = new_table(title)
     for heading in headings:
         prose = heading in ("library", headings[-1])
         table.add_column(heading, overflow="fold", no_wrap=not prose)

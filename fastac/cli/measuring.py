@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastac import hook
 from fastac.engine.blocks import record_of
+from fastac.engine.generators import generators_preserved
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, tree_map
 from fastac.errors import FastacError, readable_bytes
@@ -37,8 +37,12 @@ from fastac.planning.plans import ROWS, table_of_figures
 from fastac.policy import Policy
 from fastac.registry import classify
 from fastac.verification.noise import MOST_EQUAL, Tensors, deterministic_kernels, deterministic_runs, two_runs
-from fastac.verification.report import offloaded_by, render
+from fastac.verification.report import offloaded_by
 from fastac.verification.step import Step, floating, run_step
+from fastac.verification.tables import render
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Tell = Callable[[str], object]
 
@@ -256,7 +260,7 @@ class Workload:
 
 def build(configuration: Configuration, video: Video, device: str | torch.device = "cpu") -> tuple[Any, dict[str, Any]]:
     """A published model with random weights, the same in every call, and the keyword arguments for a video."""
-    with torch.random.fork_rng():
+    with generators_preserved():
         torch.manual_seed(0)
         inputs = configuration.inputs(video)
         with torch.device(device):
@@ -366,6 +370,7 @@ class Measurement:
     largest_difference: float = 0.0  # relative to the norm
 
 
+@generators_preserved()
 def measure(switch: Switch, look: Callable[[str], Mapping[str, Any]], rounds: int, tell: Tell) -> list[Measurement]:
     """Measure every way of checkpointing. One that is refused, or runs out of memory, becomes a row that says so.
 

@@ -8,11 +8,9 @@ import json
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.status import Status
 
 from fastac.errors import FastacError, readable_bytes
 from fastac.models import published as configurations
@@ -21,6 +19,10 @@ from fastac.planning import Plan
 from fastac.planning.forecast import OPTIMIZERS
 from fastac.planning.plans import FIXED, WITHIN, parse_bytes
 from fastac.planning.video import Training, plan_video
+from fastac.verification.tables import console
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 GIB = 2**30
 
@@ -99,7 +101,7 @@ def video_of(options: argparse.Namespace, default: Video) -> Video:
 
 def telling() -> Status:
     """A line that says what is being done, on a terminal; nothing elsewhere."""
-    return Console(stderr=True).status("", refresh_per_second=2)  # the thread that refreshes it is timed, too
+    return console(stderr=True).status("", refresh_per_second=2)  # the thread that refreshes it is timed, too
 
 
 def plot(plan: Plan, path: str | Path) -> None:

@@ -47,6 +47,8 @@ class BlockRecord:
     """Number of steps that have ended."""
     recomputed: bool = False
     """A backward came through since the latest step began: the next region begins another."""
+    draws: bool = False
+    """It draws from Python's generator or numpy's: a sampled step has shown it."""
     writes: bool | None = None
     """It writes weights of its own. None before a recompute has shown it."""
     streams: bool = False
@@ -126,7 +128,10 @@ def kind_of(function: Any) -> Any:
     while True:
         block = block_of(function)
         if block is not None:
-            return type(getattr(block, "_orig_mod", block))
+            for name in ("_fsdp_wrapped_module", "_orig_mod"):
+                block = getattr(block, name, block)
+            # `fully_shard` derives a class, and may come after `enable`, which forgets kinds by class.
+            return next(kind for kind in type(block).__mro__ if kind.__name__ == class_name(block))
         if isinstance(function, types.MethodType):
             return function.__func__
         inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)  # partial, decorator

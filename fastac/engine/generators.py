@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import random
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -30,14 +33,42 @@ def set_states(states: States) -> None:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
+def python_states() -> bytes:
+    """The states of Python's generator and, once it is loaded, of numpy's: to be compared, and to be set."""
+    numpy = sys.modules.get("numpy.random")
+    return pickle.dumps((random.getstate(), None if numpy is None else numpy.get_state(legacy=False)))
+
+
+def set_python_states(states: bytes) -> None:
+    """Restore Python's generator and numpy's to earlier states."""
+    python, of_numpy = pickle.loads(states)
+    random.setstate(python)
+    if of_numpy is not None:
+        sys.modules["numpy.random"].set_state(of_numpy)
+
+
 @contextlib.contextmanager
-def generators_preserved(devices: Iterable[torch.device]) -> Iterator[None]:
-    """A context that restores the generators of the CPU and of these devices when it ends."""
-    before = [(device, generator_state(device)) for device in {_CPU, *devices}]
+def generators_preserved() -> Iterator[None]:
+    """A context, or decorator, that restores the user's generators at the end: torch's, Python's and numpy's.
+
+    Of torch those of the CPU and, once the accelerator is in use, of all of its devices.
+    """
+    before = [(device, generator_state(device)) for device in [_CPU, *_accelerators()]]
+    of_python = python_states()
     try:
         yield
     finally:
         set_states(before)
+        set_python_states(of_python)
+
+
+def _accelerators() -> list[torch.device]:
+    """Devices of the accelerator; none before it is in use, since reading a state would initialize it."""
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    if accelerator is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
+        return []
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
@@ -59,12 +90,30 @@ def devices_of(args: Iterable[object]) -> set[torch.device]:
 def current_states(args: Iterable[object]) -> States:
     """States of the generators that a region may draw from.
 
-    These are the CPU's and, once the accelerator is in use, those of its current device and of the arguments' devices.
+    These are the CPU's and, once the accelerator is in use, those of the arguments' devices; where no argument is on
+    one, that of the current device.
     """
     accelerator = torch.accelerator.current_accelerator()
     module = None if accelerator is None else torch.get_device_module(accelerator)
     if accelerator is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
         return [(_CPU, torch.get_rng_state())]
+    devices = {device for device in devices_of(args) if device.type == accelerator.type}
     current = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    devices = {device for device in devices_of(args) if device.type == current.type} | {_CPU, current}
-    return [(device, generator_state(device)) for device in devices]
+    return [(device, generator_state(device)) for device in (_CPU, *(devices or {current}))]
+
+
+class Draws:
+    """Sees whether a region draws random numbers, other than in calls that are saved. args: of the region."""
+
+    def __init__(self, args: Iterable[object]) -> None:
+        self.states = current_states(args)
+        self.seen = False
+
+    def look(self) -> bool:
+        """Whether generators were moved so far."""
+        self.seen = self.seen or any(not torch.equal(state, generator_state(device)) for device, state in self.states)
+        return self.seen
+
+    def skip(self) -> None:
+        """A saved call has ended: what it drew is not drawn again."""
+        self.states = [(device, generator_state(device)) for device, _ in self.states]

@@ -36,7 +36,15 @@ from fastac.engine.comparison import (
     may_be_unset,
     metadata,
 )
-from fastac.engine.generators import Draws, current_states, generator_state, set_states, tensors_in
+from fastac.engine.generators import (
+    Draws,
+    current_states,
+    generator_state,
+    python_states,
+    set_python_states,
+    set_states,
+    tensors_in,
+)
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
 from fastac.engine.tape import RecomputeError, Replay, Tape
 from fastac.errors import FastacError, is_out_of_memory
@@ -89,8 +97,12 @@ class Region:
         self.recomputed: dict[Any, Recomputed] = {}  # by backward, without what it has unpacked
         # The state in which a recompute begins.
         self.generators = current_states((*self.args, *self.kwargs.values())) if self.preserve_rng_state else []
+        # Python's and numpy's take long to read: in sampled steps, and in all of a block that drew from them there.
+        reads = self.has_fingerprints or (self.preserve_rng_state and self.record.draws)
+        self.drawn = python_states() if reads else b""
         self.versions = _versions(self.args, self.kwargs)
         self.args = torch_private.save(self.args)
+        self.in_checkpoint = torch_private.innermost_checkpoint() is not None  # its inputs are slots of that
         self.autocast = _autocast()
         self.default_device = torch_private.default_device()
 
@@ -106,6 +118,9 @@ class Region:
                 with self.tape, observer or _NOTHING:
                     outputs = self.function(*args, **self.kwargs)
         self.complete = True
+        if self.drawn and not self.record.draws:
+            self.record.draws = self.drawn != python_states()
+            self.drawn = self.drawn if self.record.draws else b""
         self._take_fingerprints(self.settling.end())
         if draws is not None and draws.look():
             raise FastacError(
@@ -178,15 +193,18 @@ class Region:
         recompute = _Recompute(self)
         tensors = recompute.tensors
         before = [(device, generator_state(device)) for device, _ in self.generators]
+        of_python = python_states() if self.drawn else b""
         try:
             kwargs = self.kwargs
             if self.stash is not None:
-                self.stash.reload()
+                recompute.reloaded = self.stash.reload()
                 kwargs = unpack_keywords(kwargs)
             args = torch_private.unpack(self.args)
             if self.complete and self.versions:
                 self._check_versions(_versions(args, kwargs))
             set_states(self.generators)
+            if self.drawn:
+                set_python_states(self.drawn)
             with (
                 contextlib.suppress(_Stop),
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),
@@ -205,8 +223,8 @@ class Region:
                 recompute.check()
         finally:
             set_states(before)
-            if self.stash is not None:
-                self.stash.reloaded = []
+            if of_python:
+                set_python_states(of_python)
             vars(recompute).clear()  # the graph of the recompute holds its hook, and a block may keep a part of it
         if backward != -1:  # else a saved tensor is read outside a backward
             self.recomputed[backward] = tensors
@@ -257,6 +275,7 @@ class _Recompute:
     def __init__(self, region: Region) -> None:
         self.function = region.function
         self.tensors: Recomputed = {}
+        self.reloaded: object = None  # what offload brought back for it
         self.count = len(region.slots)
         self.slots = iter(region.slots)
         self.last = region.slots[-1] if region.early_stop else None
@@ -275,8 +294,9 @@ class _Recompute:
             return kept
         slot = reference()
         if slot is not None:
-            self.tensors[slot] = kept, kept._version
-            if self.compares and slot.metadata != metadata(tensor):
+            now = metadata(tensor)
+            self.tensors[slot] = kept, now[-1]
+            if self.compares and slot.metadata != now:
                 self.comparison.add_metadata(slot.metadata, tensor)
         if self.has_fingerprints:
             self.comparison.add_values(tensor if slot is not None else None)

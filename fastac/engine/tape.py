@@ -297,6 +297,7 @@ class Tape(Scope):
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
         self.complete = True
+        self.draws = None
         self.checkpoint = None  # it holds the region, which holds this
         self.last_node = torch_private.newest_node()
         self.pending.clear()  # an output that is waited for outside the region has its version as only guard

@@ -122,9 +122,11 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
 
     mode, inputs = torch_private.fakes_of(real)
     drawn = torch.get_rng_state(), random.getstate()
-    with tracing.expected(model), torch_private.tracing(mode, fakes):
-        graph_module = make_fx(flat)(*inputs)
-    if not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate():
+    with generators.generators_preserved():
+        with tracing.expected(model), torch_private.tracing(mode, fakes):
+            graph_module = make_fx(flat)(*inputs)
+        draws = not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
+    if draws:
         raise FastacError(
             "trace: the step seeds a generator or draws random numbers in Python, which would be the same in every "
             "call of the graph. Do that outside the step, and pass the numbers as arguments."

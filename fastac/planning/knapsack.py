@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastac.planning.timeline import Candidate
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    _Integers = npt.NDArray[np.int64]
 
 POINTS = 2**19
 """The longest list of sums that is kept whole. Of a longer one the best stays in each of so many intervals of bytes.
@@ -23,9 +26,6 @@ The choice then saves at least as much as any choice under a limit that is lower
 the solution: by 0.02 % of it for LTX-2, with about 120 steps. The lists of Wan 14B are shorter than this, and those of
 HunyuanVideo unless its modulation is listed: outputs of one token, whose few bytes make a sum for every gap.
 """
-
-_Integers = npt.NDArray[np.int64]
-
 
 Marks = set[str | int]
 """Saved outputs of one block: names of Linear modules, and a number of keys from which on attention is saved."""
@@ -62,7 +62,7 @@ def choose(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dict[str, M
     chosen: dict[_Levels, list[int]] = {levels: [] for levels in pools}
     point = len(sums) - 1
     for step, (origin, starts) in zip(reversed(steps), reversed(origins), strict=True):
-        level = int(np.searchsorted(starts, origin[point], side="right")) - 1
+        level = int(starts.searchsorted(origin[point], side="right")) - 1
         point = int(origin[point] - starts[level])
         chosen[step.levels] += [level] * step.copies
     found: dict[str, Marks] = {block: set() for block in blocks}
@@ -80,7 +80,7 @@ def frontier(blocks: Mapping[str, Sequence[Candidate]], points: int = 33) -> lis
     """
     sums, flops, _ = _undominated(_steps(_pools(blocks)), sys.maxsize)
     limits = [int(sums[-1]) * number // (points - 1) for number in range(points)]
-    indices = dict.fromkeys(np.searchsorted(sums, limits, side="right") - 1)
+    indices = dict.fromkeys(sums.searchsorted(limits, side="right") - 1)
     return [(int(sums[index]), int(flops[index])) for index in indices]
 
 
@@ -124,6 +124,8 @@ def _undominated(steps: Sequence[_Step], limit: int) -> tuple[_Integers, _Intege
     And for each step the origins of its sums: indices into the sums of the step before, repeated for every level, and
     the index at which each level starts.
     """
+    import numpy as np  # not before a plan: the rest of fastac needs none
+
     sums, flops = np.zeros(1, np.int64), np.zeros(1, np.int64)
     limit = min(limit, sum(step.levels[-1][0] * step.copies for step in steps))
     unit = limit // POINTS + 1

@@ -9,10 +9,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
 
 from fastac import hook
 from fastac.errors import FastacError, class_name, readable_bytes
@@ -20,7 +19,10 @@ from fastac.planning.forecast import Forecast, PolicyPlan, States
 from fastac.planning.subject import Inputs, arguments, subject
 from fastac.planning.weights import BREAKS
 from fastac.policy import NAMED, Policy, of_first
-from fastac.verification.report import render
+from fastac.verification.tables import new_table, render
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 logger = logging.getLogger("fastac")
 
@@ -164,7 +166,7 @@ class Plan:
 
 def table_of_figures(title: str, captions: Sequence[str], headings: Sequence[str]) -> Table:
     """A table with words in its first column and figures in the others."""
-    table = Table(title=title, title_justify="left", caption="\n".join(captions), caption_justify="left")
+    table = new_table(title, "\n".join(captions))
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     return table

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.engine import flops, torch_private
 from fastac.engine.blocks import block_of
+from fastac.engine.generators import generators_preserved
 from fastac.engine.interception import LINEAR_OPS
 from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.engine.tape import is_differentiable
@@ -243,6 +244,7 @@ class Meter(TorchDispatchMode):
         return Timeline(self.events, self.forward_ends, self.flops, self.candidates, self.begins, self.kept)
 
 
+@generators_preserved()
 def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> Timeline:
     """One forward, and backward of the mean square of the outputs. checkpointed: blocks under full checkpointing."""
     flops.register_formulas()

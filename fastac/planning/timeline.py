@@ -6,12 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastac.engine import offload
 from fastac.policy import Policy
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Place = tuple[str, int]
 """A region, and the index of one of its candidates. A region is named as its block; a second call of it has "#2"."""
@@ -86,8 +87,11 @@ class Timeline:
     kept: Sequence[Kept]
 
     def __post_init__(self) -> None:
+        import numpy as np  # not before a plan: the rest of fastac needs none
+
         places = ((region, place) for region, found in self.candidates.items() for place in range(len(found)))
         self._numbers: dict[Place | None, int] = {place: number for number, place in enumerate(places)}
+        self._unsaved = np.zeros(len(self._numbers) + 1, np.int64)  # by number; the last for events of no candidate
         self._bytes = np.array([event.bytes for event in self.events], np.int64)
         self._gradients = np.array([event.bytes * event.gradient for event in self.events], np.int64)
         self._change = np.array([event.change for event in self.events], np.int64)
@@ -120,7 +124,7 @@ class Timeline:
 
     def peak(self, policies: Policies, gradient_shards: int = 1) -> int:
         """The most bytes alive at one time. gradient_shards: GPUs that share the gradients of parameters."""
-        return int(max(0, np.cumsum(self._deltas(policies, gradient_shards)).max(initial=0)))
+        return int(self._deltas(policies, gradient_shards).cumsum().max(initial=0))
 
     def recomputed(self, policies: Policies) -> int:
         """FLOPs of recompute."""
@@ -194,7 +198,7 @@ class Timeline:
         return dataclasses.replace(self, events=list(events), candidates=candidates, kept=list(kept))
 
     def _deltas(self, policies: Policies, gradient_shards: int) -> np.ndarray:
-        is_saved = np.zeros(len(self._numbers) + 1, np.int64)
+        is_saved = self._unsaved.copy()
         is_saved[[self._numbers[place] for place in self.saved(policies)]] = 1
         deltas: np.ndarray = self._bytes + self._change * is_saved[self._owner]
         if gradient_shards > 1:

@@ -12,6 +12,7 @@ from fractions import Fraction
 import torch
 
 from fastac.engine import torch_private
+from fastac.engine.generators import generators_preserved
 from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
@@ -47,6 +48,7 @@ class Training:
             )
 
 
+@generators_preserved()
 def plan_video(
     configuration: Configuration,
     video: Video,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from fastac import hook
 from fastac.backends.availability import ignored_backends
@@ -20,13 +17,7 @@ from fastac.engine.collectives import Communication
 from fastac.errors import class_name, readable_bytes
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, saves_nothing
-
-
-def render(table: Table) -> str:
-    """A rich table as plain text, as wide as it needs: nothing in it is cut off."""
-    text = io.StringIO()
-    Console(file=text, width=1000, force_terminal=False, color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+from fastac.verification.tables import new_table, render
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +160,7 @@ class Report:
     """Unexpected facts of the model's attention, such as backends that are set and ignored."""
 
     def __str__(self) -> str:
-        table = Table()
+        table = new_table()
         columns = {heading: [str(cell(row)) for row in self.rows] for heading, cell in _COLUMNS.items()}
         columns = {heading: cells for heading, cells in columns.items() if any(cells)}
         for heading in columns:

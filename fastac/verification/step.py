@@ -99,7 +99,7 @@ def run_step(
         record.transfers = None
     engine.collectors.append(regions)
     try:
-        with generators_preserved(devices_of(model)), buffers_preserved(model), torch.enable_grad():
+        with generators_preserved(), buffers_preserved(model), torch.enable_grad():
             with _counting(is_counted) as forward:
                 outputs = [_local(t) for t in floating(function(*args, **kwargs))]
             compiled = graphs.ids_among(nodes_between(outputs, ()))
@@ -137,8 +137,3 @@ def floating(outputs: Any) -> list[torch.Tensor]:
     """All floating-point tensors among a model's outputs, in order."""
     leaves = tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
-
-def devices_of(model: torch.nn.Module) -> set[torch.device]:
-    """Devices of a model's parameters and buffers."""
-    return {tensor.device for tensor in [*model.parameters(), *model.buffers()]}

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import errors, hook
@@ -25,8 +24,9 @@ from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, Tensors, deterministic_kernels, deterministic_runs
-from fastac.verification.report import Offloaded, decided_calls, records_of, render
-from fastac.verification.step import Step, devices_of, fresh, run_step
+from fastac.verification.report import Offloaded, decided_calls, records_of
+from fastac.verification.step import Step, fresh, run_step
+from fastac.verification.tables import new_table, render
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Verification:
 
     def __str__(self) -> str:
         would = "" if self.is_enabled else " (not enabled: this is what fastac.enable would do)"
-        table = Table()
+        table = new_table()
         for heading in ("promise", self.reference, self.policy, "kept"):
             table.add_column(heading)
         equal = f"{self.compared - len(self.different)} of {self.compared} bitwise equal"
@@ -458,7 +458,7 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     before = [(record, dataclasses.replace(record)) for _, record in records if record is not None]
     results, kinds.results, kinds.of_one_block = kinds.results, weakref.WeakKeyDictionary(), True
     try:
-        with generators_preserved(devices_of(model)), buffers_preserved(model), hook.checkpointing_preserved(model):
+        with generators_preserved(), buffers_preserved(model), hook.checkpointing_preserved(model):
             yield
     finally:
         kinds.results, kinds.of_one_block = results, False
