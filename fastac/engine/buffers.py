@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -101,6 +101,25 @@ class Buffers:
             finally:
                 for buffers, name, tensor in before:
                     buffers[name] = tensor
+
+
+@contextlib.contextmanager
+def buffers_preserved(module: torch.nn.Module | None) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Restore a module's buffers at the end: the tensors themselves, and their values. Gives these by name."""
+    named = [] if module is None else list(module.named_modules())
+    before = [
+        (f"{prefix}.{name}".lstrip("."), owner, name, buffer, buffer.detach().clone())
+        for prefix, owner in named
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    try:
+        yield {whole: value for whole, _, _, _, value in before}
+    finally:
+        for _, owner, name, buffer, value in before:
+            if getattr(owner, name) is not buffer:
+                setattr(owner, name, buffer)
+            if not torch.equal(buffer, value):  # writing would count as an in-place change
+                buffer.detach().copy_(value)
 
 
 def begin(modules: Iterable[torch.nn.Module], looks: bool) -> Buffers | None:

@@ -88,7 +88,8 @@ class Runs:
         median = changed[len(changed) // 2] if changed else 0.0
         self.factor = 2 * FACTOR  # one run in another graph shows little of how far others are
         for name, tensor in self.reference.items():
-            self.least[name] = max(median, 0.0 if tensor is None else torch.finfo(tensor.dtype).eps)
+            dtype = torch.int64 if tensor is None else tensor.dtype
+            self.least[name] = max(median, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 
 
 def distances(expected: Tensors, found: Tensors) -> dict[str, float]:

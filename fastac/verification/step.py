@@ -1,4 +1,4 @@
-"""One training step of a user's model: its outputs and gradients, and the attention kernels that ran."""
+"""One training step of a user's model: outputs, gradients and written buffers, and the attention kernels that ran."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from fastac import registry
 from fastac.compile import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
-from fastac.diagnosis.eager_look import buffers_preserved
+from fastac.engine.buffers import buffers_preserved
 from fastac.engine.calls import Call, Product, RegionResult
 from fastac.engine.generators import generators_preserved
 from fastac.engine.tape import engine
@@ -55,7 +55,7 @@ class Step:
     """One forward and backward."""
 
     tensors: dict[str, torch.Tensor | None]
-    """Every output and gradient, by name."""
+    """Every output and gradient, and every buffer that was written, by name."""
     executions: tuple[int, int]
     """Attention kernels that ran in forward and in backward."""
     calls: list[Call]
@@ -99,7 +99,7 @@ def run_step(
         record.transfers = None
     engine.collectors.append(regions)
     try:
-        with generators_preserved(), buffers_preserved(model), torch.enable_grad():
+        with generators_preserved(), buffers_preserved(model) as buffers, torch.enable_grad():
             with _counting(is_counted) as forward:
                 outputs = [_local(t) for t in floating(function(*args, **kwargs))]
             compiled = graphs.ids_among(nodes_between(outputs, ()))
@@ -110,12 +110,18 @@ def run_step(
                 raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
             with _counting(is_counted) as backward:
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
+            written = {
+                f"buffer {name}": _local(one).detach().clone()
+                for name, one in model.named_buffers(remove_duplicate=False)
+                if name not in buffers or not torch.equal(one, buffers[name])
+            }
     finally:
         engine.collectors[:] = [one for one in engine.collectors if one is not regions]
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     tensors |= {f"gradient of {name}": _local(parameter.grad) for name, parameter in model.named_parameters()}
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     tensors |= {f"gradient of input {i}": _local(leaf.grad) for i, leaf in enumerate(leaves)}
+    tensors |= written
     model.zero_grad(set_to_none=True)
     calls = [call for region in regions for call in region.calls]
     products = [product for region in regions for product in region.products]

@@ -224,6 +224,31 @@ def test_nan_is_equal_to_nan_alone() -> None:
 # What it leaves
 
 
+def count_calls(block: Any, owner: Any) -> Any:
+    """Count the calls of a block in a buffer of a module, which is returned."""
+    owner.register_buffer("counter", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    def count(*_: Any) -> None:
+        owner.counter.add_(1)
+
+    block.register_forward_pre_hook(count)
+    return owner
+
+
+@pytest.mark.parametrize("per_block", [False, True])
+def test_buffers_are_compared(per_block: bool) -> None:
+    """A block's own are exact. One of the model's, which its block writes, is written twice, and named."""
+    model, inputs = diffuser(), stack_inputs()
+    before = fastac.verify(model, **inputs, per_block=per_block)
+    count_calls(model.blocks[0], model.blocks[0])
+    assert fastac.verify(model, **inputs, per_block=per_block).compared == before.compared + 1
+    assert fastac.verify(model, **inputs, reference="full").compared > 0
+    if not per_block:
+        count_calls(model.blocks[1], model)
+        with pytest.raises(FastacError, match=r"1 of \d+ outputs and gradients differ .*: buffer counter\."):
+            fastac.verify(model, **inputs)
+
+
 @pytest.mark.parametrize(
     ("options", "before"),
     [
@@ -236,12 +261,7 @@ def test_nan_is_equal_to_nan_alone() -> None:
 def test_the_model_is_left_as_it_was(options: dict[str, Any], before: str) -> None:
     """Inputs and gradients, buffers, generators, checkpointing, the report."""
     model, inputs = diffuser(), stack_inputs()
-    model.register_buffer("counter", torch.zeros(2), persistent=False)
-
-    def count(*_: Any) -> None:
-        model.counter.add_(1)
-
-    model.blocks[0].register_forward_hook(count)
+    counting = count_calls(model.blocks[0], model.blocks[0])
     if before == "torch":
         model.enable_gradient_checkpointing()
     if before == "fastac":
@@ -251,10 +271,10 @@ def test_the_model_is_left_as_it_was(options: dict[str, Any], before: str) -> No
     tensors = {**dict(model.named_parameters()), **inputs}
     gradients = {name: tensor.grad for name, tensor in tensors.items()}
     values = {name: (tensor.detach().clone(), tensor.grad.clone()) for name, tensor in tensors.items()}
-    state, counter, generator = state_of(model), model.counter.clone(), torch.get_rng_state()
+    state, counter, generator = state_of(model), counting.counter.clone(), torch.get_rng_state()
     fastac.verify(model, **inputs, **options)
     assert state_of(model) == state
-    assert torch.equal(model.counter, counter)
+    assert torch.equal(counting.counter, counter)
     assert torch.equal(torch.get_rng_state(), generator)
     for name, tensor in tensors.items():
         assert tensor.grad is gradients[name]
