@@ -105,8 +105,8 @@ def _distance(expected: torch.Tensor | None, found: torch.Tensor | None) -> floa
     one, other = expected.nan_to_num(), found.nan_to_num()
     if torch.equal(one, other):
         return 0.0
-    scale = max(_norm(one), _norm(other))
-    return _norm(one.double() - other.double()) / scale
+    one, other = one.double(), other.double()
+    return _norm(one - other) / max(_norm(one), _norm(other))
 
 
 def _norm(tensor: torch.Tensor) -> float:
