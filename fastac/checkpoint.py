@@ -169,7 +169,6 @@ class _Call:
             tape = Tape(policy, preserve_rng_state, [] if known is None else None, hooks)
             if known is None and not is_compiled(function):
                 observer = Observer(module_of(function), (self.args, self.kwargs), tape)
-        compares = determinism_check == "default"
         region = Region(
             function,
             self.args,
@@ -178,9 +177,8 @@ class _Call:
             tape,
             preserve_rng_state=preserve_rng_state,
             early_stop=early_stop,
-            compares=compares,
-            has_fingerprints=is_sampled and compares and preserve_rng_state,
-            compares_draws=is_sampled and compares and not preserve_rng_state,
+            compares=determinism_check == "default",
+            is_sampled=is_sampled,
             stash=stash,
             buffers=buffers.begin(owners_of(function) if self.block is None else [self.block], is_sampled),
             mode=None if observer is None else PassThrough,
@@ -231,7 +229,8 @@ class _Call:
             graphs.watch(nodes, policy)
         if known is None:
             calls = 0 if calls is None else calls.count
-            known = diagnosis.judge(function, self.args, self.kwargs, nodes, tape, observer, calls)
+            earlier = kinds.compiled_result(function, self.key)
+            known = diagnosis.judge(function, self.args, self.kwargs, nodes, tape, observer, calls, earlier)
             if observer is not None and observer.late:  # its library was loaded by this region, which could not keep it
                 prepare()
                 where, op = describe(function), observer.late[0]
@@ -249,9 +248,7 @@ class _Call:
             raise diagnosis.not_applied(function, policy, problems, len(tape.made))
         elif tape.made != list(known.made) or tape.products != [one.name for one in known.products]:
             if _is_fewer(tape, known) and known.compiled:  # it cannot be observed, and a second run may communicate
-                where, why = describe(function), "layer drop, a branch, or attention that fastac cannot see"
-                said = f"{where}: compiled, and fewer attention calls than before: {why} (fastac.verify tells)"
-                kinds.warn_once(function, "fewer", said)
+                diagnosis.warn_of_fewer(function)
             elif _is_fewer(tape, known):
                 self.owner.doubt(self.key)
             known = tape.result(known.compiled, known.writing)

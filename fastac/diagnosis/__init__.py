@@ -1,7 +1,7 @@
 """Explains attention that was not saved: `judge` the first region of a kind, `judge_model` a model until it saves.
 
 `observer` watches a region, `recognition` says what looks like attention, `autograd_graph` reads the graph that the
-region leaves, `eager_look` runs compiled code once without its compiler.
+region leaves, `eager_look` runs compiled code once without its compiler, unless ranks communicate in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastac.diagnosis.autograd_graph import hidden_functions, may_run_again, par
 from fastac.diagnosis.eager_look import look
 from fastac.diagnosis.observer import Observer
 from fastac.diagnosis.recognition import suggested_row
-from fastac.engine import opaque, releases, torch_private
+from fastac.engine import kinds, opaque, releases, torch_private
 from fastac.engine.blocks import block_of, describe, known_record
 from fastac.engine.calls import RegionResult
 from fastac.engine.tape import Tape, engine, thread
@@ -33,7 +33,14 @@ MOST_PROBLEMS = 3
 
 
 def judge(
-    function: Any, args: Any, kwargs: Any, nodes: Sequence[Any], tape: Tape, observer: Observer | None, calls: int
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    nodes: Sequence[Any],
+    tape: Tape,
+    observer: Observer | None,
+    calls: int,
+    earlier: RegionResult | None,
 ) -> RegionResult:
     """Return the result of the first region of a kind.
 
@@ -43,6 +50,7 @@ def judge(
         tape: of its forward.
         observer: of its forward; None for a compiled function, which cannot be observed.
         calls: how often compiled code ran or was compiled. If it did, the function is run once more, eagerly.
+        earlier: result of compiled code of this kind with other inputs. It was run again then, and is not now.
 
     Raises:
         PolicyNotAppliedError: an attention that the policy saves was not saved. It names module, op and cause.
@@ -56,10 +64,16 @@ def judge(
     # Eager flex_attention compiles itself.
     compiled = calls > sum(op.is_higher_order for op, _ in tape.made)
     compiled = compiled or observer is None or any(node.name() == torch_private.COMPILED_NODE for node in nodes)
-    if observer is None or compiled:
-        observer, more = look(function, args, kwargs, policy)
+    watched = None if compiled else observer  # the whole of the region
+    if compiled and earlier is not None:
+        if len(tape.made) < len(earlier.made):
+            warn_of_fewer(function)
+    elif compiled and (seen := look(function, args, kwargs, tape)) is not None:
+        watched, more = seen
         hidden += more
-        problems += _problems_seen(observer, where) + _missing(observer.tape, tape, where)
+        problems += _problems_seen(watched, where) + _missing(watched.tape, tape, where)
+    elif compiled:
+        _say_unseen(function, tape)
     problems += map(_hidden, hidden)
     problems += [
         f"{op.name} drew random numbers in a call in which, by its row (dropout={op.row.dropout!r}), it draws none: "
@@ -77,9 +91,30 @@ def judge(
             len(cut_off),
             cut_off[0],
         )
-    assert observer is not None  # of compiled code, it is that of the eager look
-    result = tape.result(compiled, observer.writing)
-    return dataclasses.replace(result, flops=observer.flops, saved_flops=observer.saved_flops)
+    counted = observer if watched is None else watched
+    result = tape.result(compiled, 0 if counted is None else counted.writing)
+    if watched is None:
+        return result
+    return dataclasses.replace(result, flops=watched.flops, saved_flops=watched.saved_flops)
+
+
+def warn_of_fewer(function: Any) -> None:
+    """Warn, once, of compiled code that makes fewer attention calls than it did."""
+    why = "layer drop, a branch, or attention that fastac cannot see"
+    said = f"{describe(function)}: compiled, and fewer attention calls than before: {why} (fastac.verify tells)"
+    kinds.warn_once(function, "fewer", said)
+
+
+def _say_unseen(function: Any, tape: Tape) -> None:
+    """Say that compiled code is not run again: a warning if no attention was seen in it."""
+    said = (
+        f"{describe(function)}: compiled, with {len(tape.made)} attention calls. As ranks may communicate in it, it is "
+        f"not run again eagerly: attention that compiled code hides is not found (fastac.verify in one process tells)"
+    )
+    if tape.made:
+        logger.info("%s", said)
+    else:
+        kinds.warn_once(function, "unseen", said)
 
 
 def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fastac.diagnosis.autograd_graph import hidden_functions, nodes_between, tensors_of
+from fastac.diagnosis.autograd_graph import hidden_functions, nodes_between
 from fastac.diagnosis.observer import Observer
 from fastac.engine import torch_private
-from fastac.engine.blocks import module_of
-from fastac.engine.generators import devices_of, generators_preserved
+from fastac.engine.blocks import module_of, owners_of
+from fastac.engine.buffers import buffers_preserved
+from fastac.engine.generators import generators_preserved
 from fastac.engine.region import unchanged
 from fastac.engine.tape import Tape, thread
-from fastac.policy import Policy
+from fastac.errors import rank
 from fastac.registry import BoundOp
 
 
 @torch_private.without_dynamo
 def look(
-    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
-) -> tuple[Observer, Sequence[type]]:
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], first: Tape
+) -> tuple[Observer, Sequence[type]] | None:
     """Run a region's function once more, eagerly. Generators and buffers are restored afterwards.
 
-    Among several processes every rank does so, at the first region of the same block class.
+    Not where ranks communicate in it: the region may be the first of its kind on one rank alone. first: the tape of its
+    forward.
 
     Returns:
-        The observer, whose tape lists the attention calls, and autograd.Functions that hide an attention kernel.
+        The observer, whose tape lists the attention calls, and autograd.Functions that hide an attention kernel. None
+        where ranks may communicate.
     """
-    module = module_of(function)
+    if rank() and (first.communication is not None or _may_communicate(function)):
+        return None
+    module, policy = module_of(function), first.policy
     tape = _Unkept(policy, owners=[])
-    observer = Observer(module, (args, kwargs), tape)
+    observer = _Watch(module, (args, kwargs), tape)
     outer, thread.scope = thread.scope, None
     try:
         with (
-            generators_preserved(devices_of(tensors_of((args, kwargs)))),
+            generators_preserved(),
             buffers_preserved(module),
             # A checkpoint around the region counts what is saved: its hooks must not see what this run saves.
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unchanged),
@@ -45,9 +49,36 @@ def look(
             torch.compiler.set_stance("force_eager"),
         ):
             outputs = function(*args, **kwargs)
+    except _Communicates:
+        return None
     finally:
         thread.scope = outer
     return observer, hidden_functions(nodes_between(outputs, (args, kwargs)), tape.owners or (), policy)
+
+
+def _may_communicate(function: Any) -> bool:
+    """Whether hooks run in a function, or units of FSDP1: these gather weights. Without a module, nobody knows."""
+    modules = owners_of(function)
+    around = module_of(function) if getattr(function, "__name__", "") == "forward" else None  # its hooks do not run
+    return not modules or any(
+        (inner is not around and (inner._forward_pre_hooks or inner._forward_hooks))
+        or hasattr(inner, "_fsdp_wrapped_module")
+        for module in modules
+        for inner in module.modules()
+    )
+
+
+class _Communicates(BaseException):
+    """A collective is about to be issued. No handler of a block's own catches it."""
+
+
+class _Watch(Observer):
+    """Stops before the first collective among ranks: no tape shows one that writes a buffer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if rank() and str(func).startswith(("c10d.", "_c10d")):
+            raise _Communicates
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Unkept(Tape):
@@ -66,21 +97,3 @@ class _Unkept(Tape):
             outputs = self.run(op, keyset, args, kwargs)
         self.made.append((op, op.keys(args, kwargs)))
         return outputs
-
-
-@contextlib.contextmanager
-def buffers_preserved(module: torch.nn.Module | None) -> Iterator[None]:
-    """Restore a module's buffers at the end: the tensors themselves, and their values."""
-    before = [
-        (owner, name, buffer, buffer.detach().clone())
-        for owner in (module.modules() if module is not None else ())
-        for name, buffer in owner.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        for owner, name, buffer, value in before:
-            if getattr(owner, name) is not buffer:
-                setattr(owner, name, buffer)
-            if not torch.equal(buffer, value):  # writing would count as an in-place change
-                buffer.detach().copy_(value)

@@ -51,6 +51,8 @@ class BlockRecord:
     """It draws from Python's generator or numpy's: a sampled step has shown it."""
     writes: bool | None = None
     """It writes weights of its own. None before a recompute has shown it."""
+    saves_early: bool = False
+    """The op that saves the last tensors writes them afterwards: recompute must not end before that."""
     streams: bool = False
     """Somebody unknown writes equal values into its weights before it uses them."""
     buffers: dict[tuple[torch.nn.Module, str], bool] | None = None

@@ -38,41 +38,42 @@ metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dty
 """Compared for every tensor in every step. The version counts in-place changes."""
 
 
-SETTLED = 3
-"""An op saves its inputs before it runs, and has run when so many more tensors are saved."""
+_SETTLED = 3
+"""An op may save tensors before it runs. It has run when so many more are saved."""
 
 Saved = tuple[int, torch.Tensor]
 """A tensor that autograd saves, and its place among them."""
 
 
 class Settling:
-    """Delays tensors that their op may write after it saved them: rrelu does that with its noise."""
+    """Delays tensors that their op may write after it saved them: rrelu saves its noise before it draws it."""
 
     def __init__(self) -> None:
-        self.waiting: list[Saved] = []
+        self.waiting: list[tuple[Saved, Fingerprint | None]] = []
 
     def add(self, position: int, tensor: torch.Tensor) -> list[Saved]:
-        """The tensors that are settled once the next one is saved."""
-        found = [one for one in self.waiting if one[0] <= position - SETTLED]
-        del self.waiting[: len(found)]
-        (self.waiting if may_be_unset(tensor) else found).append((position, tensor))
+        """The tensors that are settled when the next one is saved."""
+        count = sum(saved[0] <= position - _SETTLED for saved, _ in self.waiting)
+        found = [saved for saved, _ in self.waiting[:count]]
+        del self.waiting[:count]
+        if _is_new(tensor):
+            self.waiting.append(((position, tensor), fingerprint(tensor)))
+        else:
+            found.append((position, tensor))
         return found
 
-    def end(self) -> list[Saved]:
-        """The remaining ones: all ops have run."""
+    def end(self) -> tuple[list[Saved], bool]:
+        """The remaining ones, as all ops have run, and whether one of them was written since."""
         found, self.waiting = self.waiting, []
-        return found
+        written = any(before and _differ(before, fingerprint(tensor)) for (_, tensor), before in found)
+        return [saved for saved, _ in found], written
 
 
-def may_be_unset(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is saved may be a result that its op has yet to write: new memory in no graph."""
-    return not (
-        tensor.requires_grad
-        or tensor._version
-        or isinstance(tensor, torch.nn.Parameter)
-        or tensor._is_view()
-        or not tensor.is_floating_point()
-    )
+def _is_new(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may be memory that its op has yet to write: floats in no graph, never written in place."""
+    if tensor.requires_grad or tensor._version or not tensor.is_floating_point():
+        return False
+    return not (tensor._is_view() or isinstance(tensor, torch.nn.Parameter))
 
 
 class Difference(NamedTuple):
@@ -161,7 +162,7 @@ class Comparison:
         """Raise RecomputeError if something differs; for values on an accelerator, at the end of this backward."""
         if self.record.writes is None:
             self.record.writes = any(map(self._is_written, self._versions))
-        self._compare(self._settling.end())
+        self._compare(self._settling.end()[0])
         if self._error is not None:
             raise self._error
         _check(one for one in self._differences if not one.forward.is_read_later)
@@ -332,6 +333,10 @@ def tolerance(dtype: torch.dtype) -> float:
     """
     wide = _WIDE[dtype]
     return 0.0 if wide is torch.int64 else 8 * torch.finfo(dtype).eps + 1024 * torch.finfo(wide).eps
+
+
+def _differ(one: Fingerprint, other: Fingerprint | None) -> bool:
+    return other is None or relative_difference(one, other) > 0
 
 
 def relative_difference(forward: Fingerprint, again: Fingerprint) -> float:

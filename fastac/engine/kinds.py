@@ -48,6 +48,19 @@ def remember(function: Any, key: Any, result: RegionResult) -> None:
     results[key] = result
 
 
+def compiled_result(function: Any, key: Any) -> RegionResult | None:
+    """Result of compiled code under the same policy and with the same classes, whatever its inputs.
+
+    None also where its attention was too short to be saved: what the policy saves of longer inputs was not judged.
+    """
+    policy, _, _, *held = key
+    for (other, _, _, *others), result in _results(function).items():
+        judged = not policy.min_kv or any(call.saved for call in result.calls)
+        if result.compiled and judged and other == policy and others == held:
+            return result
+    return None
+
+
 def forget(function: Any) -> None:
     """Make the next region of each kind of a block's class (or code) the first."""
     state.results.pop(kind_of(function), None)

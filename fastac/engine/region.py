@@ -10,7 +10,6 @@ An autograd node holds its slots, and the region refers to them weakly: nothing 
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -26,14 +25,12 @@ from fastac.engine import torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.buffers import Buffers
 from fastac.engine.comparison import (
-    SETTLED,
     Comparison,
     Fingerprint,
     Metadata,
     Saved,
     Settling,
     fingerprint,
-    may_be_unset,
     metadata,
 )
 from fastac.engine.generators import (
@@ -50,7 +47,7 @@ from fastac.engine.tape import RecomputeError, Replay, Tape
 from fastac.errors import FastacError, is_out_of_memory
 
 _NOTHING = contextlib.nullcontext()
-_MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, NameError, RuntimeError, TypeError, ValueError)
 """Errors of a block whose state changed. Subclasses of these mean something else."""
 
 
@@ -81,8 +78,7 @@ class Region:
     _: dataclasses.KW_ONLY
     preserve_rng_state: bool = True
     compares: bool = True  # metadata of recompute with those of the forward
-    has_fingerprints: bool = False  # values are compared, too
-    compares_draws: bool = False  # whether it draws random numbers, where generators are not restored
+    is_sampled: bool = False  # values are compared, too
     early_stop: bool = True
     stash: Stash | None = None  # of a region that offloads
     buffers: Buffers | None = None  # of a block that has some
@@ -90,10 +86,11 @@ class Region:
 
     def __post_init__(self) -> None:
         self.early_stop = torch_private.early_stop(self.early_stop)
+        self.has_fingerprints = self.is_sampled and self.compares and self.preserve_rng_state
         self.complete = False  # the forward has ended
         self.slots: list[weakref.ref[Slot]] = []
         self.fingerprints: list[Fingerprint | None] = []
-        self.settling = Settling()
+        self.settling = Settling() if self.is_sampled else None
         self.recomputed: dict[Any, Recomputed] = {}  # by backward, without what it has unpacked
         # The state in which a recompute begins.
         self.generators = current_states((*self.args, *self.kwargs.values())) if self.preserve_rng_state else []
@@ -109,7 +106,9 @@ class Region:
     @torch_private.without_dynamo
     def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
         """Call the function, and save nothing for backward but slots. observer: is open while the function runs."""
-        draws = Draws((*args, *self.kwargs.values())) if self.compares_draws else None
+        draws = None
+        if self.is_sampled and self.compares and not self.preserve_rng_state:
+            draws = Draws((*args, *self.kwargs.values()))
         with saved_tensors_hooks(self._checkpoint_hook, self._unpack):
             if self.tape is None:
                 outputs = self.function(*args, **self.kwargs)
@@ -121,7 +120,11 @@ class Region:
         if self.drawn and not self.record.draws:
             self.record.draws = self.drawn != python_states()
             self.drawn = self.drawn if self.record.draws else b""
-        self._take_fingerprints(self.settling.end())
+        if self.settling is not None:
+            settled, written = self.settling.end()
+            self._take_fingerprints(settled)
+            self.record.saves_early |= written
+            self.settling = None
         if draws is not None and draws.look():
             raise FastacError(
                 f"{describe(self.function)}: draws random numbers (dropout?) under preserve_rng_state=False: recompute "
@@ -150,13 +153,13 @@ class Region:
         slot = Slot()
         slot.metadata = metadata(tensor)
         self.slots.append(weakref.ref(slot))
-        if self.has_fingerprints:
+        if self.settling is not None:
             self.fingerprints.append(None)
             self._take_fingerprints(self.settling.add(len(self.fingerprints) - 1, tensor))
         return slot
 
     def _take_fingerprints(self, settled: Iterable[Saved]) -> None:
-        for position, tensor in settled:
+        for position, tensor in settled if self.has_fingerprints else ():
             self.fingerprints[position] = fingerprint(tensor)
 
     @torch_private.without_dynamo
@@ -278,11 +281,11 @@ class _Recompute:
         self.reloaded: object = None  # what offload brought back for it
         self.count = len(region.slots)
         self.slots = iter(region.slots)
-        self.last = region.slots[-1] if region.early_stop else None
-        self.latest: collections.deque[torch.Tensor] = collections.deque(maxlen=SETTLED)
+        self.last = region.slots[-1] if region.early_stop and not region.record.saves_early else None
         self.surplus = 0  # tensors that the forward did not save
         self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
-        self.comparison = Comparison(self.function, region.record, region.fingerprints, ends=Region._run_again.__code__)
+        fingerprints = region.fingerprints if self.has_fingerprints else ()
+        self.comparison = Comparison(self.function, region.record, fingerprints, ends=Region._run_again.__code__)
 
     @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -300,8 +303,7 @@ class _Recompute:
                 self.comparison.add_metadata(slot.metadata, tensor)
         if self.has_fingerprints:
             self.comparison.add_values(tensor if slot is not None else None)
-        self.latest.append(tensor)
-        if reference is self.last and not any(map(may_be_unset, self.latest)):
+        if reference is self.last:
             raise _Stop
         return kept
 
