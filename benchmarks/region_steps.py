@@ -149,7 +149,8 @@ def offloaded(count: int = 8) -> float:
         stash.hold()
         inputs.clear()
         stash.offload()
-        stash.reload()
+        held = stash.reload()
+        assert len(held) == count
         assert all(one.tensor().numel() for one in kept)
         assert stash.transfers.host_bytes == count
 

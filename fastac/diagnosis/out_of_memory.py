@@ -112,7 +112,9 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
 def _inputs(region: Region) -> Iterable[Any]:
     if region.stash is not None and region.stash.takes_inputs:  # to unpack them would copy them back
         return [one for one in region.stash.storages if one.input_of is not None]
-    return torch_private.tree_leaves((torch_private.unpack(region.args), region.kwargs))
+    # Slots of a checkpoint around the region hold nothing, and to unpack them would recompute that one.
+    args = () if region.in_checkpoint else torch_private.unpack(region.args)
+    return torch_private.tree_leaves((args, region.kwargs))
 
 
 def _way_out(regions: Sequence[Region], held: Sequence[_Held]) -> str:

@@ -2,14 +2,14 @@
 
 When a region begins, the region `keep` places before it is offloaded, so that the last ones of a forward stay on the
 device. A recompute waits for its own copies back and prefetches those of the region before it in the forward, which
-backward needs next. Storages move, not tensors: views share one copy.
+backward needs next. Each thread reloads for itself. Storages move, not tensors: views share one copy.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,13 +38,13 @@ class KeptStorage:
     """It is an input of several regions, and stays on the device."""
     offloaded: Copies | None = None
     """The copies to the host."""
-    reloaded: Callable[[], ReloadedStorage | None] = staticmethod(lambda: None)
-    """The bytes on the device again, while a recompute needs them."""
 
     def __init__(self, storage: torch.UntypedStorage, transport: Transport, transfers: Transfers) -> None:
         # Its bytes; None while they are on the host.
         self.device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.host: list[torch.Tensor] = []
+        # Its bytes on the device again, by the thread whose recompute holds them and has waited for the copies.
+        self.reloads: dict[int, weakref.ref[ReloadedStorage]] = {}
         self.size = storage.nbytes()
         self.transport = transport
         self.transfers = transfers  # of the first region that keeps it
@@ -61,8 +61,14 @@ class KeptStorage:
     def leave(self, copies: Copies) -> None:
         """Drop the bytes on the device. copies: to the host."""
         del self.transport.storages[self._reference.cdata]
-        self.device, self.offloaded = None, copies
+        self.offloaded = copies  # before the bytes go: a thread that sees that reloads them
+        self.device = None
         del self._reference
+
+    def reloaded(self) -> ReloadedStorage | None:
+        """Its bytes on the device again, for the recompute that runs in this thread."""
+        reload = self.reloads.get(threading.get_ident())
+        return None if reload is None else reload()
 
     def pairs(self, device: torch.Tensor) -> Pairs:
         """Its pieces on a device and on the host. Allocates host memory at the first call."""
@@ -73,10 +79,13 @@ class KeptStorage:
 
 
 class ReloadedStorage:
-    """Bytes of a storage on the device again. Wait for the copies before you use them."""
+    """Bytes of a storage on the device again, for one thread. Wait for the copies before you use them."""
 
     def __init__(self, device: torch.Tensor, copies: Copies) -> None:
         self.device, self.copies = device, copies
+
+
+Reloaded = dict[KeptStorage, ReloadedStorage]
 
 
 class KeptTensor:
@@ -98,8 +107,8 @@ class KeptTensor:
         device = self.storage.device
         if device is None:  # then reloading gives it memory of its own
             private, reloaded = False, self.storage.reloaded()
-            if reloaded is None:  # read outside a recompute
-                (reloaded,) = _reload([self.storage], Transfers())
+            if reloaded is None:  # it left after the recompute began
+                reloaded = _reload([self.storage], {}, Transfers())[self.storage]
                 reloaded.copies.wait()
             device = reloaded.device
         tensor = self._counter.new_empty(0).set_(device.untyped_storage(), *self._layout)
@@ -145,7 +154,7 @@ class Stash:
         self.versions = {one: one._version for one in inputs if torch_private.is_plain(one)}
         self.storages: list[KeptStorage] = []
         self.transport: Transport | None = None  # of all of these: tensors on another device stay there
-        self.reloaded: list[ReloadedStorage] = []  # for a recompute
+        self.prefetched: dict[int, Reloaded] = {}  # for a recompute, by the thread that began it
         self.previous: weakref.ref[Stash] | None = None  # of the region before this one in the forward
         self.transfers = record.transfers = Transfers()
         _state.on_device = [one for one in _state.on_device if one() is not None]
@@ -194,31 +203,38 @@ class Stash:
                 one.transfers.device_bytes -= one.size
                 self.transfers.host_bytes += one.size
 
-    def reload(self) -> None:
-        """A recompute begins: wait for its copies, and prefetch for the region that backward needs next."""
+    def reload(self) -> Reloaded:
+        """A recompute begins: wait for its copies, and prefetch for the region that backward needs next.
+
+        Returns what the recompute needs on the device: hold it until it ends.
+        """
         if self.transport is not None:
             self.transport.release()
+        thread = threading.get_ident()
         if _state.prefetched is not None and (prefetched := _state.prefetched()) not in (None, self):
-            prefetched.reloaded = []  # backward came to another region: hold one prefetched region at most
-        self.reloaded = _reload(self.storages, self.transfers)
-        for copies in {one.copies for one in self.reloaded}:
+            prefetched.prefetched.pop(thread, None)  # backward came to another region: hold one prefetched at most
+        reloaded = _reload(self.storages, self.prefetched.pop(thread, {}), self.transfers)
+        for copies in {one.copies for one in reloaded.values()}:
             copies.wait()
+        for storage, one in reloaded.items():
+            storage.reloads[thread] = weakref.ref(one)
         if self.previous is not None and (previous := self.previous()) is not None:
             _state.prefetched = self.previous
-            previous.reloaded = _reload(previous.storages, previous.transfers)
+            previous.prefetched[thread] = _reload(previous.storages, {}, previous.transfers)
+        return reloaded
 
 
-def _reload(storages: Sequence[KeptStorage], transfers: Transfers) -> list[ReloadedStorage]:
+def _reload(storages: Sequence[KeptStorage], prefetched: Reloaded, transfers: Transfers) -> Reloaded:
     """Begin to copy back those that are on the host alone. Returns all that were offloaded."""
-    found = [reloaded for one in storages if (reloaded := one.reloaded()) is not None]
-    away = [one for one in storages if one.device is None and one.reloaded() is None]
+    found: dict[KeptStorage, Any] = {
+        one: one.reloaded() or prefetched.get(one) for one in storages if one.device is None
+    }
+    away = [one for one, again in found.items() if again is None]
     if away:
         devices = [away[0].transport.device_memory(one.size) for one in away]
         pairs = [pair for one, device in zip(away, devices, strict=True) for pair in one.pairs(device)]
         copies = away[0].transport.begin(pairs, False, [one.offloaded for one in away if one.offloaded], transfers)
-        for one, device in zip(away, devices, strict=True):
-            found.append(ReloadedStorage(device, copies))
-            one.reloaded = weakref.ref(found[-1])
+        found |= {one: ReloadedStorage(device, copies) for one, device in zip(away, devices, strict=True)}
     return found
 
 

@@ -125,6 +125,21 @@ def test_a_note_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="below Python 3.11 an error has no notes")
+@pytest.mark.parametrize("outer", ["full", "attn_only", "torch"])
+def test_regions_in_a_checkpoint(outer: str) -> None:
+    """Hold no inputs: the checkpoint around them would recompute itself for each of theirs."""
+    model, inputs = support.stack(layers=4, policy="attn_only"), support.stack_inputs()
+    graph = support.run_checkpointed(model, *inputs.values(), policy=outer)
+    recomputes: list[Any] = []
+    model.register_forward_pre_hook(lambda *given: recomputes.append(given))
+    note = notes_of(MemoryError())
+    assert not recomputes
+    assert "- AttentionBlock, 4 regions: " in note
+    assert note.count("inputs on cpu") == (outer != "torch")  # those of the outer region
+    del graph
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="below Python 3.11 an error has no notes")
 def test_what_is_on_the_host_stays_there() -> None:
     model = support.stack(layers=5)
     fastac.enable(model, Policy(offload=True), blocks="blocks")

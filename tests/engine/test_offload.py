@@ -7,6 +7,7 @@ import copy
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,83 @@ def test_saved_tensors_hooks_of_the_caller_are_refused() -> None:
     model = stack(policy=Policy("full", offload=True))
     with save_on_cpu(), pytest.raises(FastacError, match="saved_tensors_hooks of yours"):
         train(model)
+
+
+# Threads
+
+
+class Streams(torch.nn.Module):
+    """A block of two streams without a common autograd node, which would be locked while its tensors are unpacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = AttentionBlock(), AttentionBlock()
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor, text: torch.Tensor) -> Any:
+        return self.left(left, text), self.right(right, text)
+
+
+def streams(policy: Any) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Blocks, and a loss of each stream."""
+    blocks, (left, text) = stack(layers=LAYERS, block=Streams).blocks, stack_inputs().values()
+    right = left
+    for block in blocks:
+        left, right = support.run_checkpointed(block, left, right, text, policy=policy)
+    return blocks, left.sum(), right.sum()
+
+
+def gradients(loss: torch.Tensor, blocks: Any) -> Tensors:
+    parameters = dict(blocks.named_parameters())
+    found = torch.autograd.grad(loss, [*parameters.values()], retain_graph=True, allow_unused=True)
+    return {name: one for name, one in zip(parameters, found, strict=True) if one is not None}
+
+
+@pytest.mark.parametrize("policy", POLICIES[:4], ids=str)
+def test_two_threads_that_recompute_one_region(policy: Policy, device: Simulated, monkeypatch: Any) -> None:
+    """Each has memory of its own, and waited for it, whatever the other drops and begins to reload meanwhile."""
+    blocks, *losses = streams("none")
+    expected = [gradients(one, blocks) for one in losses]
+    blocks, left, right = streams(policy)
+    others: list[Tensors] = []
+    addresses: list[set[int]] = []  # of each reload
+    reload = offload.Stash.reload
+
+    def meanwhile() -> None:
+        others.append(gradients(right, blocks))
+        gradients(right, blocks[3:])  # the last reload of which prefetches for block 2
+
+    def reloading(stash: offload.Stash) -> Any:
+        reloaded = reload(stash)
+        addresses.append({one.device.data_ptr() for one in reloaded.values()})
+        if len(addresses) == 3:  # of block 2, for the left stream
+            pool.submit(meanwhile).result(timeout=60)
+        return reloaded
+
+    monkeypatch.setattr(offload.Stash, "reload", reloading)
+    with ThreadPoolExecutor(1) as pool:
+        found = gradients(left, blocks)
+    assert_same(found, expected[0])
+    assert_same(others[0], expected[1])
+    assert addresses[2]
+    assert addresses[2].isdisjoint(addresses[5])
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=str)
+def test_a_thread_recomputes_what_leaves_the_device(policy: Policy, device: Simulated, monkeypatch: Any) -> None:
+    """Its copies come after those to the host, which the forward of another thread has just begun."""
+    blocks, loss, _ = streams("none")
+    expected, found = gradients(loss, blocks), []
+    blocks, loss, _ = streams(policy)
+
+    def setting(storage: offload.KeptStorage, name: str, value: Any) -> None:
+        object.__setattr__(storage, name, value)
+        if name == "device" and value is None and not found:
+            found.append(pool.submit(gradients, loss, blocks).result(timeout=60))
+
+    monkeypatch.setattr(offload.KeptStorage, "__setattr__", setting)
+    with ThreadPoolExecutor(1) as pool:
+        streams(policy)
+    assert_same(found[0], expected)
 
 
 # Where memory is
@@ -349,7 +427,7 @@ def test_one_region_is_prefetched(guarded: bool, monkeypatch: pytest.MonkeyPatch
         model = Interleaved(Policy("full", offload=True))
         left, right = model(**stack_inputs())
         right.sum().backward()
-        prefetched = sum(bool(stash.reloaded) for one in stashes if (stash := one()) is not None)
+        prefetched = sum(bool(stash.prefetched) for one in stashes if (stash := one()) is not None)
         left.sum().backward()
     assert (prefetched <= 1) == guarded
 
