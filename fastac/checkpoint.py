@@ -141,6 +141,11 @@ def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., An
     return checkpointed
 
 
+def _is_captured() -> bool:
+    """Whether a CUDA graph is captured, in which nothing can be read from the device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class _Call:
     """One call of a function that is checkpointed in eager code with gradients on."""
 
@@ -159,7 +164,7 @@ class _Call:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
         function, policy, record = self.function, self.policy, self.record
         is_nested = torch_private.in_backward()  # in the recompute of another region: is itself no step
-        is_sampled = not is_nested and record.begin_region()
+        is_sampled = not is_nested and record.begin_region() and not _is_captured()
         known, tape, observer, stash = None, None, None, None
         if policy.offload and not is_nested:  # whose backward comes at once
             stash = Stash(policy, function, record, (*self.args, *self.kwargs.values()))

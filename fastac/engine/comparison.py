@@ -328,8 +328,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
     8 units in the last place (6.3 % in bf16, 0.8 % in fp16), and 1024 units of the dtype of sums (0.012 % in fp32): a
     million terms, added up in another order, differ by the square root of that. Kernels that accumulate in fp32 and
-    round once reach 1.5 units. Where parts are rounded before they are added up, 5 is usual, and one training in twenty
-    passes 9 (`pytest -m soak tests/ways/test_no_false_alarm.py`).
+    round once stay below 2 units in 80 trainings (`pytest -m soak tests/ways/test_no_false_alarm.py`).
     """
     wide = _WIDE[dtype]
     return 0.0 if wide is torch.int64 else 8 * torch.finfo(dtype).eps + 1024 * torch.finfo(wide).eps

@@ -38,6 +38,13 @@ def test_dropout_whose_mask_is_not_drawn_again(way: str, policy: str) -> None:
     support.assert_same({"output": call(block.eval())}, {"output": block(**inputs)})
 
 
+def test_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generator's state cannot be read then. Steps before a capture are compared."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    fastac.checkpoint(AttentionBlock(dropout=0.1), **stack_inputs(), policy="full", preserve_rng_state=False)
+
+
 def test_dropout_that_begins_later() -> None:
     """Steps 0, 1, 2, 4, ... are compared."""
     block, inputs, raised = AttentionBlock(dropout=0.1).eval(), stack_inputs(), []
