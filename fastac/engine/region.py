@@ -117,26 +117,31 @@ class Region:
                 with self.tape, observer or _NOTHING:
                     outputs = self.function(*args, **self.kwargs)
         self.complete = True
-        if self.drawn and not self.record.draws:
-            self.record.draws = self.drawn != python_states()
-            self.drawn = self.drawn if self.record.draws else b""
-        if self.settling is not None:
-            settled, written = self.settling.end()
-            self._take_fingerprints(settled)
-            self.record.saves_early |= written
-            self.settling = None
         if draws is not None and draws.look():
             raise FastacError(
                 f"{describe(self.function)}: draws random numbers (dropout?) under preserve_rng_state=False: recompute "
                 f"would draw others, and gradients would be wrong.\nLeave preserve_rng_state at True, or switch "
                 f'dropout off; determinism_check="none" switches off this check alone.'
             )
+        self._note_state(args)
+        return outputs
+
+    def _note_state(self, args: Iterable[Any]) -> None:
+        """The forward has ended: note which state the function changed."""
+        record = self.record
+        if self.drawn and not record.draws:
+            record.draws = self.drawn != python_states()
+            self.drawn = self.drawn if record.draws else b""
+        if self.settling is not None:
+            settled, written = self.settling.end()
+            self._take_fingerprints(settled)
+            record.saves_early |= written
+            self.settling = None
         if self.buffers is not None:
             self.buffers = self.buffers.keep_written(describe(self.function))
         if self.versions:  # what the function writes itself, such as a cache, recompute writes again
             now = _versions(args, self.kwargs)
             self.versions = [one if one == later else None for one, later in zip(self.versions, now, strict=False)]
-        return outputs
 
     def offload(self, args: Iterable[Any], stash: Stash) -> None:
         """Give what the region keeps to a stash, which may move it to the host. args: those of the forward."""
