@@ -34,6 +34,8 @@ PRELOADED = ["diffusers.models.transformers.transformer_wan", "tests.conftest", 
 GROUP_TIMEOUT = 60.0
 """Seconds that a collective waits for the other ranks."""
 
+DIED = "ended with exit code"
+
 PATIENCE = 270.0
 """Seconds after which ranks that are not done are ended, and the test fails."""
 
@@ -83,10 +85,15 @@ class Pool:
                 except (EOFError, ConnectionResetError):
                     process = self.ranks[rank][1]
                     process.join(10)
-                    result, error = None, f"ended with exit code {process.exitcode}"
+                    result, error = None, f"{DIED} {process.exitcode}: {self._said(rank)}"
                 found[rank] = Outcome(result, error)
         self.sound = not any(outcome.error for outcome in found)
         return found
+
+    def _said(self, rank: int) -> str:
+        """The end of what a rank wrote to stderr."""
+        lines = Path(self.folder, f"stderr-{rank}").read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(line for line in lines if not line.startswith(("USDT", "Extension modules")))[-3000:]
 
     def close(self) -> None:
         """End the ranks: those that are sound by themselves, together; all others at once."""
@@ -133,8 +140,9 @@ def outcomes(
 
 def results(found: list[Outcome]) -> list[Any]:
     """What each rank returned, where none failed."""
-    for rank, outcome in enumerate(found):
-        assert not outcome.error, f"rank {rank}: {outcome.error}"
+    # One that died first: the others only lost their connection to it.
+    failed = sorted((not one.error.startswith(DIED), rank) for rank, one in enumerate(found) if one.error)
+    assert not failed, f"rank {failed[0][1]}: {found[failed[0][1]].error}"
     return [outcome.result for outcome in found]
 
 
@@ -158,6 +166,8 @@ def _processes(backend: str) -> Any:
 
 def _serve(connection: Connection, rank: int, world: int, store: str, timeout: float, backend: str) -> None:
     """Call what comes until nothing does."""
+    stderr = os.open(Path(store).parent / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(stderr, 2)
     faulthandler.enable()  # for where a rank was that is aborted
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
