@@ -26,7 +26,16 @@ from fastac.compile.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer, PassThrough
 from fastac.engine import buffers, interception, kinds, linear, torch_private
-from fastac.engine.blocks import block_of, describe, is_compiled, module_of, modules_in, owners_of, record_of, signature
+from fastac.engine.blocks import (
+    block_of,
+    describe,
+    is_compiled,
+    module_of,
+    modules_in,
+    modules_run_by,
+    record_of,
+    signature,
+)
 from fastac.engine.calls import RegionResult
 from fastac.engine.offload import Stash
 from fastac.engine.region import Region
@@ -174,10 +183,13 @@ class _Call:
             tape = Tape(policy, preserve_rng_state, [] if known is None else None, hooks)
             if known is None and not is_compiled(function):
                 observer = Observer(module_of(function), (self.args, self.kwargs), tape)
+        # A function that is no block may run any that it refers to.
+        modules = [self.block] if self.block is not None else modules_run_by(function, self.args, self.kwargs)
         region = Region(
             function,
             self.args,
             self.kwargs,
+            modules,
             record,
             tape,
             preserve_rng_state=preserve_rng_state,
@@ -185,8 +197,8 @@ class _Call:
             compares=determinism_check == "default",
             is_sampled=is_sampled,
             stash=stash,
-            buffers=buffers.begin(owners_of(function) if self.block is None else [self.block], is_sampled),
-            mode=None if observer is None else PassThrough,
+            buffers=buffers.begin(modules, is_sampled),
+            mode=PassThrough if observer is not None or torch_private.in_dispatch_mode() else None,
         )
         with _NOTHING if observer is None else CompiledCalls() as calls:
             outputs = region.forward(self.args, observer)

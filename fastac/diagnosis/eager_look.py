@@ -10,7 +10,7 @@ import torch
 from fastac.diagnosis.autograd_graph import hidden_functions, nodes_between
 from fastac.diagnosis.observer import Observer
 from fastac.engine import torch_private
-from fastac.engine.blocks import module_of, owners_of
+from fastac.engine.blocks import module_of, modules_run_by
 from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
 from fastac.engine.region import unchanged
@@ -32,7 +32,8 @@ def look(
         The observer, whose tape lists the attention calls, and autograd.Functions that hide an attention kernel. None
         where ranks may communicate.
     """
-    if rank() and (first.communication is not None or _may_communicate(function)):
+    modules = modules_run_by(function, args, kwargs)
+    if rank() and (first.communication is not None or _may_communicate(function, modules)):
         return None
     module, policy = module_of(function), first.policy
     tape = _Unkept(policy, owners=[])
@@ -41,7 +42,7 @@ def look(
     try:
         with (
             generators_preserved(),
-            buffers_preserved(module),
+            buffers_preserved(modules),
             # A checkpoint around the region counts what is saved: its hooks must not see what this run saves.
             torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unchanged),
             tape,
@@ -56,9 +57,8 @@ def look(
     return observer, hidden_functions(nodes_between(outputs, (args, kwargs)), tape.owners or (), policy)
 
 
-def _may_communicate(function: Any) -> bool:
+def _may_communicate(function: Any, modules: Sequence[torch.nn.Module]) -> bool:
     """Whether hooks run in a function, or units of FSDP1: these gather weights. Without a module, nobody knows."""
-    modules = owners_of(function)
     around = module_of(function) if getattr(function, "__name__", "") == "forward" else None  # its hooks do not run
     return not modules or any(
         (inner is not around and (inner._forward_pre_hooks or inner._forward_hooks))

@@ -53,7 +53,7 @@ class _Held(NamedTuple):
     """Memory of one storage that a region holds."""
 
     container: str
-    kind: str  # attention, Linear, collectives or inputs
+    kind: str  # attention, Linear, collectives, inputs, or buffers: copies of those that the block writes
     place: str
     size: int  # bytes
     keys: int  # of the attention call
@@ -92,6 +92,7 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
             kind = "Linear" if entry.product else "attention" if entry.op.kind != "exchange" else "collectives"
             values += [(kind, int(entry.keys), one) for one in entry.held]
         values += [("inputs", 0, one) for one in _inputs(region)]
+        values += [("buffers", 0, one.value) for one in region.buffers.buffers] if region.buffers is not None else []
         for kind, keys, value in values:
             key: object
             storage = value.storage if isinstance(value, KeptTensor) else value

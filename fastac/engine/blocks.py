@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import types
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +26,16 @@ MANY = 256
 _RECORD = "_fastac_record"
 _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
 """The last one is a partial by which hooks of diffusers before 0.40 replace a forward."""
+
+
+@dataclasses.dataclass(eq=False)
+class KnownBuffer:
+    """A buffer of a block. It refers to the dict of a module's buffers: the module refers to the block's record."""
+
+    buffers: dict[str, torch.Tensor | None]
+    name: str
+    is_written: bool = False
+    """The block was seen to write it."""
 
 
 @dataclasses.dataclass
@@ -53,10 +65,12 @@ class BlockRecord:
     """It writes weights of its own. None before a recompute has shown it."""
     saves_early: bool = False
     """The op that saves the last tensors writes them afterwards: recompute must not end before that."""
-    streams: bool = False
-    """Somebody unknown writes equal values into its weights before it uses them."""
-    buffers: dict[tuple[torch.nn.Module, str], bool] | None = None
-    """Module and name of each buffer of the block -> whether the block writes it. None before a first region."""
+    rewritten: set[str] = dataclasses.field(default_factory=set)
+    """"weights" or "inputs", if these are written before recompute and values stay equal, as a compared step showed."""
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
+    """Held while a recompute runs on copies of its buffers."""
+    buffers: list[KnownBuffer] | None = None
+    """Those of the block. None before a first region."""
     doubts: dict[object, bool] = dataclasses.field(default_factory=dict)
     """Kinds of which a region made fewer calls than the first -> whether a region that did so was watched."""
 
@@ -142,10 +156,43 @@ def kind_of(function: Any) -> Any:
         function = inner
 
 
-def owners_of(function: Any) -> list[torch.nn.Module]:
-    """The module that a function is, or is a method of; else those that it holds."""
+def modules_run_by(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.nn.Module]:
+    """The module that a function is, or is a method of; else those among its arguments and in what it refers to."""
     module = module_of(function)
-    return modules_in(function) if module is None else [module]
+    if module is not None:
+        return [inside(module)]
+    found: dict[torch.nn.Module, None] = {}
+    _collect((function, args, kwargs), found, _DEPTH)
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    used = [function.__globals__[name] for name in names if name in function.__globals__]
+    _collect([one for one in used if not isinstance(one, types.FunctionType)], found, 2)
+    return list(found)
+
+
+def _collect(values: Iterable[Any], found: dict[torch.nn.Module, None], depth: int) -> None:
+    for value in values:
+        if isinstance(value, torch.nn.Module):
+            found[inside(value)] = None
+        elif depth and not isinstance(value, _NO_MODULES):
+            _collect(_parts_of(value), found, depth - 1)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    """What a container, a function or an object refers to; nothing of a large container, which holds data."""
+    if isinstance(value, _CONTAINERS):
+        items = value.values() if isinstance(value, dict) else value
+        return items if len(value) <= MANY else ()
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if isinstance(value, (functools.partial, types.FunctionType)):
+        return held_by(value)
+    return list(getattr(value, "__dict__", {}).values())
+
+
+_CONTAINERS = (list, tuple, dict)
+_NO_MODULES = (torch.Tensor, str, bytes, int, float, type(None), type, types.ModuleType, types.BuiltinFunctionType)
+_DEPTH = 4
+"""A closure over an object whose list holds a block is the deepest that is searched."""
 
 
 def modules_in(function: Any) -> list[torch.nn.Module]:

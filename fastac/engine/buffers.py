@@ -1,144 +1,216 @@
 """Buffers that a block writes: counters, running statistics, codebooks. Without checkpointing they are written once.
 
 So does a region. Its recompute runs on copies of what the forward began with, and the buffers stay as the forward left
-them. Which ones a block writes is seen by comparing their values, in the steps whose values are compared; in other
-steps these are copied, and small ones, as a block may begin to write later. Copies of what was not written are dropped.
+them. Which ones a block writes is seen by comparing all values, in the steps whose values are compared. In other steps
+these are copied, and of the rest versions are compared, as a block may begin to write later. Where a block has few
+buffers, small ones are always copied for that case.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import known_record, record_of
-from fastac.errors import readable_bytes
+from fastac.engine.blocks import BlockRecord, KnownBuffer, record_of
+from fastac.errors import FastacError, readable_bytes
 
 logger = logging.getLogger("fastac")
 
-SMALL = 2**16
-"""Bytes of a buffer up to which it is copied whether the block was seen to write it or not."""
+SMALL, FEW = 2**16, 8
+"""Bytes of a small buffer; number of buffers of a block up to which small ones are always copied."""
 
 LARGE = 64 * 2**20
 """Bytes that are kept for one region from which on the log says so."""
 
-_lock = threading.RLock()
-"""Held while a recompute runs on copies: of two threads, each must put back what was there before both."""
+_ABSENT = object()
+"""Stands for a buffer that was not registered."""
 
 
+@dataclasses.dataclass(eq=False)
 class _Buffer:
-    """A buffer as a forward began.
+    """A buffer as it stood."""
 
-    known: of the block, its buffers and whether it writes them. looks: compare its value.
-    """
-
-    def __init__(self, owner: torch.nn.Module, name: str, known: dict[Any, bool], looks: bool) -> None:
-        self.owner, self.name, self.known, self.looks = owner, name, known, looks
-        self.tensor: torch.Tensor = owner._buffers[name]  # type: ignore[assignment]
-        self.version = self.tensor._version
-        is_copied = looks or self.is_written or self.tensor.nbytes <= SMALL
-        self.value = self.tensor.detach().clone() if is_copied else None
+    known: KnownBuffer
+    tensor: Any  # None, or _ABSENT, where there was none
+    version: int | None  # None where it has none, or storage and strides do not describe it
+    value: torch.Tensor | None  # a copy, where one was made
 
     @property
-    def is_written(self) -> bool:
-        """Whether the block was seen to write it."""
-        return self.known[self.owner, self.name]
+    def now(self) -> Any:
+        """What stands in its place."""
+        return self.known.buffers.get(self.known.name, _ABSENT)
 
-    def see_written(self) -> bool:
-        """The forward has ended: note whether it wrote the buffer, or put another in its place. Returns that."""
-        now = self.owner._buffers.get(self.name)
-        written = now is not self.tensor or now._version != self.version
-        if not written and self.looks and self.value is not None and torch_private.is_plain(self.tensor):
-            written = not torch.equal(self.tensor, self.value)  # through `data`, which has no version
-        self.known[self.owner, self.name] = written
-        return written
+    def was_written(self, looks: bool) -> bool:
+        """Whether it was written since, or another was put in its place. looks: compare its value."""
+        if self.now is not self.tensor or self.is_newer:
+            return True
+        # Writes through `data` have no version.
+        return looks and self.value is not None and not is_equal(self.tensor, self.value)
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether the tensor that stood there has another version."""
+        return self.version is not None and self.tensor._version != self.version
+
+    def copy(self) -> Any:
+        """What a recompute gets in its place."""
+        if self.version is None:
+            return self.tensor
+        source = self.tensor if self.value is None else self.value
+        copy = source.detach().clone().requires_grad_(self.tensor.requires_grad)
+        torch_private.set_version(copy, self.version)
+        return copy
 
 
 class Buffers:
-    """The buffers of some modules as a forward began; once it has ended, those that the modules write."""
+    """The buffers of some modules as a forward began; once it has ended, those that the modules write.
 
-    def __init__(self, modules: Iterable[torch.nn.Module], looks: bool) -> None:
-        self.buffers: list[_Buffer] = []
-        for module in modules:
-            record = record_of(module)
-            known, is_new = record.buffers, looks or record.buffers is None
-            if known is None or looks:
-                known = {one: bool(known and known.get(one)) for one in _buffers_of(module)}
-                record.buffers = known
-            self.buffers += [
-                _Buffer(owner, name, known, is_new) for owner, name in known if _is_kept(owner._buffers.get(name))
-            ]
+    looks: compare the values of all of them.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module], looks: bool) -> None:
+        self.looks, self.modules = looks, modules if looks else ()
+        self.lock = record_of(modules[0]).lock
+        known = [one for module in modules for one in record_of(module).buffers or ()]
+        small = SMALL if len(known) <= FEW else 0
+        self.buffers = [_begin(one, sys.maxsize if looks or one.is_written else small) for one in known]
 
     def keep_written(self, where: str) -> Buffers | None:
-        """The forward has ended: keep what the modules write, if anything. where: the block, in words."""
-        found = [one for one in self.buffers if not one.is_written and one.see_written()]
-        self.buffers = [one for one in self.buffers if one.is_written]
-        size = sum(one.tensor.nbytes for one in self.buffers)
+        """The forward has ended: keep what the modules write, if anything. where: the block, in words.
+
+        Raises FastacError for a large buffer that they begin to write in a later step.
+        """
+        for module in self.modules:  # what was registered since
+            self.buffers += [_Buffer(known, _ABSENT, None, None) for known in _find(module, record_of(module))]
+        self.modules = ()
+        found = [one for one in self.buffers if not one.known.is_written and one.was_written(self.looks)]
+        for one in found:
+            one.known.is_written = True
+        self.buffers = [one for one in self.buffers if one.known.is_written]
+        if lost := ", ".join(one.known.name for one in found if one.is_newer and one.value is None):
+            raise FastacError(
+                f"{where}: it began to write a large buffer ({lost}) in a step in which fastac had no copy of it: "
+                f"recompute would begin with what the forward left, and gradients would be wrong.\nFrom now on it is "
+                f"copied: run the step again, or resume from a checkpoint."
+            )
+        size = sum(one.value.nbytes for one in self.buffers if one.value is not None)
         if found and size >= LARGE:
             logger.warning("%s: copies %s of buffers that it writes, for each region", where, readable_bytes(size))
-        if late := ", ".join(one.name for one in found if one.value is None):
-            logger.warning("%s: began to write %s: this one recompute begins with what it left", where, late)
         return self if self.buffers else None
 
     @contextlib.contextmanager
     def as_the_forward_began(self) -> Iterator[None]:
         """A context in which the modules have copies of these buffers, which a recompute may write."""
-        with _lock:
-            before = [(one.owner._buffers, one.name, one.owner._buffers.get(one.name)) for one in self.buffers]
-            copies: dict[torch.Tensor, torch.Tensor] = {}
+        with self.lock:  # of two threads that recompute one block, each must put back what was there before both
+            before = [(one.known, one.now) for one in self.buffers]
+            copies: dict[int, Any] = {}  # a tensor may be a buffer of two modules
             for one in self.buffers:
-                if one.tensor not in copies:  # a tensor may be a buffer of two modules
-                    copies[one.tensor] = (one.tensor if one.value is None else one.value).detach().clone()
-                    torch_private.set_version(copies[one.tensor], one.version)
-                one.owner._buffers[one.name] = copies[one.tensor]
+                if id(one.tensor) not in copies:
+                    copies[id(one.tensor)] = one.copy()
+                _put(one.known, copies[id(one.tensor)])
             try:
                 yield
             finally:
-                for buffers, name, tensor in before:
-                    buffers[name] = tensor
+                for known, tensor in before:
+                    _put(known, tensor)
 
 
-@contextlib.contextmanager
-def buffers_preserved(module: torch.nn.Module | None) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Restore a module's buffers at the end: the tensors themselves, and their values. Gives these by name."""
-    named = [] if module is None else list(module.named_modules())
-    before = [
-        (f"{prefix}.{name}".lstrip("."), owner, name, buffer, buffer.detach().clone())
-        for prefix, owner in named
-        for name, buffer in owner.named_buffers(recurse=False)
-    ]
-    try:
-        yield {whole: value for whole, _, _, _, value in before}
-    finally:
-        for _, owner, name, buffer, value in before:
-            if getattr(owner, name) is not buffer:
-                setattr(owner, name, buffer)
-            if not torch.equal(buffer, value):  # writing would count as an in-place change
-                buffer.detach().copy_(value)
-
-
-def begin(modules: Iterable[torch.nn.Module], looks: bool) -> Buffers | None:
+def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Buffers | None:
     """The buffers of some modules, as a forward begins; None where the modules have none.
 
     looks: compare the values of all of them. A module that was never looked at is looked at.
     """
-    if not looks and all((record := known_record(one)) is not None and record.buffers == {} for one in modules):
+    records = [record_of(module) for module in modules]
+    looks = looks or any(record.buffers is None for record in records)
+    for module, record in zip(modules, records, strict=True):
+        if looks or any(one.is_written for one in record.buffers or ()):  # another module may stand in its place
+            _find(module, record)
+    if not (modules and (looks or any(record.buffers for record in records))):
         return None
-    found = Buffers(modules, looks)
-    return found if found.buffers else None
+    return Buffers(modules, looks)
 
 
-def _buffers_of(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+def _find(module: torch.nn.Module, record: BlockRecord) -> list[KnownBuffer]:
+    """Bring the record of a module up to date. Returns the buffers that it did not name."""
+    before = {(id(one.buffers), one.name): one for one in record.buffers or ()}
+    record.buffers, new = [], []
     for owner in module.modules():
-        if isinstance(owner._buffers, dict):  # not those of TorchScript
-            yield from ((owner, name) for name in owner._buffers)
+        for name in owner._buffers if isinstance(owner._buffers, dict) else ():  # not those of TorchScript
+            known = before.get((id(owner._buffers), name))
+            if known is None:
+                new.append(known := KnownBuffer(owner._buffers, name))
+            record.buffers.append(known)
+    return new
 
 
-def _is_kept(buffer: Any) -> bool:
-    """Whether a buffer can be written in training, and copied."""
-    return isinstance(buffer, torch.Tensor) and not (buffer.is_inference() or torch.nn.parameter.is_lazy(buffer))
+def _begin(known: KnownBuffer, copied: int = sys.maxsize) -> _Buffer:
+    """A buffer as it stands. copied: bytes up to which it is copied."""
+    tensor: Any = known.buffers.get(known.name, _ABSENT)
+    if not torch_private.is_plain(tensor):
+        return _Buffer(known, tensor, None, None)
+    value = tensor.detach().clone() if tensor.nbytes <= copied else None
+    return _Buffer(known, tensor, tensor._version, value)
+
+
+def _put(known: KnownBuffer, tensor: Any) -> None:
+    if tensor is _ABSENT:
+        known.buffers.pop(known.name, None)
+    else:
+        known.buffers[known.name] = tensor
+
+
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors have the same bits, of any dtype."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
+@contextlib.contextmanager
+def buffers_preserved(modules: Iterable[torch.nn.Module]) -> Iterator[Preserved]:
+    """Restore the buffers of some modules at the end: the tensors themselves, and their values."""
+    preserved = Preserved(modules)
+    try:
+        yield preserved
+    finally:
+        preserved.restore()
+
+
+class Preserved:
+    """The buffers of some modules as they stood."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self.modules = list(modules)
+        self.buffers = {
+            f"{prefix}.{name}".lstrip("."): _begin(KnownBuffer(owner._buffers, name))
+            for prefix, owner in self._owners()
+            for name in owner._buffers
+        }
+
+    def _owners(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        for number, module in enumerate(self.modules):
+            yield from module.named_modules(prefix=str(number) if number else "")
+
+    def written(self) -> Mapping[str, torch.Tensor]:
+        """Those that were written since, by name, as they are now."""
+        found = {name: one.now for name, one in self.buffers.items() if one.was_written(looks=True)}
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+
+    def restore(self) -> None:
+        """Put all of them back, and remove what was registered since."""
+        known = {(id(one.known.buffers), one.known.name) for one in self.buffers.values()}
+        for _, owner in self._owners():
+            for name in list(owner._buffers):
+                if (id(owner._buffers), name) not in known:
+                    del owner._buffers[name]
+        for one in self.buffers.values():
+            _put(one.known, one.tensor)
+            if one.value is not None and not is_equal(one.tensor, one.value):  # writing would count as a change
+                one.tensor.detach().copy_(one.value)

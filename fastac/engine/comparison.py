@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import BlockRecord, describe, held_by, module_of, owners_of
+from fastac.engine.blocks import BlockRecord, describe, held_by, module_of
 from fastac.engine.generators import tensors_in
 from fastac.engine.tape import RecomputeError, engine
 from fastac.errors import class_name
@@ -91,6 +91,8 @@ class Comparison:
     """Compares the tensors that one recompute saves with those of its forward, in their order."""
 
     function: Any
+    modules: Sequence[torch.nn.Module]
+    """The block, or those that the function may run."""
     record: BlockRecord
     """Of the block. The first recompute notes there whether the block writes weights of its own."""
     fingerprints: Sequence[Fingerprint | None]
@@ -99,12 +101,14 @@ class Comparison:
     """Code of the frame that calls the function."""
 
     def __post_init__(self) -> None:
+        self._rewritten: set[str] = set()  # as in the record, where it comes once nothing differed
         self._position = -1
         self._settling = Settling()
         self._allowed = 0.0  # the noise of the coarsest dtype so far, which is in all that follows
         self._error: RecomputeError | None = None  # of the first tensor whose metadata differ
         self._differences: list[Difference] = []
-        self._versions = {} if self.record.writes is False else dict(_weight_versions(self.function))
+        weights = [] if self.record.writes is False else _weights(self.function, self.modules)
+        self._versions = {one: one._version for one in weights if not one.is_inference()}
 
     def add_metadata(self, forward: Metadata, tensor: torch.Tensor) -> None:
         """Note a tensor whose metadata differ from those of the forward.
@@ -119,13 +123,11 @@ class Comparison:
         else:
             # A Linear module saves a view of its weight. A view of a buffer may be a part of it that was not written.
             written = tensor._base if isinstance(tensor._base, torch.nn.Parameter) else tensor
-            names = {one: name for module in owners_of(self.function) for name, one in _state_of(module)}
+            names = {one: name for module in self.modules for name, one in _state_of(module)}
             if not (isinstance(written, torch.nn.Parameter) or written in names) or self._is_written(written):
                 return
-            if written not in names:
-                self.record.streams |= bool(self.fingerprints)
-                if self.record.streams:
-                    return
+            if written not in names and self._is_rewritten(tensor):
+                return
             name = names.get(written, f"a parameter {tuple(written.shape)}")
             what = f"uses {name} otherwise than the forward did: it was written between forward and backward "
             what += "(optimizer.step, an EMA swap, load_state_dict), or another adapter is active"
@@ -133,6 +135,23 @@ class Comparison:
             f"{describe(self.function)}: recompute {what}.\nGradients would be wrong. Keep what a block reads besides "
             f'its arguments unchanged until backward is done; determinism_check="none" switches off this check alone.'
         )
+
+    def _is_rewritten(self, weight: torch.Tensor) -> bool:
+        """Whether a weight was written with the values that it had, here or in a step that compared them."""
+        if not self.fingerprints:
+            return "weights" in self.record.rewritten
+        before = self.fingerprints[self._position + 1]
+        if before is None or _differ(before, fingerprint(weight)):
+            return False
+        self._rewritten.add("weights")
+        return True
+
+    def inputs_are_rewritten(self) -> bool:
+        """Whether an input that was written counts as unchanged: values are compared, or were in an earlier step."""
+        if self.fingerprints:
+            self._rewritten.add("inputs")
+            return True
+        return "inputs" in self.record.rewritten
 
     def add_values(self, tensor: torch.Tensor | None) -> None:
         """Compare the values of the next tensor that is saved; None for one that no autograd node needs any longer."""
@@ -166,6 +185,7 @@ class Comparison:
         if self._error is not None:
             raise self._error
         _check(one for one in self._differences if not one.forward.is_read_later)
+        self.record.rewritten |= self._rewritten
         if self._differences:
             _check_at_end_of_backward(self._differences)
 
@@ -230,10 +250,9 @@ def _check(differences: Iterable[Difference]) -> None:
             )
 
 
-def _weight_versions(function: Any) -> Iterator[tuple[torch.Tensor, int]]:
-    """The weights that a function may write, with their versions: a wrapper around a block may hold them itself."""
-    weights = [one for module in owners_of(function) for one in module.parameters()]
-    return ((one, one._version) for one in (*weights, *tensors_in(held_by(function))) if not one.is_inference())
+def _weights(function: Any, modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """The weights that a function may write: those of modules, and those that a wrapper around a block holds itself."""
+    return [*(one for module in modules for one in module.parameters()), *tensors_in(held_by(function))]
 
 
 def _state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

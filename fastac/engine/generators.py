@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -72,14 +73,16 @@ def _accelerators() -> list[torch.device]:
 
 
 def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """The tensors among some values, also those in lists, tuples and dicts."""
+    """The tensors among some values, also those in lists, tuples, mappings and dataclasses."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             yield from tensors_in(value.values())
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from tensors_in(getattr(value, field.name) for field in dataclasses.fields(value))
 
 
 def devices_of(args: Iterable[object]) -> set[torch.device]:
@@ -106,14 +109,16 @@ class Draws:
     """Sees whether a region draws random numbers, other than in calls that are saved. args: of the region."""
 
     def __init__(self, args: Iterable[object]) -> None:
-        self.states = current_states(args)
+        self.states, self.of_python = current_states(args), python_states()
         self.seen = False
 
     def look(self) -> bool:
         """Whether generators were moved so far."""
-        self.seen = self.seen or any(not torch.equal(state, generator_state(device)) for device, state in self.states)
+        moved = any(not torch.equal(state, generator_state(device)) for device, state in self.states)
+        self.seen = self.seen or moved or self.of_python != python_states()
         return self.seen
 
     def skip(self) -> None:
         """A saved call has ended: what it drew is not drawn again."""
         self.states = [(device, generator_state(device)) for device, _ in self.states]
+        self.of_python = python_states()

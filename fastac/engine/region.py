@@ -73,7 +73,8 @@ class Region:
     function: Callable[..., Any]
     args: Any  # saved as autograd saves them
     kwargs: dict[str, Any]
-    record: BlockRecord  # of the block that the function runs
+    modules: Sequence[torch.nn.Module]  # the block, or those that the function may run
+    record: BlockRecord  # of the block
     tape: Tape | None  # None under a policy that saves nothing
     _: dataclasses.KW_ONLY
     preserve_rng_state: bool = True
@@ -95,9 +96,9 @@ class Region:
         # The state in which a recompute begins.
         self.generators = current_states((*self.args, *self.kwargs.values())) if self.preserve_rng_state else []
         # Python's and numpy's take long to read: in sampled steps, and in all of a block that drew from them there.
-        reads = self.has_fingerprints or (self.preserve_rng_state and self.record.draws)
+        reads = self.preserve_rng_state and (self.is_sampled or self.record.draws)
         self.drawn = python_states() if reads else b""
-        self.versions = _versions(self.args, self.kwargs)
+        self.versions = _versions(self.args, self.kwargs)  # of inputs
         self.args = torch_private.save(self.args)
         self.in_checkpoint = torch_private.innermost_checkpoint() is not None  # its inputs are slots of that
         self.autocast = _autocast()
@@ -123,10 +124,10 @@ class Region:
                 f"would draw others, and gradients would be wrong.\nLeave preserve_rng_state at True, or switch "
                 f'dropout off; determinism_check="none" switches off this check alone.'
             )
-        self._note_state(args)
+        self._note_state()
         return outputs
 
-    def _note_state(self, args: Iterable[Any]) -> None:
+    def _note_state(self) -> None:
         """The forward has ended: note which state the function changed."""
         record = self.record
         if self.drawn and not record.draws:
@@ -139,9 +140,8 @@ class Region:
             self.settling = None
         if self.buffers is not None:
             self.buffers = self.buffers.keep_written(describe(self.function))
-        if self.versions:  # what the function writes itself, such as a cache, recompute writes again
-            now = _versions(args, self.kwargs)
-            self.versions = [one if one == later else None for one, later in zip(self.versions, now, strict=False)]
+        # What the function writes itself, such as a cache, recompute writes again.
+        self.versions = [one for one in self.versions if not _was_written(*one)]
 
     def offload(self, args: Iterable[Any], stash: Stash) -> None:
         """Give what the region keeps to a stash, which may move it to the host. args: those of the forward."""
@@ -208,8 +208,8 @@ class Region:
                 recompute.reloaded = self.stash.reload()
                 kwargs = unpack_keywords(kwargs)
             args = torch_private.unpack(self.args)
-            if self.complete and self.versions:
-                self._check_versions(_versions(args, kwargs))
+            if self.compares and self.complete and any(_was_written(*one) for one in self.versions):
+                self._check_inputs(recompute.comparison)
             set_states(self.generators)
             if self.drawn:
                 set_python_states(self.drawn)
@@ -240,16 +240,15 @@ class Region:
                 torch_private.at_end_of_backward(functools.partial(_forget, weakref.ref(self), backward))
         return tensors
 
-    def _check_versions(self, now: Sequence[int | None]) -> None:
-        """Raise RecomputeError for an input that was written since the forward."""
-        for then, version in zip(self.versions, now, strict=False):
-            if then not in (None, version) and self.compares:
-                raise RecomputeError(
-                    f"{describe(self.function)}: a tensor given by keyword, or inside a tuple, list or dict, was "
-                    f"written in place between forward and backward: it is at version {version}, and was at version "
-                    f"{then}.\nRecompute would read what it holds now, and gradients would be wrong. Write into a "
-                    f'copy, or after backward; determinism_check="none" switches off this check alone.'
-                )
+    def _check_inputs(self, comparison: Comparison) -> None:
+        """Raise RecomputeError for an input that was written since the forward, unless values are compared."""
+        if not comparison.inputs_are_rewritten():
+            raise RecomputeError(
+                f"{describe(self.function)}: a tensor given by keyword, or inside a tuple, list or dict, was "
+                f"written in place between forward and backward.\nRecompute would read what it holds now, and "
+                f"gradients would be wrong. Write into a copy, or after backward; "
+                f'determinism_check="none" switches off this check alone.'
+            )
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
         """A context with the forward's autocast and default device."""
@@ -290,7 +289,8 @@ class _Recompute:
         self.surplus = 0  # tensors that the forward did not save
         self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
         fingerprints = region.fingerprints if self.has_fingerprints else ()
-        self.comparison = Comparison(self.function, region.record, fingerprints, ends=Region._run_again.__code__)
+        ends = Region._run_again.__code__
+        self.comparison = Comparison(self.function, region.modules, region.record, fingerprints, ends)
 
     @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -325,11 +325,16 @@ class _Recompute:
         self.comparison.check()
 
 
-def _versions(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[int | None]:
-    """Versions of the tensors by keyword or inside of containers. autograd guards those given by position."""
+def _versions(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[tuple[weakref.ref[torch.Tensor], int]]:
+    """The tensors by keyword or inside of containers, with their versions. autograd guards those given by position."""
     values = [one for one in args if not isinstance(one, torch.Tensor)]
     values += kwargs.values()
-    return torch_private.versions([*tensors_in(values)]) if values else []
+    return [(weakref.ref(one), one._version) for one in tensors_in(values) if not one.is_inference()]
+
+
+def _was_written(reference: weakref.ref[torch.Tensor], version: int) -> bool:
+    tensor = reference()  # None: it was replaced, or is on the host
+    return tensor is not None and tensor._version != version
 
 
 def _forget(reference: weakref.ref[Region], backward: int) -> None:

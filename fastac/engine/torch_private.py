@@ -331,7 +331,7 @@ def is_plain(value: object) -> bool:
     """Whether storage, shape and strides describe a value completely: a tensor; no subclass, no weight, not sparse."""
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta or not has_storage(value):
         return False
-    return not (value.is_inference() or value.is_conj() or value.is_neg() or value.is_quantized)
+    return not (value.is_inference() or value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

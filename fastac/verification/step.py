@@ -99,7 +99,7 @@ def run_step(
         record.transfers = None
     engine.collectors.append(regions)
     try:
-        with generators_preserved(), buffers_preserved(model) as buffers, torch.enable_grad():
+        with generators_preserved(), buffers_preserved([model]) as buffers, torch.enable_grad():
             with _counting(is_counted) as forward:
                 outputs = [_local(t) for t in floating(function(*args, **kwargs))]
             compiled = graphs.ids_among(nodes_between(outputs, ()))
@@ -110,11 +110,7 @@ def run_step(
                 raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
             with _counting(is_counted) as backward:
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
-            written = {
-                f"buffer {name}": _local(one).detach().clone()
-                for name, one in model.named_buffers(remove_duplicate=False)
-                if name not in buffers or not torch.equal(one, buffers[name])
-            }
+            written = {f"buffer {name}": one.detach().clone() for name, one in buffers.written().items()}
     finally:
         engine.collectors[:] = [one for one in engine.collectors if one is not regions]
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}

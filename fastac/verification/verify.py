@@ -461,7 +461,7 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     before = [(record, dataclasses.replace(record)) for _, record in records if record is not None]
     results, kinds.results, kinds.of_one_block = kinds.results, weakref.WeakKeyDictionary(), True
     try:
-        with generators_preserved(), buffers_preserved(model), hook.checkpointing_preserved(model):
+        with generators_preserved(), buffers_preserved([model]), hook.checkpointing_preserved(model):
             yield
     finally:
         kinds.results, kinds.of_one_block = results, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,20 @@ def test_operation(operation: Any, is_last: bool, policy: str, determinism_check
         return support.train_step(lambda **inputs: run_checkpointed(block, policy=policy, **options, **inputs), inputs)
 
     support.assert_alike(run, policy=policy, steps=4)
+
+
+def test_in_a_nested_region() -> None:
+    """Its forward in the recompute of the outer one is under a mode, and so is its own recompute."""
+    torch.manual_seed(0)
+    block, inputs = WithOperation(transcribed, True), stack_inputs(batch=BATCH)
+
+    def run(policy: str) -> Tensors:
+        inner = functools.partial(run_checkpointed, block, policy=policy)
+        return support.train_step(
+            lambda **inputs: run_checkpointed(lambda **all: inner(**all), policy=policy, **inputs), inputs
+        )
+
+    support.assert_alike(run)
 
 
 def test_a_change_of_what_is_saved_last() -> None:

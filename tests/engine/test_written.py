@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import collections
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -80,11 +81,12 @@ def test_a_backward_that_writes_what_nobody_needs(policy: str) -> None:
 class Rotated(AttentionBlock):
     """Multiplied by what diffusers gives as (cos, sin). May write its cache, as autoregressive models do."""
 
-    def forward(self, video: Any, text: Any, rotary: Any = None, cache: Any = None) -> torch.Tensor:
-        cos, sin = rotary["angles"] if isinstance(rotary, dict) else rotary
+    def forward(self, video: Any, text: Any, rotary: Any = None, cache: Any = None, number: int = 0) -> torch.Tensor:
+        rotary = rotary.angles if isinstance(rotary, Angles) else rotary
+        cos, sin = rotary if isinstance(rotary, tuple) else rotary["angles"]
         if cache is not None:
-            cache[0][:, : video.shape[1]] = video.detach()
-            video = video + cache[0][:, : video.shape[1]]
+            cache[number][:, : video.shape[1]] = video.detach()
+            video = video + cache[number][:, : video.shape[1]]
         return super().forward(video * cos + video.flip(-1) * sin, text)
 
 
@@ -93,7 +95,14 @@ def angles() -> tuple[torch.Tensor, torch.Tensor]:
     return angle.cos(), angle.sin()
 
 
+@dataclasses.dataclass
+class Angles:
+    angles: Any
+
+
 WAYS: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "in a dataclass": lambda pair: ((Angles(pair),), {}),
+    "in a mapping": lambda pair: ((collections.UserDict(angles=pair),), {}),
     "in a tuple": lambda pair: ((pair,), {}),
     "in a list in a dict": lambda pair: (({"angles": list(pair)},), {}),
     "by keyword": lambda pair: ((), {"rotary": pair}),
@@ -115,20 +124,41 @@ def test_an_input_that_is_written_before_backward(step: int, way: str, policy: s
         loss().backward()
     last = loss()
     pair[1].mul_(2)
-    with pytest.raises(CheckpointError, match="written in place between forward and backward") as caught:
+    message = "does not compute what the forward did" if step == 0 else "written in place between forward and backward"
+    with pytest.raises(CheckpointError, match=message) as caught:
         last.backward()
     assert len(str(caught.value).splitlines()) <= 5
     loss().backward()
 
 
 @of_policies
-def test_a_cache_that_the_block_writes_itself(policy: str) -> None:
-    """Also when a later call writes it before the backward."""
+@pytest.mark.parametrize("given", ["its own", "that of all layers"])
+def test_a_cache_that_the_blocks_write(given: str, policy: str) -> None:
+    """Also when another block, or a later call, writes it before the backward: what a block reads stays."""
     inputs = stack_inputs()
 
     def step(policy: str) -> support.Tensors:
-        block, cache = support.stack(layers=1, block=Rotated).blocks[0], (torch.zeros(1, VIDEO_TOKENS, WIDTH),)
-        call = functools.partial(support.run_checkpointed, block, rotary=angles(), cache=cache, policy=policy)
+        blocks = support.stack(layers=2, block=Rotated).blocks
+        cache = [torch.zeros(1, VIDEO_TOKENS, WIDTH) for _ in blocks]
+
+        def call(video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            for number, block in enumerate(blocks):
+                own = {"cache": cache[number:]} if given == "its own" else {"cache": cache, "number": number}
+                video = support.run_checkpointed(block, video, text, rotary=angles(), policy=policy, **own)
+            return video
+
         return support.train_step(lambda **inputs: (call(**inputs), call(**inputs)), inputs)
 
     support.assert_alike(step, policy=policy, steps=4)
+
+
+@of_policies
+def test_containers_that_change(policy: str) -> None:
+    """A tensor that is replaced, or that comes before others, is none that is written."""
+    block, inputs = Rotated(), stack_inputs()
+    for _ in range(4):
+        given: dict[str, Any] = {"angles": angles(), "unread": [torch.zeros(2)]}
+        output = fastac.checkpoint(block, *inputs.values(), given, policy=policy)
+        given["unread"][0] = torch.zeros(2).add_(1)
+        given["unread"].insert(0, torch.zeros(3).add_(1).add_(1))
+        support.loss_of(output).backward()
