@@ -39,7 +39,7 @@ class _Buffer:
 
     known: KnownBuffer
     tensor: Any  # None, or _ABSENT, where there was none
-    version: int | None  # None where it has none, or storage and strides do not describe it
+    version: int | None  # None where it has none
     value: torch.Tensor | None  # a copy, where one was made
 
     @property
@@ -100,7 +100,7 @@ class Buffers:
                 f"recompute would begin with what the forward left, and gradients would be wrong.\nFrom now on it is "
                 f"copied: run the step again, or resume from a checkpoint."
             )
-        size = sum(one.value.nbytes for one in self.buffers if one.value is not None)
+        size = sum(_size(one.value) for one in self.buffers if one.value is not None)
         if found and size >= LARGE:
             logger.warning("%s: copies %s of buffers that it writes, for each region", where, readable_bytes(size))
         return self if self.buffers else None
@@ -153,10 +153,18 @@ def _find(module: torch.nn.Module, record: BlockRecord) -> list[KnownBuffer]:
 def _begin(known: KnownBuffer, copied: int = sys.maxsize) -> _Buffer:
     """A buffer as it stands. copied: bytes up to which it is copied."""
     tensor: Any = known.buffers.get(known.name, _ABSENT)
-    if not torch_private.is_plain(tensor):
+    if not isinstance(tensor, torch.Tensor) or tensor.is_inference() or torch.nn.parameter.is_lazy(tensor):
         return _Buffer(known, tensor, None, None)
-    value = tensor.detach().clone() if tensor.nbytes <= copied else None
+    value = None
+    if copied == sys.maxsize or _size(tensor) <= copied:
+        with contextlib.suppress(NotImplementedError):  # of a tensor subclass, which somebody may just keep there
+            value = tensor.detach().clone()
     return _Buffer(known, tensor, tensor._version, value)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes of a plain tensor; of any other, so many that it counts as large."""
+    return tensor.nbytes if torch_private.is_plain(tensor) else SMALL + 1
 
 
 def _put(known: KnownBuffer, tensor: Any) -> None:
@@ -167,9 +175,9 @@ def _put(known: KnownBuffer, tensor: Any) -> None:
 
 
 def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two plain tensors have the same bits, of any dtype."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
+    """Whether a tensor and a copy of it have the same bits, of any dtype. True if they are not plain."""
+    if not torch_private.is_plain(one):
+        return True
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
 
 
@@ -212,5 +220,6 @@ class Preserved:
                     del owner._buffers[name]
         for one in self.buffers.values():
             _put(one.known, one.tensor)
-            if one.value is not None and not is_equal(one.tensor, one.value):  # writing would count as a change
+            # Writing would count as an in-place change.
+            if one.value is not None and (one.is_newer or not is_equal(one.tensor, one.value)):
                 one.tensor.detach().copy_(one.value)
