@@ -106,9 +106,10 @@ class SoftmaxAttention:
         flat = [one for a in args for one in (a if isinstance(a, (list, tuple)) else (a,))]
         tensors = [one for one in flat if isinstance(one, torch.Tensor) and torch_private.has_storage(one)]
         for tensor in tensors:
-            is_leaf = isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
-            # Views of inputs look like leaves in the forward of an autograd.Function.
-            if is_leaf and not tensor._is_view() and self._kind(tensor) is None:
+            # Views of inputs look like leaves in the forward of an autograd.Function; others cannot tell their graph.
+            if tensor._is_view() or self._kind(tensor) is not None:
+                continue
+            if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
                 self._mark(tensor, "weight")
         marked = [(tensor, kind) for tensor in tensors if (kind := self._kind(tensor))]
         kinds = {kind: tensor for tensor, kind in marked}

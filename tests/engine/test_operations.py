@@ -29,6 +29,13 @@ def leaky(hidden: torch.Tensor) -> torch.Tensor:
     return F.rrelu(hidden, training=True)
 
 
+def spectrum(hidden: torch.Tensor) -> torch.Tensor:
+    """Writes into a view whose graph torch cannot make again."""
+    changed = torch.fft.ifft(torch.fft.fft(hidden, dim=1) * 2, dim=1).real
+    changed[..., 0] = 0
+    return F.dropout(changed, 0.3)
+
+
 class WithOperation(AttentionBlock):
     """A block with an operation, before all else or after it."""
 
@@ -45,7 +52,7 @@ class WithOperation(AttentionBlock):
 @pytest.mark.parametrize("determinism_check", ["default", "none"])
 @pytest.mark.parametrize("policy", ["attn_only", "full"])
 @pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
-@pytest.mark.parametrize("operation", [transcribed, leaky])
+@pytest.mark.parametrize("operation", [transcribed, leaky, spectrum])
 def test_operation(operation: Any, is_last: bool, policy: str, determinism_check: str) -> None:
     """In four steps, of which the last compares no values."""
     torch.manual_seed(0)
