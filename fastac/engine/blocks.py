@@ -161,20 +161,18 @@ def modules_run_by(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]
     module = module_of(function)
     if module is not None:
         return [inside(module)]
-    found: dict[torch.nn.Module, None] = {}
-    _collect((function, args, kwargs), found, _DEPTH)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     used = [function.__globals__[name] for name in names if name in function.__globals__]
-    _collect([one for one in used if not isinstance(one, types.FunctionType)], found, 2)
+    values = [function, *args, *kwargs.values(), *(one for one in used if not isinstance(one, types.FunctionType))]
+    found: dict[torch.nn.Module, None] = {}
+    levels = _DEPTH
+    while values:
+        values = values[:_WIDTH]
+        found |= {inside(one): None for one in values if isinstance(one, torch.nn.Module)}
+        levels = min(levels - 1, 1) if found else levels - 1  # one level beyond the nearest
+        others = [one for one in values if not isinstance(one, _WITHOUT_PARTS)] if levels else []
+        values = [part for one in others for part in _parts_of(one)]
     return list(found)
-
-
-def _collect(values: Iterable[Any], found: dict[torch.nn.Module, None], depth: int) -> None:
-    for value in values:
-        if isinstance(value, torch.nn.Module):
-            found[inside(value)] = None
-        elif depth and not isinstance(value, _NO_MODULES):
-            _collect(_parts_of(value), found, depth - 1)
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
@@ -190,9 +188,20 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 _CONTAINERS = (list, tuple, dict)
-_NO_MODULES = (torch.Tensor, str, bytes, int, float, type(None), type, types.ModuleType, types.BuiltinFunctionType)
-_DEPTH = 4
-"""A closure over an object whose list holds a block is the deepest that is searched."""
+_WITHOUT_PARTS = (
+    torch.nn.Module,
+    torch.Tensor,
+    str,
+    bytes,
+    int,
+    float,
+    type(None),
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+)
+_DEPTH, _WIDTH = 5, 100
+"""A closure over an object whose list holds a block is the deepest that is searched. Values of one level."""
 
 
 def modules_in(function: Any) -> list[torch.nn.Module]:
