@@ -1,0 +1,65 @@
+"""Thousands of random hostile programs, exact or refused: tests/soak/hostile_blocks.py says what they are.
+
+`make soak ARGS="-rP tests/soak/test_hostile_blocks.py"` prints what came of how many.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import fastac
+from tests.soak import hostile_blocks
+from tests.soak.hostile_blocks import KNOWN, WRITTEN, Program, check, shortest
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PROGRAMS, CHUNK = 4000, 200
+SAMPLE = range(PROGRAMS, PROGRAMS + 20)
+LIMITS = Path(__file__).parents[2] / "docs" / "limits.md"
+
+
+def run(seeds: range) -> None:
+    counts, failed = hostile_blocks.count(seeds)
+    print(hostile_blocks.table(counts))
+    assert not failed, "\n\n".join(map(hostile_blocks.show, failed[:3]))
+    assert counts["exact", ""] > len(seeds) / 4, "programs that raise, or that are refused, show little"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(0, PROGRAMS, CHUNK))
+def test_programs(first: int) -> None:
+    run(range(first, first + CHUNK))
+
+
+def test_a_sample() -> None:
+    run(SAMPLE)
+
+
+def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own checkpoint writes buffers twice."""
+
+    def checkpoint(function: Any, *args: Any, policy: Any) -> Any:
+        return torch_checkpoint(function, *args, use_reentrant=False)
+
+    monkeypatch.setattr(fastac, "checkpoint", checkpoint)
+    counts = "self.count += 1  # init: self.register_buffer('count', torch.zeros(3))"
+    needed = {
+        "forward": [counts, "a = a.sin()", "return a"],
+        "use": ["x, y, z = run.leaves(6)", "out = run.checkpoint(block, x, y)", "run.loss(out).backward()"],
+    }
+    more = {"forward": ["b = a.exp()", *needed["forward"]], "use": [*needed["use"], "run.optimize()"]}
+    program = Program(0, "float32", '"full"', {}, more)
+    assert check(program) == ("failure", "buffer 0.count; torch's own checkpoint is not exact, either: buffer 0.count")
+    assert shortest(program).bodies == needed
+
+
+@pytest.mark.parametrize("words", [*KNOWN, WRITTEN])
+def test_what_is_known_is_documented(words: str) -> None:
+    text = re.sub(r"[\s*]+", " ", LIMITS.read_text(encoding="utf-8"))
+    assert words in text
