@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ class KnownBuffer:
     name: str
     is_written: bool = False
     """The block was seen to write it."""
+    has_versions: bool = True
+    """Writes of the block count as in-place changes."""
+    copy: Callable[[], torch.Tensor | None] = lambda: None
+    """The latest copy of it, while a region keeps it."""
+    copied: tuple[int, int] = 0, 0
+    """Identity and version of the tensor that this was copied from."""
 
 
 @dataclasses.dataclass
@@ -71,6 +77,8 @@ class BlockRecord:
     """Held while a recompute runs on copies of its buffers."""
     buffers: list[KnownBuffer] | None = None
     """Those of the block. None before a first region."""
+    owners: set[int] = dataclasses.field(default_factory=set)
+    """Identities of the dicts of buffers of its modules."""
     doubts: dict[object, bool] = dataclasses.field(default_factory=dict)
     """Kinds of which a region made fewer calls than the first -> whether a region that did so was watched."""
 
@@ -161,30 +169,46 @@ def modules_run_by(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]
     module = module_of(function)
     if module is not None:
         return [inside(module)]
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    used = [function.__globals__[name] for name in names if name in function.__globals__]
-    values = [function, *args, *kwargs.values(), *(one for one in used if not isinstance(one, types.FunctionType))]
+    values = [function, *args, *kwargs.values(), *_globals_of(function)]
     found: dict[torch.nn.Module, None] = {}
     levels = _DEPTH
     while values:
         values = values[:_WIDTH]
-        found |= {inside(one): None for one in values if isinstance(one, torch.nn.Module)}
+        found |= {inside(one): None for one in values if issubclass(type(one), torch.nn.Module)}
         levels = min(levels - 1, 1) if found else levels - 1  # one level beyond the nearest
-        others = [one for one in values if not isinstance(one, _WITHOUT_PARTS)] if levels else []
-        values = [part for one in others for part in _parts_of(one)]
+        others = [one for one in values if not issubclass(type(one), _WITHOUT_PARTS)] if levels else []
+        values = []
+        for one in others:
+            with contextlib.suppress(Exception):  # objects may answer as they like, and this is a search
+                values += _parts_of(one)
     return list(found)
+
+
+def _globals_of(function: Any) -> list[Any]:
+    """What a function, or one that it wraps, uses of its module, without other functions."""
+    found: list[Any] = []
+    while function is not None:
+        function = function.func if isinstance(function, functools.partial) else function
+        codes = [getattr(function, "__code__", None)]
+        codes += [one for one in getattr(codes[0], "co_consts", ()) if isinstance(one, types.CodeType)]
+        names = dict.fromkeys(name for code in codes for name in getattr(code, "co_names", ()))
+        globals_ = getattr(function, "__globals__", {})
+        found += [globals_[name] for name in names if name in globals_]
+        function = getattr(function, "__wrapped__", None)
+    return [one for one in found if not isinstance(one, types.FunctionType)]
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
     """What a container, a function or an object refers to; nothing of a large container, which holds data."""
-    if isinstance(value, _CONTAINERS):
+    if issubclass(type(value), _CONTAINERS):
         items = value.values() if isinstance(value, dict) else value
         return items if len(value) <= MANY else ()
     if isinstance(value, types.MethodType):
         return (value.__self__,)
     if isinstance(value, (functools.partial, types.FunctionType)):
         return held_by(value)
-    return list(getattr(value, "__dict__", {}).values())
+    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *slots]
 
 
 _CONTAINERS = (list, tuple, dict)

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,8 +52,10 @@ class _Buffer:
         """Whether it was written since, or another was put in its place. looks: compare its value."""
         if self.now is not self.tensor or self.is_newer:
             return True
-        # Writes through `data` have no version.
-        return looks and self.value is not None and not is_equal(self.tensor, self.value)
+        if not looks or self.value is None or is_equal(self.tensor, self.value):
+            return False
+        self.known.has_versions = False  # it is written through `data`
+        return True
 
     @property
     def is_newer(self) -> bool:
@@ -79,7 +82,7 @@ class Buffers:
         self.looks, self.modules = looks, modules if looks else ()
         self.lock = record_of(modules[0]).lock
         known = [one for module in modules for one in record_of(module).buffers or ()]
-        small = SMALL if len(known) <= FEW else 0
+        small = SMALL if len(known) <= FEW else -1
         self.buffers = [_begin(one, sys.maxsize if looks or one.is_written else small) for one in known]
 
     def keep_written(self, where: str) -> Buffers | None:
@@ -96,8 +99,8 @@ class Buffers:
         self.buffers = [one for one in self.buffers if one.known.is_written]
         if lost := ", ".join(one.known.name for one in found if one.is_newer and one.value is None):
             raise FastacError(
-                f"{where}: it began to write a large buffer ({lost}) in a step in which fastac had no copy of it: "
-                f"recompute would begin with what the forward left, and gradients would be wrong.\nFrom now on it is "
+                f"{where}: it began to write a buffer ({lost}) in a step in which fastac had no copy of it: recompute "
+                f" would begin with what the forward left, and gradients would be wrong.\nFrom now on it is "
                 f"copied: run the step again, or resume from a checkpoint."
             )
         size = sum(_size(one.value) for one in self.buffers if one.value is not None)
@@ -141,25 +144,42 @@ def _find(module: torch.nn.Module, record: BlockRecord) -> list[KnownBuffer]:
     """Bring the record of a module up to date. Returns the buffers that it did not name."""
     before = {(id(one.buffers), one.name): one for one in record.buffers or ()}
     record.buffers, new = [], []
+    owners, record.owners = record.owners, set()
     for owner in module.modules():
-        for name in owner._buffers if isinstance(owner._buffers, dict) else ():  # not those of TorchScript
-            known = before.get((id(owner._buffers), name))
+        buffers = _dict_of(owner)
+        record.owners.add(id(buffers))
+        for name in buffers:
+            known = before.get((id(buffers), name))
             if known is None:
-                new.append(known := KnownBuffer(owner._buffers, name))
+                known = KnownBuffer(buffers, name)
+                new += [known] if id(buffers) in owners else []  # a module that was made since stays as it is
             record.buffers.append(known)
     return new
+
+
+def _dict_of(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's buffers; none of one of TorchScript."""
+    return module._buffers if isinstance(module._buffers, dict) else {}
 
 
 def _begin(known: KnownBuffer, copied: int = sys.maxsize) -> _Buffer:
     """A buffer as it stands. copied: bytes up to which it is copied."""
     tensor: Any = known.buffers.get(known.name, _ABSENT)
-    if not isinstance(tensor, torch.Tensor) or tensor.is_inference() or torch.nn.parameter.is_lazy(tensor):
+    if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor) or tensor.is_inference():
         return _Buffer(known, tensor, None, None)
-    value = None
-    if copied == sys.maxsize or _size(tensor) <= copied:
-        with contextlib.suppress(NotImplementedError):  # of a tensor subclass, which somebody may just keep there
-            value = tensor.detach().clone()
+    value = _copy_of(known, tensor) if copied == sys.maxsize or _size(tensor) <= copied else None
     return _Buffer(known, tensor, tensor._version, value)
+
+
+def _copy_of(known: KnownBuffer, tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy that nobody writes: the latest one, if another region keeps it and the buffer is as it was."""
+    copy = known.copy() if known.has_versions else None
+    if copy is None or known.copied != (id(tensor), tensor._version):
+        # Of a tensor subclass, or quantized in an unusual way, which somebody may just keep there.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            copy = tensor.detach().clone()
+            known.copy, known.copied = weakref.ref(copy), (id(tensor), tensor._version)
+    return copy
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -197,9 +217,9 @@ class Preserved:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.modules = list(modules)
         self.buffers = {
-            f"{prefix}.{name}".lstrip("."): _begin(KnownBuffer(owner._buffers, name))
+            f"{prefix}.{name}".lstrip("."): _begin(KnownBuffer(_dict_of(owner), name))
             for prefix, owner in self._owners()
-            for name in owner._buffers
+            for name in _dict_of(owner)
         }
 
     def _owners(self) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -215,7 +235,7 @@ class Preserved:
         """Put all of them back, and remove what was registered since."""
         known = {(id(one.known.buffers), one.known.name) for one in self.buffers.values()}
         for _, owner in self._owners():
-            for name in list(owner._buffers):
+            for name in list(_dict_of(owner)):
                 if (id(owner._buffers), name) not in known:
                     del owner._buffers[name]
         for one in self.buffers.values():

@@ -65,7 +65,7 @@ class Settling:
     def end(self) -> tuple[list[Saved], bool]:
         """The remaining ones, as all ops have run, and whether one of them was written since."""
         found, self.waiting = self.waiting, []
-        written = any(before and _differ(before, fingerprint(tensor)) for (_, tensor), before in found)
+        written = any(_differ(before, fingerprint(tensor)) for (_, tensor), before in found)
         return [saved for saved, _ in found], written
 
 
@@ -141,7 +141,8 @@ class Comparison:
         if not self.fingerprints:
             return "weights" in self.record.rewritten
         before = self.fingerprints[self._position + 1]
-        if before is None or _differ(before, fingerprint(weight)):
+        again = fingerprint(weight)
+        if before is None or again is None or _differ(before, again):
             return False
         self._rewritten.add("weights")
         return True
@@ -319,6 +320,8 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
         return None
     if tensor.layout is not torch.strided or tensor.numel() <= (2 if wide is torch.int64 else 0):
         return None
+    if not tensor.untyped_storage().nbytes():  # somebody has freed it, as FSDP does
+        return None
     with torch_private.without_modes(), torch.no_grad():
         values = tensor.detach()
         if values.is_complex():
@@ -353,8 +356,9 @@ def tolerance(dtype: torch.dtype) -> float:
     return 0.0 if wide is torch.int64 else 8 * torch.finfo(dtype).eps + 1024 * torch.finfo(wide).eps
 
 
-def _differ(one: Fingerprint, other: Fingerprint | None) -> bool:
-    return other is None or relative_difference(one, other) > 0
+def _differ(one: Fingerprint | None, other: Fingerprint | None) -> bool:
+    """Whether two fingerprints are unequal; no, where there is none."""
+    return one is not None and other is not None and relative_difference(one, other) > 0
 
 
 def relative_difference(forward: Fingerprint, again: Fingerprint) -> float:

@@ -72,17 +72,18 @@ def _accelerators() -> list[torch.device]:
     return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
 
 
-def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    """The tensors among some values, also those in lists, tuples, mappings and dataclasses."""
-    for value in values:
+def tensors_in(values: Iterable[object], depth: int = 8) -> Iterator[torch.Tensor]:
+    """The tensors among some values, also those in lists, tuples, mappings and dataclasses, down to some depth."""
+    for value in values if depth else ():
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+            yield from tensors_in(value, depth - 1)
         elif isinstance(value, Mapping):
-            yield from tensors_in(value.values())
+            yield from tensors_in(value.values(), depth - 1)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from tensors_in(getattr(value, field.name) for field in dataclasses.fields(value))
+            fields = dataclasses.fields(value)
+            yield from tensors_in((getattr(value, field.name, None) for field in fields), depth - 1)
 
 
 def devices_of(args: Iterable[object]) -> set[torch.device]:
