@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
@@ -10,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import registry
@@ -20,12 +18,8 @@ from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks
 from fastac.engine import flops, kinds, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.tape import Tape, engine
-from fastac.engine.torch_private import is_of_torch
 from fastac.registry import BoundOp
 from fastac.registry.torch_private import Op, qualified_name
-
-_CASTING = [device for device in ("cpu", "cuda", "xpu", "mps", "hpu") if torch.amp.is_autocast_available(device)]
-"""Types of device that have autocast."""
 
 
 @dataclasses.dataclass
@@ -52,7 +46,7 @@ class PassThrough(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with _autocast_as_called(func):
+        with torch_private.keys_as_called(func):
             return func(*args, **(kwargs or {}))
 
 
@@ -199,19 +193,3 @@ class Observer(PassThrough):
             self.elsewhere.append(
                 f"{op.name} was called in another thread, where no region is open: call it in the block's own"
             )
-
-
-def _autocast_as_called(op: Any) -> contextlib.AbstractContextManager[Any]:
-    """Autocast for the kernel of an op as it was on where the op was called.
-
-    Under a mode torch leaves autocast out, also for kernels in Python that would run under it without the mode. Ops of
-    torch's own never do: their inputs were cast before.
-    """
-    if is_of_torch(op):
-        return contextlib.nullcontext()
-    with enable_reentrant_dispatch():
-        devices = [device for device in _CASTING if torch.is_autocast_enabled(device)]
-    stack = contextlib.ExitStack()
-    for device in devices:
-        stack.enter_context(torch.autocast(device))  # in the dtype that is set
-    return stack

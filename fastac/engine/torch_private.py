@@ -7,12 +7,15 @@ those of traces in `fastac.graph.torch_private`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import operator
 import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +30,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only
 
-from fastac.registry.torch_private import qualified_name
+from fastac.registry.torch_private import DEVICES, handles, qualified_name
+from fastac.registry.torch_private import has_kernel as has_kernel
 
 SEEN_IN = "2.9 to 2.15"
 """Releases of torch that fastac was run with: docs/versions.md."""
@@ -69,6 +74,9 @@ _REQUIRED = (
     "_C._FunctionBase.dirty_tensors",
     "_C._FunctionBase.non_differentiable",
     "_C._FunctionBase.to_save",
+    "_C._AutoDispatchBelowAutograd",
+    "_C._ExcludeDispatchKeyGuard",
+    "_C._ForceDispatchKeyGuard",
     "_C._SetExcludeDispatchKeyGuard",
     "_C._TorchDispatchModeKey.PROXY",
     "_C._autograd._get_sequence_nr",
@@ -77,7 +85,10 @@ _REQUIRED = (
     "_C._current_graph_task_id",
     "_C._dispatch_get_all_op_names",
     "_C._dispatch_has_kernel_for_dispatch_key",
+    "_C._dispatch_kernel_for_dispatch_key_is_fallthrough",
     "_C._dispatch_keyset_full_after",
+    "_C._dispatch_tls_local_exclude_set",
+    "_C._dispatch_tls_local_include_set",
     "_C._dynamo.eval_frame._FrameAction.DEFAULT",
     "_C._dynamo.eval_frame._FrameAction.SKIP",
     "_C._dynamo.eval_frame._FrameExecStrategy",
@@ -123,14 +134,6 @@ BELOW_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(_BACKEND_SELECT)
 """Keys for redispatching a call to the kernel below BackendSelect, which runs with the GIL released."""
 
 
-def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
-    """Whether an op has a kernel of its own at a dispatch key, such as "CPU" or "BackendSelect"."""
-    if qualified_name.startswith("higher_order::"):
-        op = getattr(torch.ops.higher_order, qualified_name.removeprefix("higher_order::"))
-        return getattr(torch._C.DispatchKey, dispatch_key) in op.py_kernels
-    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key)
-
-
 def at_backend_select(op: Any, function: Callable[..., Any]) -> None:
     """Make calls of a higher-order op call function(keyset, *args, **kwargs), as Library.impl does for other ops."""
 
@@ -145,6 +148,32 @@ def at_backend_select(op: Any, function: Callable[..., Any]) -> None:
 def is_composite(qualified_name: str) -> bool:
     """Whether an op only calls other ops, which are dispatched in turn. Modes see it only under inference mode."""
     return has_kernel(qualified_name, "CompositeImplicitAutograd")
+
+
+def keys_as_called(op: Any) -> AbstractContextManager[Any]:
+    """A context for a dispatch mode that calls an op: its kernels see the dispatch keys that they see without the mode.
+
+    Under a mode torch leaves out all keys above it: autograd, autocast, conjugation, counting in-place changes. Kernels
+    of torch's own need none of these. Others are made of ops that may: without an autograd kernel of the op, autograd
+    differentiates these.
+    """
+    if is_of_torch(op):
+        return contextlib.nullcontext()
+    name = qualified_name(op)
+    with enable_reentrant_dispatch():  # the keys as they were when the op was called
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
+    if handles(name, "Autograd"):
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+    if handles(name, "Autocast"):
+        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
+    return stack
+
+
+_AUTOCAST = functools.reduce(
+    operator.or_, [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}")) for device in DEVICES]
+)
 
 
 # Dynamo

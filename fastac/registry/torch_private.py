@@ -11,6 +11,9 @@ import torch
 HigherOrderOperator = torch._ops.HigherOrderOperator
 Op = torch._ops.OpOverload | HigherOrderOperator
 
+DEVICES = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
+"""Kinds of devices, as they stand in the names of dispatch keys."""
+
 
 def qualified_name(op: Op) -> str:
     """`namespace::name`, with `.overload` where it has one."""
@@ -53,6 +56,26 @@ def arguments_of(op: Op) -> list[Argument]:
 def returns_tensors(op: Op) -> bool:
     """Whether an op has a tensor among its outputs. A higher-order op does not say: it counts as having one."""
     return isinstance(op, HigherOrderOperator) or any("Tensor" in str(one.type) for one in op._schema.returns)
+
+
+def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
+    """Whether an op has a kernel of its own at a dispatch key, such as "CPU" or "BackendSelect"."""
+    if qualified_name.startswith("higher_order::"):
+        op = getattr(torch.ops.higher_order, qualified_name.removeprefix("higher_order::"))
+        return getattr(torch._C.DispatchKey, dispatch_key) in op.py_kernels
+    return torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name, dispatch_key)
+
+
+def handles(qualified_name: str, feature: str) -> bool:
+    """Whether an op has a kernel for "Autograd" or "Autocast" on some device. One that falls through is none.
+
+    Without one, autograd (autocast) is on inside the op's kernels.
+    """
+    names = [feature] if feature == "Autograd" else []
+    for key in [*names, *(feature + device for device in DEVICES)]:
+        if has_kernel(qualified_name, key):
+            return not torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(qualified_name, key)
+    return False
 
 
 def redispatch_of(op: Op) -> Callable[..., Any]:
