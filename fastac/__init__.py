@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastac.hook import compile, disable, enable, first_blocks  # noqa: A004 as torch.compile
     from fastac.planning import Plan, plan
     from fastac.policy import Policy
-    from fastac.registry import AttentionOp, OpaqueFunction, register
+    from fastac.registry import AttentionOp, OpaqueFunction, Row, register
     from fastac.verification.report import Report, report
     from fastac.verification.verify import Verification, verify
 
@@ -35,6 +35,7 @@ __all__ = [
     "Policy",
     "PolicyNotAppliedError",
     "Report",
+    "Row",
     "UnsupportedBackendError",
     "Verification",
     "checkpoint",

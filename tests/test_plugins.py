@@ -134,7 +134,7 @@ def is_registered(namespace: str, name: str) -> bool:
     try:
         fastac.register(fastac.AttentionOp(backend="mine", namespace=namespace, name=name))
     except FastacError as error:
-        return "already" in str(error)
+        return "another row" in str(error)
     return False
 
 

@@ -95,8 +95,21 @@ def test_a_row_that_is_not_well_formed(wrong: Any, message: str) -> None:
     with pytest.raises(FastacError, match=message):
         fastac.register(fine, wrong)
     fastac.register(fine)
-    with pytest.raises(FastacError, match="already"):
-        fastac.register(row(name=fine.name, layout="bhsd"))
+
+
+def test_a_row_that_is_registered_again() -> None:
+    """As by a notebook's cell that is run again. Another row for the op replaces it only if that is asked for."""
+    name = f"again_{uuid.uuid4().hex[:8]}"
+    fastac.register(row(name=name))
+    before = registry.rows()
+    fastac.register(row(name=name))
+    assert registry.rows() == before
+    other = row(name=name, layout="bhsd")
+    with pytest.raises(FastacError, match=r"another row.*layout='bshd'.*replace=True"):
+        fastac.register(other)
+    assert registry.rows() == before
+    fastac.register(other, replace=True)
+    assert [one for one in registry.rows() if one.name == name] == [other]
 
 
 def test_keys_of_fewer_dimensions_than_their_layout(define: Define, namespace: str) -> None:

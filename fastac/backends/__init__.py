@@ -31,5 +31,6 @@ LIBRARIES = (
 """The libraries in `fastac backends` and docs/backends.md, in their order."""
 
 _attention = (sdpa, varlen, flex, flash_attn_2, flash_attn_3, xformers, fastvideo, sage, diffusers)
-registry.register(*(row for file in (*_attention, selection, collectives) for row in file.ROWS))
+ROWS = tuple(row for file in (*_attention, selection, collectives) for row in file.ROWS)
+registry.register(*ROWS)
 opaque.know(*flash_attn_4.FUNCTIONS, *fastvideo.FUNCTIONS)

@@ -54,7 +54,10 @@ _begun = _done = False
 
 
 def load() -> None:
-    """Register the rows of the installed plugins, once. Other threads wait for it."""
+    """Register the rows of the installed plugins, once. Other threads wait for it.
+
+    If it is interrupted (Ctrl-C in a slow plugin), the next call loads what is left.
+    """
     global _begun, _done
     if _done:
         return
@@ -62,10 +65,13 @@ def load() -> None:
         if _begun:  # done by now, or a plugin that is being imported uses fastac itself
             return
         _begun = True
-        found = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda found: found.name)
-        with generators_preserved() if found else contextlib.nullcontext():  # a library may draw while it is imported
-            _plugins.extend(map(_load, found))
-        _done = True
+        try:
+            found = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda found: found.name)
+            with generators_preserved() if found else contextlib.nullcontext():  # a library may draw at its import
+                _plugins.extend(_load(one) for one in found[len(_plugins) :])
+            _done = True
+        finally:
+            _begun = _done
 
 
 def installed() -> tuple[Plugin, ...]:

@@ -23,14 +23,19 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.backends.plugins import prepare
 from fastac.compile import graphs
-from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward
+from fastac.diagnosis.recognition import (
+    SoftmaxAttention,
+    coarse_numbers,
+    looks_like_attention_forward,
+    no_attention,
+)
 from fastac.engine import releases, torch_private
 from fastac.engine.blocks import block_of, describe
 from fastac.engine.sparse import is_choice
 from fastac.errors import CompiledPolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import classify
-from fastac.registry.torch_private import Op, qualified_name
+from fastac.registry.torch_private import Op, name_of
 
 logger = logging.getLogger("fastac")
 
@@ -55,7 +60,7 @@ class Decisions:
         """
         bound = classify(op)
         if bound is None:
-            self._look_for_attention(op, args, outputs)
+            self._look_for_attention(op, args, kwargs, outputs)
             return None
         if bound.is_attention:
             self._coarse.append(bound.coarse_keys(args, kwargs))
@@ -80,13 +85,13 @@ class Decisions:
             return True
         return True if kind == "wait" and any(args[0] is one for one in self._exchanged) else None
 
-    def _look_for_attention(self, op: Any, args: Sequence[Any], outputs: Any) -> None:
+    def _look_for_attention(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> None:
         if self.policy.saves_nothing or not isinstance(op, Op):
             return
         keys = self._softmax_attention.follow(op, args, outputs) if isinstance(op, torch._ops.OpOverload) else None
         if keys is not None and self.policy.saves(keys):
             self._written_out.append(keys)
-        elif looks_like_attention_forward(qualified_name(op), args):
+        elif looks_like_attention_forward(name_of(op), [*args, *kwargs.values()]):
             self._unknown.append(op)
 
     def check(self, where: str = "") -> None:
@@ -99,8 +104,11 @@ class Decisions:
                 f"dims, a query that is not 4-D, the math kernel forced, or attention written out)"
             )
         elif self._unknown:
-            name = qualified_name(self._unknown[0])
-            problem = f"{name} looks like an attention forward and has no row (fastac.register)"
+            namespace, _, name = name_of(self._unknown[0]).partition("::")
+            problem = (
+                f"{namespace}::{name} looks like an attention forward and has no row (fastac.register). "
+                f"If it is none: {no_attention(namespace, name)}"
+            )
         else:
             return
         raise CompiledPolicyNotAppliedError(

@@ -11,12 +11,22 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
-from fastac.diagnosis.autograd_graph import hidden_functions, may_run_again, parameters_cut_off
+import torch
+
+from fastac.diagnosis.autograd_graph import (
+    GENERATED,
+    hidden_functions,
+    may_run_again,
+    parameters_cut_off,
+    recorded_nodes,
+)
 from fastac.diagnosis.eager_look import look
 from fastac.diagnosis.observer import Observer
-from fastac.diagnosis.recognition import suggested_row
+from fastac.diagnosis.recognition import no_attention, suggested_visible
+from fastac.diagnosis.unknown import check_rows, unknown_calls
 from fastac.engine import kinds, opaque, releases, torch_private
 from fastac.engine.blocks import block_of, describe, known_record
 from fastac.engine.calls import RegionResult
@@ -24,7 +34,7 @@ from fastac.engine.tape import Tape, engine, thread
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import AttentionOp, BoundOp
-from fastac.registry.torch_private import qualified_name
+from fastac.registry.torch_private import name_of, qualified_name
 
 logger = logging.getLogger("fastac")
 
@@ -58,23 +68,29 @@ def judge(
     policy = tape.policy
     if ran_again not in engine.listeners:
         engine.listeners.append(ran_again)
-    hidden = hidden_functions(nodes, tape.owners or (), policy)
     where = describe(function)
     problems = [] if observer is None else _problems_seen(observer, where)
     # Eager flex_attention compiles itself.
     compiled = calls > sum(op.is_higher_order for op, _ in tape.made)
     compiled = compiled or observer is None or any(node.name() == torch_private.COMPILED_NODE for node in nodes)
     watched = None if compiled else observer  # the whole of the region
+    runs: list[tuple[Sequence[Any], Observer | None, Tape]] = [(nodes, observer, tape)]
     if compiled and earlier is not None:
         if len(tape.made) < len(earlier.made):
             warn_of_fewer(function)
     elif compiled and (seen := look(function, args, kwargs, tape)) is not None:
-        watched, more = seen
-        hidden += more
+        watched, eager_nodes = seen
+        runs.append((eager_nodes, watched, watched.tape))
         problems += _problems_seen(watched, where) + _missing(watched.tape, tape, where)
     elif compiled:
         _say_unseen(function, tape)
-    problems += map(_hidden, hidden)
+    unknown: dict[str, None] = {}
+    for seen_nodes, seen_by, seen_on in runs:
+        recorded = recorded_nodes(seen_nodes, seen_on.callers or ())
+        ops = () if seen_by is None else seen_by.ops
+        problems += starmap(_hidden, hidden_functions(seen_nodes, recorded, policy, ops).items())
+        unknown |= dict.fromkeys(unknown_calls(where, seen_nodes, recorded, seen_by))
+        check_rows(seen_nodes, recorded, seen_on)
     problems += [
         f"{op.name} drew random numbers in a call in which, by its row (dropout={op.row.dropout!r}), it draws none: "
         f'random numbers after it would be wrong. Name the argument that decides in the row, or dropout="always"'
@@ -93,6 +109,7 @@ def judge(
         )
     counted = observer if watched is None else watched
     result = tape.result(compiled, 0 if counted is None else counted.writing)
+    result = dataclasses.replace(result, unknown=tuple(unknown))
     if watched is None:
         return result
     return dataclasses.replace(result, flops=watched.flops, saved_flops=watched.saved_flops)
@@ -202,9 +219,9 @@ def small_ops(where: str, keys: int, cause: str = "") -> str:
 def _problems_seen(observer: Observer, where: str) -> list[str]:
     problems = [small_ops(f"{where}.{one.module}".rstrip("."), one.keys, one.cause) for one in observer.small]
     problems += [
-        f"{qualified_name(op)} looks like an attention forward and has no row. If it is one "
-        f"(layout: where its keys are, bshd, bhsd or thd): {suggested_row(op)}"
-        for op in observer.unknown
+        f"{qualified_name(op)} looks like an attention forward and has no row. If it is one: {row}. "
+        f"If not: {no_attention(*name_of(op).split('::'))}"
+        for op, row in observer.unknown.items()
     ]
     problems += observer.elsewhere
     problems += [
@@ -213,7 +230,7 @@ def _problems_seen(observer: Observer, where: str) -> list[str]:
     ]
     return problems or [
         f"{where}.{name}: ran, and no attention call was seen: its kernel is called past the dispatcher. If it is an "
-        f'autograd.Function: fastac.make_visible(TheFunction, layout="bshd"). Else: docs/adding_a_backend.md'
+        f"autograd.Function: fastac.make_visible(TheFunction, layout=...). Else: docs/adding_a_backend.md"
         for name in observer.silent
     ]
 
@@ -243,11 +260,15 @@ def _missing(eager: Tape, tape: Tape, where: str) -> list[str]:
     return problems
 
 
-def _hidden(function: type) -> str:
+def _hidden(function: type, shapes: Sequence[torch.Size | None]) -> str:
+    """A sentence on an autograd.Function that hides an attention. shapes: of its inputs."""
     name = f"{function.__module__}.{function.__qualname__}"
     if opaque.is_visible(function):
         return f"{name}, made visible, was called with a tensor subclass (such as DTensor) or in another thread"
+    if function.__name__.startswith(GENERATED):
+        op = function.__name__.removeprefix(GENERATED)
+        return f"the op {op} looks like an attention, and was called in another thread: call it in the block's own"
     return (
         f"{name}, an autograd.Function, looks like an attention, and no op shows its kernel. Once, before training: "
-        f'fastac.make_visible({function.__qualname__}, layout="bshd") (bshd, bhsd or thd: where its keys are)'
+        f"{suggested_visible(function, shapes)}. If it is none: {no_attention(function.__module__, function.__name__)}"
     )

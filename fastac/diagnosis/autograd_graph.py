@@ -6,14 +6,16 @@ import bisect
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from fastac.diagnosis.recognition import names_attention_kernel, says_attention
+from fastac.diagnosis.recognition import has_attention_inputs, names_attention_kernel, says_attention
 from fastac.engine import opaque, torch_private
+from fastac.engine.tape import Caller
 from fastac.policy import Policy
+from fastac.registry import is_other
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -48,21 +50,66 @@ def leads_to(values: Iterable[Any], roots: Iterable[torch.Tensor]) -> bool:
     return any(id(root if root.grad_fn is None else root.grad_fn) in reached for root in roots if root.requires_grad)
 
 
-def hidden_functions(nodes: Sequence[Any], owners: Iterable[int], policy: Policy) -> list[type]:
-    """The autograd.Functions among these nodes that look like an attention the policy saves, and recorded no call.
+GENERATED = "GeneratedBackwardFor_"
+"""Begins the name of the Function that torch.library makes for an op; namespace, name and overload follow."""
 
-    owners: for each recorded attention call, the node that was the newest when it was made. In the forward of a
-    Function that is its own node, or one of a graph inside it, of which none is among these nodes.
+
+def recorded_nodes(nodes: Sequence[Any], callers: Iterable[Caller]) -> set[int]:
+    """Sequence numbers of the nodes in which attention calls were recorded.
+
+    callers: of these calls. In the forward of a Function the newest node is its own, or one of a graph inside it, of
+    which none is among these nodes. After it, too, if what follows needs no gradient: then its forward is no caller.
     """
-    numbers = sorted(map(torch_private.sequence_number, nodes))
-    recorded = {numbers[bisect.bisect_right(numbers, owner) - 1] for owner in owners if numbers}
-    found = []
+    places = {torch_private.sequence_number(node): node for node in nodes}
+    numbers = sorted(places)
+    found = set()
+    for newest, codes in callers:
+        position = bisect.bisect_right(numbers, newest) - 1
+        if position < 0:
+            continue
+        function = torch_private.function_of(places[numbers[position]])
+        code = getattr(getattr(function, "forward", None), "__code__", None)
+        if code is None or code in codes:
+            found.add(numbers[position])
+    return found
+
+
+def foreign_functions(nodes: Sequence[Any], recorded: Collection[int]) -> dict[type, list[torch.Size | None]]:
+    """The autograd.Functions among some nodes that are not torch's and recorded no attention; shapes of their inputs.
+
+    recorded: sequence numbers of nodes in which attention calls were recorded.
+    """
+    found: dict[type, list[torch.Size | None]] = {}
     for node in nodes:
         function = torch_private.function_of(node)
-        if function is not None and torch_private.sequence_number(node) not in recorded:
-            keys = _keys_of_attention(node) or (sys.maxsize if opaque.is_visible(function) else 0)
-            if keys and policy.saves(keys):
-                found.append(function)
+        if function is None or torch_private.sequence_number(node) in recorded:
+            continue
+        if function.__module__.partition(".")[0] != "torch" and not opaque.is_visible(function):
+            found.setdefault(function, torch_private.input_shapes(node))
+    return found
+
+
+def hidden_functions(
+    nodes: Sequence[Any], recorded: Collection[int], policy: Policy, seen: Collection[str] = ()
+) -> dict[type, list[torch.Size | None]]:
+    """The Functions among these nodes that look like an attention the policy saves, and recorded no call.
+
+    recorded: sequence numbers of nodes in which attention calls were recorded.
+    seen: ops that were observed, as torch names their nodes. Others were called in another thread.
+
+    Returns:
+        Each with the shapes of its inputs.
+    """
+    found: dict[type, list[torch.Size | None]] = {}
+    for node in nodes:
+        function = torch_private.function_of(node)
+        if function is None or torch_private.sequence_number(node) in recorded or is_other(function):
+            continue
+        keys = sys.maxsize if opaque.is_visible(function) else 0
+        if function.__name__ not in seen:
+            keys = keys or _keys_of_attention(node)
+        if keys and policy.saves(keys):
+            found.setdefault(function, torch_private.input_shapes(node))
     return found
 
 
@@ -75,24 +122,22 @@ def may_run_again(node: Any) -> bool:
     function = torch_private.function_of(node)
     if function is None or function.__module__.startswith("torch._") or opaque.is_visible(function):
         return True
-    words = _words(node)
-    return names_attention_kernel(words) and "checkpoint" not in words.lower()
+    name = _name(node)
+    return names_attention_kernel(name) and "checkpoint" not in name.lower()
 
 
-def _words(node: Any) -> str:
-    """The name of a node with underscores between its words."""
-    name = re.sub(r"Backward\d*$", "", node.name())
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+def _name(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name()).removeprefix(GENERATED)
 
 
 def _keys_of_attention(node: Any) -> int:
     """The number of keys of the attention that a node looks like, by its name and inputs; 0 if it looks like none."""
     shapes = torch_private.input_shapes(node)
-    known = [shape for shape in shapes if shape is not None and 3 <= len(shape) <= 5]
-    if not names_attention_kernel(_words(node)) or len(shapes) < 3 or not known:
+    if not names_attention_kernel(_name(node)) or not has_attention_inputs(shapes):
         return 0
-    key = shapes[1] if shapes[1] in known else None
-    return max(key[1:-1] if key is not None else [size for shape in known for size in shape[:-1]])
+    key = shapes[min(1, len(shapes) - 1)]
+    known = [shape for shape in shapes if shape is not None] if key is None else [key]
+    return max(size for shape in known for size in shape[1:-1] or shape[:1])
 
 
 def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> list[str]:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from fastac.diagnosis.autograd_graph import hidden_functions, nodes_between
+from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer
 from fastac.engine import torch_private
 from fastac.engine.blocks import module_of, modules_run_by
 from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
 from fastac.engine.region import unchanged
-from fastac.engine.tape import Tape, thread
+from fastac.engine.tape import Tape, caller, thread
 from fastac.errors import rank
 from fastac.registry import BoundOp
 
@@ -22,21 +22,21 @@ from fastac.registry import BoundOp
 @torch_private.without_dynamo
 def look(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], first: Tape
-) -> tuple[Observer, Sequence[type]] | None:
+) -> tuple[Observer, Sequence[Any]] | None:
     """Run a region's function once more, eagerly. Generators and buffers are restored afterwards.
 
     Not where ranks communicate in it: the region may be the first of its kind on one rank alone. first: the tape of its
     forward.
 
     Returns:
-        The observer, whose tape lists the attention calls, and autograd.Functions that hide an attention kernel. None
-        where ranks may communicate.
+        The observer, whose tape lists the attention calls, and the autograd nodes of the region. None where ranks may
+        communicate.
     """
     modules = modules_run_by(function, args, kwargs)
     if rank() and (first.communication is not None or _may_communicate(function, modules)):
         return None
     module, policy = module_of(function), first.policy
-    tape = _Unkept(policy, owners=[])
+    tape = _Unkept(policy, callers=[])
     observer = _Watch(module, (args, kwargs), tape)
     outer, thread.scope = thread.scope, None
     try:
@@ -54,7 +54,7 @@ def look(
         return None
     finally:
         thread.scope = outer
-    return observer, hidden_functions(nodes_between(outputs, (args, kwargs)), tape.owners or (), policy)
+    return observer, nodes_between(outputs, (args, kwargs))
 
 
 def _may_communicate(function: Any, modules: Sequence[torch.nn.Module]) -> bool:
@@ -89,7 +89,7 @@ class _Unkept(Tape):
             return super().meet(op, keyset, args, kwargs, product)
         if not op.is_attention:
             return self.run(op, keyset, args, kwargs)
-        self.owners = [*(self.owners or ()), torch_private.newest_node()]
+        self.callers = [*(self.callers or ()), caller()]
         if op.is_higher_order:
             # Eagerly it would take the memory that it is compiled to save, and its numbers do not matter here.
             outputs = torch_private.empty_outputs(op.op, args, kwargs)

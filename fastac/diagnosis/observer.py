@@ -13,13 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac import registry
 from fastac.backends import availability
-from fastac.diagnosis.autograd_graph import leads_to, tensors_of
-from fastac.diagnosis.recognition import SoftmaxAttention, coarse_numbers, looks_like_attention_forward
+from fastac.diagnosis.autograd_graph import GENERATED, leads_to, tensors_of
+from fastac.diagnosis.recognition import (
+    SoftmaxAttention,
+    coarse_numbers,
+    looks_like_attention_forward,
+    suggested_row,
+)
 from fastac.engine import flops, kinds, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.tape import Tape, engine
 from fastac.registry import BoundOp
-from fastac.registry.torch_private import Op, qualified_name
+from fastac.registry.torch_private import Op, is_from_torch, name_of
 
 
 @dataclasses.dataclass
@@ -57,7 +62,9 @@ class Observer(PassThrough):
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         self.small: list[SmallOps] = []
-        self.unknown: list[Op] = []  # ops that look like attention and have no row
+        self.unknown: dict[Op, str] = {}  # ops that look like attention and have no row, and the line that registers it
+        self.foreign: dict[Op, str] = {}  # ops that are not torch's and have no row, and the module that called each
+        self.ops: set[str] = set()  # that ran, as torch.library names their autograd nodes
         self.elsewhere: list[str] = []  # sentences on attention that was called where no region is open
         self.silent: list[str] = []  # attention modules that ran, and in which no attention was seen
         self.late: list[str] = []  # ops with a row whose library was loaded during this forward
@@ -122,6 +129,8 @@ class Observer(PassThrough):
     def _observe(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> None:
         """Take note of one op that has just run."""
         bound = registry.classify(op)
+        if isinstance(op, torch._ops.OpOverload):
+            self.ops.add(GENERATED + str(op).replace(".", "_"))
         is_abstract = torch_private.is_abstract(args)
         count = 0 if is_abstract else self._flops_of(op, args, outputs, kwargs)  # a number would fix sizes of a trace
         self.flops += count
@@ -135,9 +144,10 @@ class Observer(PassThrough):
             self._note_small(bound.keys(args, kwargs), self._why_decomposed(args[0]))
         elif bound is not None:
             return
+        elif looks_like_attention_forward(name_of(op), [*args, *kwargs.values()]) and not _is_composite(op):
+            self.unknown[op] = suggested_row(op, args, kwargs)
         elif not isinstance(op, torch._ops.OpOverload):
-            if looks_like_attention_forward(op.name(), args):
-                self.unknown.append(op)
+            return
         elif writes_its_buffer(op):
             self.writing += not is_called_by_fsdp()
         else:
@@ -161,12 +171,12 @@ class Observer(PassThrough):
         return [op.name for op in self._called if op.qualified_name not in arrived]
 
     def _recognize(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:
-        name = qualified_name(op).partition(".")[0]
+        name = name_of(op)
+        if not is_from_torch(op):
+            self.foreign.setdefault(op, self._running)
         keys = self._softmax_attention.follow(op, args, outputs)
         if keys is not None:
             self._note_small(keys, "it is written out as matrix products and a softmax")
-        elif looks_like_attention_forward(name, args) and not torch_private.is_composite(name):
-            self.unknown.append(op)
         elif name in ("aten::add", "aten::add_"):
             self._added = args[1]
         elif ("dropout" in name or "bernoulli" in name) and self.small and not self.small[-1].cause:
@@ -174,7 +184,12 @@ class Observer(PassThrough):
 
     def _note_small(self, keys: int, cause: str) -> None:
         if self.tape.policy.saves(keys):
-            self.small.append(SmallOps(self._modules[-1][0] if self._modules else "", keys, cause))
+            self.small.append(SmallOps(self._running, keys, cause))
+
+    @property
+    def _running(self) -> str:
+        """Name in the block of the module that runs."""
+        return self._modules[-1][0] if self._modules else ""
 
     def _why_decomposed(self, scores: torch.Tensor) -> str:
         """Why torch took no fused kernel; "" where that shows in what runs next, or not at all."""
@@ -193,3 +208,8 @@ class Observer(PassThrough):
             self.elsewhere.append(
                 f"{op.name} was called in another thread, where no region is open: call it in the block's own"
             )
+
+
+def _is_composite(op: Any) -> bool:
+    """Whether an op only calls other ops, which are dispatched in turn. Modes see it only under inference mode."""
+    return isinstance(op, torch._ops.OpOverload) and torch_private.is_composite(name_of(op))

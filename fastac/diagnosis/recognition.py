@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.engine import torch_private
-from fastac.registry.torch_private import Op, arguments_of, qualified_name
+from fastac.registry.torch_private import Op, arguments_of, name_of
 
-_ATTENTION = re.compile(r"(?<![a-z])(flash_?)?(attn|attention|sdpa|f?mha)(?![a-z])")
-_FORWARD = re.compile(r"(^|_)(fwd|forward|func)(_|$)")
-_NOT_A_FORWARD = re.compile(r"backward|bwd|_grad|mask|bias")
-_ATTENTION_OR_FLASH = re.compile(_ATTENTION.pattern + "|flash")
+_ATTENTION = re.compile(r".*(attn|attention)$|(f?mha|f?mla|sdpa)\d*$|(fna\d?|na[123])d?$|fa[234]$")
+"""A word for attention: such as selfattention, sdpa, or natten's fna."""
+_LIBRARY = re.compile(r"flash|sage|fa[234]|fna")
+"""The word of a library of attention kernels: alone it names an attention, as in flash_fwd."""
+_FORWARD = re.compile(r"fwd|forward|func")
+_BACKWARD = re.compile(r"backward|bwd|grad$")
+_MASK = re.compile(r"masks?$")
 _BESIDE_ATTENTION = re.compile(
-    r"mask|norm|rope|rotary|gate|embed|all_?to_?all|a2a|scatter|gather|split|reduce|proj|input|output|bias"
+    r"mask|norm|rope|rotary|gate|gating|embed|a2a|scatter|gather|split|reduce|proj|input|output|out$|bias|pool|modul|"
+    r"scale|shift|add|resid|drop|mlp|ffn?$|fft|conv|act$|activ|gelu|silu|quant|cast|pack$|unpack|pad$|permute|transpose|"
+    r"layout|reshape|copy|cache|loss|entropy|score|logit|weight|map|stat|prob|softmax|merge|combine|router|index|select|"
+    r"topk|sample|metadata|plan$|config|backward|bwd|grad$"
 )
+"""Begins with a word of what stands beside attention. All to all is three words, of which the last is no such."""
+_KEYS = re.compile(r"(k|keys?|kv|qkv)(_|$)|packed_qkv|xk$")
+"""A parameter that holds keys."""
 _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _JOINS = ("aten::cat", "aten::copy_")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
@@ -33,45 +43,129 @@ def coarse_numbers(coarse: Iterable[int]) -> set[int]:
     return {blocks // times for blocks in coarse for times in (1, 2, 4) if blocks % times == 0}
 
 
+def words_of(name: str) -> list[str]:
+    """The words of a name in lower case: what underscores, capitals, and the end of "attention" divide."""
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return [word for word in re.split(r"[\W_]+|(?<=attn)|(?<=attention)", name) if word]
+
+
 def says_attention(name: str) -> bool:
     """Whether a name has attention among its words, and none of a mask, a bias or a backward."""
-    return bool(_ATTENTION.search(name.lower())) and _NOT_A_FORWARD.search(name.lower()) is None
+    words = words_of(name)
+    others = [word for word in words if _MASK.match(word) or _BACKWARD.match(word) or word == "bias"]
+    return any(map(_ATTENTION.match, words)) and not others
 
 
-def names_attention_kernel(name: str) -> bool:
-    """Whether a Function of that name, in words, may run an attention kernel, rather than something beside one.
+def names_attention_kernel(name: str, library: str = "") -> bool:
+    """Whether a Function or an op may run an attention kernel, by its name, rather than something beside one.
 
-    The last word decides: GatedAttention is an attention, AttentionGate a gate.
+    The words after attention decide: GatedAttention is an attention, AttentionGate a gate.
+
+    library: what else may say attention, for a name that says it is a forward: the namespace of an op.
     """
-    name = name.lower().partition("_with_")[0]
-    found = list(_ATTENTION_OR_FLASH.finditer(name))
-    return bool(found) and "generated" not in name and _BESIDE_ATTENTION.search(name, found[-1].end()) is None
+    words = words_of(name.partition("_with_")[0].partition("With")[0])
+    found = [i for i, word in enumerate(words) if _ATTENTION.match(word)]
+    found = found or [i for i, word in enumerate(words) if _LIBRARY.match(word)]
+    known = words_of(library)
+    if not found and any(map(_FORWARD.match, words)) and any(_ATTENTION.match(w) or _LIBRARY.match(w) for w in known):
+        found = [-1]
+    if not found or "generated" in words:
+        return False
+    after = words[found[-1] + 1 :]
+    end = next((i for i, word in enumerate(after) if _FORWARD.match(word)), len(after))
+    if after[:1] == ["bias"] and any(map(_LIBRARY.match, words)):
+        return True  # FlashAttentionBias
+    if "to" in after and "all" in after:
+        return False
+    return not any(map(_BESIDE_ATTENTION.match, after[:end])) and not any(map(_BACKWARD.match, words))
 
 
-def looks_like_attention_forward(name: str, args: Iterable[Any]) -> bool:
-    """Whether an op without a row seems to be an attention forward: by its name, and three tensors of 3 or 4 dims.
+def has_attention_inputs(shapes: Sequence[torch.Size | None]) -> bool:
+    """Whether tensors of these shapes may be those of an attention: query, key and value, or some of them in one.
+
+    shapes: of all floating tensors of a call, in their order; None for one that is not known.
+    """
+    known = [shape for shape in shapes if shape is not None]
+    if len(shapes) >= 3:
+        first = [len(shape) for shape in shapes[:3] if shape is not None]
+        return bool(first) and len(set(first)) == 1 and 2 <= first[0] <= 6
+    if len(known) == 2 and len(known[1]) == len(known[0]) + 1:
+        return len(known[0]) >= 3 and 2 in known[1][:-1]
+    return len(known) == 1 and len(known[0]) >= 4 and 3 in known[0][:-1]
+
+
+def looks_like_attention_forward(name: str, values: Iterable[Any]) -> bool:
+    """Whether an op without a row seems to be an attention forward: by its name, and by its tensors.
 
     name: with its namespace, which alone may say attention: flash_attn_3::fwd, xformers_flash::flash_fwd.
+    values: of its arguments.
     """
-    tensors = [value for value in args if isinstance(value, torch.Tensor)][:3]
-    namespace, _, own = name.lower().rpartition("::")
-    library = _ATTENTION.search(namespace) or "flash" in namespace
-    return (
-        len(tensors) == 3
-        and all(tensor.is_floating_point() and tensor.dim() in (3, 4) for tensor in tensors)
-        and (says_attention(own) or (bool(library and _FORWARD.search(own)) and _NOT_A_FORWARD.search(own) is None))
-    )
+    namespace, _, own = name.rpartition("::")
+    if not names_attention_kernel(own, namespace):
+        return False
+    flat = [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
+    return has_attention_inputs([t.shape for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point()])
 
 
-def suggested_row(op: Op) -> str:
-    """The line that registers a row for an op, as far as its schema tells: the layout is the user's to check."""
-    namespace, _, name = qualified_name(op).partition(".")[0].partition("::")
+def advice(names: Sequence[str], shapes: Mapping[str, torch.Size | None]) -> tuple[str, str]:
+    """Options that say where the keys of a call are, and a sentence on what the user must fill in, or "".
+
+    names: of its parameters. shapes: of those that are tensors; the first is the query.
+    """
+    key = next((name for name in names if _KEYS.match(name) and name in shapes), None)
+    query = next(iter(shapes), None)
+    layout = None
+    if key is not None and query is not None:
+        sequences = any("seqlen" in name or name.startswith("cu_") for name in names)
+        layout = _layout(key, shapes[query], shapes[key], sequences)
+    options = f"key={'...' if key is None else repr(key)}, layout={'...' if layout is None else repr(layout)}"
+    missing = [f"key: which of {', '.join(shapes) or 'its parameters'} holds the keys"] * (key is None)
+    shape = shapes.get(key or "", None)
+    seen = "" if shape is None else f", of shape {tuple(shape)}"
+    missing += [f"layout: where the keys{seen}, have their sequence: bshd, bhsd, thd"] * (layout is None)
+    return options, f" ({'; '.join(missing)})" * bool(missing)
+
+
+def _layout(key: str, query: torch.Size | None, keys: torch.Size | None, sequences: bool) -> str | None:
+    """The layout of the keys, if it shows: in the lengths of another sequence, or in a dimension for q, k and v."""
+    dims = 0 if keys is None else len(keys)
+    if "kv" in key:
+        return {5: "bs3hd", 4: "t3hd"}.get(dims) if keys is not None and keys[-3] in (2, 3) else None
+    if sequences and dims == 3:
+        return "thd"
+    if query is None or keys is None or len(query) != dims or dims != 4 or query[0] != keys[0]:
+        return None
+    other = [place for place in (1, 2) if query[place] != keys[place]]
+    if len(other) != 1 or query[other[0]] % keys[other[0]] == 0:  # or fewer heads of keys than of queries
+        return None
+    return "bshd" if other == [1] else "bhsd"
+
+
+def suggested_row(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The line that registers a row for an op that was called with these arguments, as far as it can be told."""
+    namespace, _, name = name_of(op).partition("::")
     names = [argument.name for argument in arguments_of(op)]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    options, missing = advice(names, {name: v.shape for name, v in values.items() if isinstance(v, torch.Tensor)})
     drawing = [name for name in names if "dropout" in name or name == "p"]
     return (
-        f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{namespace}", name="{name}", '
-        f'key="{[*names, "key"][1]}", layout="bshd", dropout={repr(drawing[0]) if drawing else None}))'
+        f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{namespace}", name="{name}", {options}, '
+        f"dropout={repr(drawing[0]) if drawing else None})){missing}"
     )
+
+
+def suggested_visible(function: type, shapes: Sequence[torch.Size | None]) -> str:
+    """The line that makes an autograd.Function visible. shapes: of its tensors; None where a shape is not known."""
+    forward: Any = function.forward  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    names = [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    options, missing = advice(names, dict(zip(names, shapes, strict=False)))
+    return f"fastac.make_visible({function.__qualname__}, {options}){missing}"
+
+
+def no_attention(namespace: str, name: str) -> str:
+    """The line that says that an op, or a Function of a module, is no attention."""
+    return f'fastac.register(fastac.Row(namespace={namespace!r}, name="{name}", kind="other"))'
 
 
 class SoftmaxAttention:

@@ -45,6 +45,8 @@ class RegionResult:
     """Bytes that the choices of sparse attention hold."""
     compiled: bool = False
     """It ran code that torch.compile made."""
+    unknown: tuple[str, ...] = ()
+    """Ops and autograd.Functions that run again and that fastac does not know, where the region was watched."""
     writing: int = 0
     """Collectives that wrote a buffer of their caller, where the region was watched."""
     flops: int = 0

@@ -54,8 +54,8 @@ def install_linear() -> None:
 
 
 def loaded_modules() -> tuple[int, int, int, str]:
-    """Changes when a row, a module or a library of ops is loaded: how many there are, and the newest module."""
-    counts = len(registry.state.rows), len(sys.modules), len(torch.ops.loaded_libraries)
+    """Changes with the rows, and when a module or a library of ops is loaded: their numbers, and the newest module."""
+    counts = registry.state.changes, len(sys.modules), len(torch.ops.loaded_libraries)
     try:
         return *counts, next(reversed(sys.modules))
     except RuntimeError:  # another thread is importing at this moment

@@ -24,6 +24,7 @@ class _State:
         self.warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         # Records of functions that are no block, by their code.
         self.functions: weakref.WeakKeyDictionary[Any, BlockRecord] = weakref.WeakKeyDictionary()
+        self.said: set[str] = set()  # what is logged once in a process
         self.of_one_block = False  # kinds are by block, not by its class (fastac.verify)
 
 
@@ -77,3 +78,10 @@ def warn_once(function: Any, what: str, message: str) -> None:
     if what not in logged:
         logged.add(what)
         logger.warning("%s", message)
+
+
+def is_first(what: str) -> bool:
+    """Whether something is to be logged that is logged once in a process."""
+    is_first = what not in state.said
+    state.said.add(what)
+    return is_first

@@ -28,7 +28,7 @@ from fastac.engine.flops import add_formula, named_arguments, products
 from fastac.engine.generators import tensors_in
 from fastac.engine.tape import engine, held_bytes, thread
 from fastac.errors import FastacError
-from fastac.registry import ALWAYS, OPAQUE_NAMESPACE, AttentionOp, Flops, OpaqueFunction, number_of_keys
+from fastac.registry import ALWAYS, OPAQUE_NAMESPACE, AttentionOp, Flops, OpaqueFunction, may_draw, number_of_keys
 
 logger = logging.getLogger("fastac")
 
@@ -225,7 +225,7 @@ def make_visible(
             return original(ctx, *args, **kwargs)
         named = named_arguments(defaults, args)
         keys = number_of_keys(row, named.get(max_kv or ""), _key_of(row, named, tensors), function.__qualname__)
-        draws = dropout == ALWAYS or (dropout is not None and bool(named[dropout]))
+        draws = dropout == ALWAYS or (dropout is not None and may_draw(named[dropout]))
         handle = next(_numbers)
         call = engine.opaque[handle] = _Call(original, ctx, args, tensors)
         try:
@@ -304,8 +304,16 @@ def know(*functions: OpaqueFunction) -> None:
     """
     for function in functions:
         registry.check(function, "OpaqueFunction")
-    state.known.extend(functions)
+    state.known.extend(function for function in functions if function not in state.known)
     state.modules = None
+
+
+def missing(known: OpaqueFunction) -> str:
+    """A sentence on a Function that a module which is loaded does not have; "" if it has it, or is not loaded."""
+    modules = {name: module for name, module in sys.modules.copy().items() if re.fullmatch(known.module, name)}
+    if not modules or any(known.name in getattr(module, "__dict__", {}) for module in modules.values()):
+        return ""
+    return f"The row for the Function {known.name} matches none: {', '.join(modules)} has no {known.name}"
 
 
 def make_known_visible() -> None:

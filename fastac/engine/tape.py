@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,9 +28,13 @@ from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
 from fastac.registry import BoundOp
+from fastac.registry.torch_private import name_of
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Functions that pack and unpack a saved tensor: torch.autograd.graph.saved_tensors_hooks."""
+
+Caller = tuple[int, frozenset[types.CodeType]]
+"""Of an attention call: the newest autograd node when it was made, and the code of all functions that were running."""
 
 Listener = Callable[[BoundOp, Sequence[Any], Mapping[str, Any]], None]
 
@@ -90,6 +96,16 @@ def is_differentiable(args: Sequence[Any]) -> bool:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return True
     return False
+
+
+def caller() -> Caller:
+    """The caller of an attention call that is being made."""
+    codes = set()
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        codes.add(frame.f_code)
+        frame = frame.f_back
+    return torch_private.newest_node(), frozenset(codes)
 
 
 class Packed:
@@ -262,8 +278,8 @@ class Tape(Scope):
     policy: Policy
     preserves_generators: bool = True
     """Recompute restores generators. If not, nor does replay: what follows would draw the same numbers again."""
-    owners: list[int] | None = None
-    """Collects the autograd node of each attention call in the first region of a kind."""
+    callers: list[Caller] | None = None
+    """Collects the caller of each attention call in the first region of a kind."""
     hooks: Hooks | None = None
     """Pack and unpack the outputs that are saved."""
 
@@ -307,14 +323,16 @@ class Tape(Scope):
             return self._communicate(op, keyset, args, kwargs)
         if op.is_attention:
             op.check_trains()
-            if self.owners is not None:
-                self.owners.append(torch_private.newest_node())
+            if self.callers is not None:
+                self.callers.append(caller())
         keys = op.keys(args, kwargs)
         if op.kind == "decomposition":
             if self.policy.saves(keys):
                 self.decomposed.append(keys)
             return self.run(op, keyset, args, kwargs)
         saves = self.policy.saves(keys) if op.is_attention else True
+        if saves and op.is_attention and not op.differentiates and is_differentiable(args):
+            op.check_differentiates()
         # On the tape before it runs: if the call raises, and the block then tries another kernel, so does recompute.
         entry = Entry(op, keys, described(args), product)
         self.entries.append(entry)
@@ -366,7 +384,7 @@ class Tape(Scope):
             op.check_call(args, kwargs)
         if op.selects:
             entry.selection = sparse.Selection(op.selection(args, kwargs))
-        is_watched = op.is_attention and self.owners is not None  # whatever its row says of dropout
+        is_watched = op.is_attention and self.callers is not None  # whatever its row says of dropout
         if self.preserves_generators and (is_watched or (op.may_draw and op.draws(args, kwargs))):
             return {device: generator_state(device) for device in devices_of(args)}
         return {}
@@ -445,7 +463,7 @@ class Replay(Scope):
             return outputs
         set_states(entry.generators)  # what runs next draws what it drew before
         for counter in engine.answered if op.is_attention else ():
-            counter[op.qualified_name.partition(".")[0]] += 1
+            counter[name_of(op.op)] += 1
         if entry.selection is not None:
             entry.selection.put_into(op, op.selection(args, kwargs))
         if op.is_opaque:

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only
 
-from fastac.registry.torch_private import DEVICES, handles, qualified_name
+from fastac.registry.torch_private import DEVICES, handles, is_of_torch, qualified_name
 from fastac.registry.torch_private import has_kernel as has_kernel
 
 SEEN_IN = "2.9 to 2.15"
@@ -121,12 +121,6 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 # The dispatcher
-
-
-@functools.cache
-def is_of_torch(op: Any) -> bool:
-    """Whether an op is one of torch's own. Higher-order ops are."""
-    return not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prim", "prims")
 
 
 _BACKEND_SELECT = torch._C.DispatchKey.BackendSelect

@@ -17,7 +17,7 @@ import torch
 
 from fastac.errors import FastacError, UnsupportedBackendError
 from fastac.registry import torch_private
-from fastac.registry.torch_private import Op, qualified_name
+from fastac.registry.torch_private import Op, name_of, qualified_name
 
 logger = logging.getLogger("fastac")
 
@@ -33,7 +33,7 @@ ALWAYS = "always"
 OPAQUE_NAMESPACE = "fastac_opaque"
 """Namespace of the ops that fastac.make_visible makes."""
 
-KINDS = ("attention", "decomposition", "choice", "exchange", "gather", "wait", "linear")
+KINDS = ("attention", "decomposition", "choice", "exchange", "gather", "wait", "linear", "other")
 """Kinds of rows (see Row)."""
 
 
@@ -43,8 +43,8 @@ class Row:
 
     Args:
         namespace: regular expression for the whole namespace (builds from the hub have one each); "higher_order" for a
-            higher-order op.
-        name: the bare name of the op, without overload.
+            higher-order op. Of kind "other", for the module of an autograd.Function as well.
+        name: the bare name of the op, without overload; or of the Function.
         kind: what the op does, and what happens to its outputs; one of KINDS.
             "attention": runs an attention forward. Saved where the policy says so.
             "decomposition": runs only if an attention is decomposed into small ops. Nothing can be saved.
@@ -53,6 +53,10 @@ class Row:
             "gather": a collective that returns a multiple of its input, such as unsharded weights. Issued again.
             "wait": completes a collective. Runs again, which costs nothing once the collective is complete.
             "linear": the matmul of a Linear module. Saved where the policy names the module.
+            "other": an op or autograd.Function that is no attention, whatever its name says. Runs again.
+
+    Example:
+        >>> fastac.register(fastac.Row(namespace="my_kernels", name="attn_rope", kind="other"))
     """
 
     namespace: str
@@ -151,15 +155,27 @@ def number_of_keys(row: AttentionOp | OpaqueFunction, given: Any, key: torch.Ten
         FastacError: the key tensor does not have the row's layout.
     """
     # Reading a tensor would wait for the device. Some libraries pass -1 where nothing is packed.
-    if given is not None and not isinstance(given, torch.Tensor) and given >= 0:
-        return given  # type: ignore[no-any-return]
+    if given is not None and not isinstance(given, torch.Tensor):
+        if not isinstance(given, (int, torch.SymInt)):
+            raise FastacError(
+                f"{name}: its row says that {row.max_kv!r} is the number of keys, and it was called with {given!r}. "
+                f"Name the argument that holds the length of the longest sequence (max_kv=...), or none."
+            )
+        if given >= 0:
+            return given  # type: ignore[return-value]
     try:
         return key.shape[KEYS_DIMENSION[row.layout]]
-    except IndexError:
+    except (AttributeError, IndexError):
+        seen = f"the shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
         raise FastacError(
             f"{name}: its row says that the layout of {row.key or 'its second tensor'!r} is {row.layout!r}, and it was "
-            f"called with the shape {tuple(key.shape)}. Name the argument that holds the keys (key=...) and its layout."
+            f"called with {seen}. Name the argument that holds the keys (key=...) and its layout."
         ) from None
+
+
+def may_draw(dropout: Any) -> bool:
+    """Whether a kernel may draw random numbers, by the value of its `dropout` argument. A tensor is not read."""
+    return isinstance(dropout, torch.Tensor) or bool(dropout)
 
 
 class BoundOp:
@@ -192,20 +208,34 @@ class BoundOp:
         self._defaults = {argument.name: argument.default for argument in arguments}
         self._key = self._positions.get(self._attention.key, 0)
         self.written = [argument.name for argument in arguments if argument.written]
-        if self.trains and row.kind != "decomposition":
-            self._check_schema([argument.name for argument in arguments if argument.written and not argument.optional])
+        self.differentiates = self.is_higher_order or torch_private.handles(self.qualified_name, "Autograd")
+        if self.trains and row.kind not in ("decomposition", "other"):
+            self._check_schema({argument.name: argument.type for argument in arguments})
 
-    def _check_schema(self, always_written: Sequence[str]) -> None:
-        if always_written:
+    def _check_schema(self, types: Mapping[str, str]) -> None:
+        where = f"register: {self.name}"
+        for name in torch_private.always_written(self.op):
             raise FastacError(
-                f"register: {self.name} writes its argument {always_written[0]!r}. On replay the kernel does not run "
-                f"and the write would be missing, with wrong gradients. Register a functional op."
+                f"{where} writes its argument {name!r}. On replay the kernel does not run and the write would be "
+                f"missing, with wrong gradients. Register, and call, a functional op."
             )
         if not torch_private.returns_tensors(self.op):
-            raise FastacError(f"register: {self.name} returns no tensor, so there is nothing to save")
-        if self.is_attention:
-            others = [self._attention.coarse, *self._attention.selection]
-            check_named(self._attention, self._positions, f"register: {self.name}", others)
+            raise FastacError(f"{where} returns no tensor, so there is nothing to save")
+        if not self.is_attention:
+            return
+        others = [self._attention.coarse, *self._attention.selection]
+        check_named(self._attention, self._positions, where, others)
+        if types[self._attention.key] not in ("", "Tensor", "Optional[Tensor]"):
+            raise FastacError(
+                f"{where}: its row says that {self._attention.key!r} holds the keys, and its type is "
+                f"{types[self._attention.key]}. Name the tensor that holds the keys (key=...)."
+            )
+        if not torch_private.is_of_torch(self.op) and (only := torch_private.only_kernel(self.qualified_name)):
+            raise FastacError(
+                f"{where} has no kernel for a device, only one for {only}, which runs before a call arrives where "
+                f"fastac intercepts it.\nRegister the op that this kernel calls instead; or give the op a kernel for "
+                f"its device, and torch.library.register_autograd."
+            )
 
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The value of an argument in a call, passed by position or by name."""
@@ -218,12 +248,13 @@ class BoundOp:
             return args[0].shape[-1] if self.kind == "decomposition" else 0
         row = self._attention
         given = None if row.max_kv is None else self.argument(row.max_kv, args, kwargs)
-        return number_of_keys(row, given, args[self._key] if self._key < len(args) else kwargs[row.key], self.name)
+        key = args[self._key] if self._key < len(args) else self.argument(row.key, args, kwargs)
+        return number_of_keys(row, given, key, self.name)
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the kernel may draw random numbers in this call."""
         dropout = self._attention.dropout
-        return dropout == ALWAYS or (dropout is not None and bool(self.argument(dropout, args, kwargs)))
+        return dropout == ALWAYS or (dropout is not None and may_draw(self.argument(dropout, args, kwargs)))
 
     def selection(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor | None]:
         """The tensors of a call that hold the blocks it attends to."""
@@ -244,6 +275,16 @@ class BoundOp:
                     f'write would be missing in recompute. Call it without {name!r}, or use policy="full".'
                 )
 
+    def check_differentiates(self) -> None:
+        """Raise FastacError when the op has no autograd kernel, so that autograd differentiates what is inside it."""
+        self.differentiates = torch_private.handles(self.qualified_name, "Autograd")  # it may be registered late
+        if not self.differentiates:
+            raise FastacError(
+                f"{self.name} cannot be saved: it has no autograd kernel, and an input requires grad. A saved call "
+                f"does not run again, and the graph that autograd makes inside it would be missing.\nGive it a "
+                f'backward: torch.library.register_autograd("{name_of(self.op)}", ...).'
+            )
+
     def check_trains(self) -> None:
         """Raise UnsupportedBackendError when the row says that the op has no backward."""
         if not self.trains:
@@ -259,10 +300,12 @@ class _State:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.lock = threading.RLock()
+        self.changes = 0  # of the rows
         self.reset()
 
     def reset(self) -> None:
         """Forget decisions: ops are classified anew."""
+        self.changes += 1
         self.decisions: dict[object, BoundOp | None] = {}
         self.reported: set[str] = set()  # errors already logged
 
@@ -275,14 +318,16 @@ def rows() -> tuple[Row, ...]:
     return tuple(state.rows)
 
 
-def register(*new_rows: Row) -> None:
+def register(*new_rows: Row, replace: bool = False) -> None:
     """Add rows. Ops that are loaded are checked at once, others when they are first called.
 
     Args:
-        new_rows: such as `AttentionOp(...)`. All of them are added, or none.
+        new_rows: such as `AttentionOp(...)`. All of them are added, or none. A row that is registered stays.
+        replace: another row for the same namespace and name is replaced; otherwise it is an error.
 
     Raises:
-        FastacError: a row is malformed or registered already, or its op cannot be saved. Nothing is registered then.
+        FastacError: a row is malformed, there is another one for its op, or its op cannot be saved. Nothing is
+            registered then.
 
     Example:
         >>> fastac.register(fastac.AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward"))
@@ -294,12 +339,17 @@ def register(*new_rows: Row) -> None:
                 if not isinstance(row, Row):
                     raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
                 check(row)
-                if any(_identity(row) == _identity(other) for other in state.rows):
-                    raise FastacError(f"register: there is a row for {row.namespace}::{row.name} already")
-                state.rows.append(row)
+                others = [other for other in state.rows if _identity(row) == _identity(other)]
+                if others and row not in others and not replace:
+                    raise FastacError(
+                        f"register: there is another row for {row.namespace}::{row.name}, with "
+                        f"{_differences(others[0], row)}. To replace it: fastac.register(..., replace=True)."
+                    )
+                if row not in others:
+                    state.rows[:] = [*(other for other in state.rows if other not in others), row]
             state.reset()
             present_ops(strictly=new_rows)
-        except FastacError:
+        except BaseException:
             state.rows[:] = before
             state.reset()
             raise
@@ -318,6 +368,8 @@ def check(row: Row | OpaqueFunction, call: str = "register") -> None:
         re.compile(pattern)
     except re.error as error:
         raise FastacError(f"{where}: {pattern!r} is not a regular expression: {error}") from error
+    if not pattern or "::" in pattern:
+        raise FastacError(f"{where}: there is no namespace or module {pattern!r}: write it without '::'")
     if isinstance(row, Row) and (row.kind not in KINDS or (row.kind == KINDS[0]) != isinstance(row, AttentionOp)):
         raise FastacError(f"{where}: kind {row.kind!r} is none of {', '.join(KINDS)}, the first of AttentionOp alone")
     if not row.name.isidentifier():
@@ -346,12 +398,17 @@ def check_named(
             )
 
 
+def _differences(old: Row, new: Row) -> str:
+    """The options of a row that another one has otherwise."""
+    return ", ".join(f"{name}={value!r}" for name, value in vars(old).items() if value != getattr(new, name, None))
+
+
 def _identity(row: Row) -> tuple[str, str, str]:
     return row.namespace, row.name, getattr(row, "with_argument", "")
 
 
 def _row_of(op: Op) -> Row | None:
-    namespace, _, name = qualified_name(op).partition(".")[0].partition("::")
+    namespace, _, name = name_of(op).partition("::")
     named = [row for row in state.rows if row.name == name and re.fullmatch(row.namespace, namespace)]
     if not named:
         return None
@@ -381,6 +438,14 @@ def classify(op: Any) -> BoundOp | None:
     return decision
 
 
+def is_other(function: type) -> bool:
+    """Whether a row says that an autograd.Function is no attention."""
+    return any(
+        row.kind == "other" and row.name == function.__name__ and re.fullmatch(row.namespace, function.__module__)
+        for row in state.rows
+    )
+
+
 def find_op(qualified: str) -> Op | None:
     """The op of a qualified name; None where an implementation came before its definition."""
     namespace, _, rest = qualified.partition("::")
@@ -404,15 +469,18 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
         name = rest.partition(".")[0]
         if name not in names:
             continue
+        op = find_op(qualified)
         try:
-            bound = classify(find_op(qualified))
+            bound = classify(op)
         except FastacError as error:
+            if op is not None and torch_private.has_functional_overload(op) and torch_private.always_written(op):
+                continue  # an `out` overload: the functional one counts
             if any(row.name == name and re.fullmatch(row.namespace, namespace) for row in strictly):
                 raise
             if str(error) not in state.reported:
                 state.reported.add(str(error))
                 logger.error("%s (left out: a region that calls the op raises)", error)
             continue
-        if bound is not None:
+        if bound is not None and bound.kind != "other":
             found.append(bound)
     return found

@@ -23,9 +23,36 @@ def qualified_name(op: Op) -> str:
     return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
 
 
+def name_of(op: Op) -> str:
+    """`namespace::name`, without an overload."""
+    return qualified_name(op).partition(".")[0]
+
+
+def is_of_torch(op: Any) -> bool:
+    """Whether an op is one of torch's own. Higher-order ops are."""
+    return not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prim", "prims")
+
+
+def is_from_torch(op: Op) -> bool:
+    """Whether torch itself, or a part of it, defines an op."""
+    return isinstance(op, HigherOrderOperator) or op.namespace in TORCH_NAMESPACES
+
+
 def op_names() -> list[str]:
     """`namespace::name.overload` of every op that the dispatcher knows now."""
     return torch._C._dispatch_get_all_op_names()
+
+
+# fmt: off
+TORCH_NAMESPACES = frozenset([
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "aten", "c10d",
+    "c10d_functional", "debug_mode_ops", "debugprims", "export", "flex_lib", "fsdp", "inductor", "inductor_prims",
+    "mkl", "mkldnn", "mkldnn_prepacked", "onednn", "onnx", "onnx_symbolic", "prim", "prims", "profiler",
+    "quantization", "quantized", "quantized_decomposed", "rngprims", "sparse", "static_runtime", "streams",
+    "symm_mem", "torch_attn",
+])
+# fmt: on
+"""Namespaces of ops that torch 2.13 defines."""
 
 
 class Argument(NamedTuple):
@@ -35,22 +62,35 @@ class Argument(NamedTuple):
     default: Any
     written: bool  # the op may change the tensor
     optional: bool  # it may be None
+    type: str  # such as "Tensor", "Optional[Tensor]", "List[Tensor]"; "" of a higher-order op
 
 
 def arguments_of(op: Op) -> list[Argument]:
     """An op's arguments, from its schema; those of a higher-order op, which has none, from its signature."""
     if isinstance(op, HigherOrderOperator):
         parameters = inspect.signature(op.__call__).parameters.values()
-        return [Argument(parameter.name, parameter.default, False, False) for parameter in parameters]
+        return [Argument(parameter.name, parameter.default, False, False, "") for parameter in parameters]
     return [
         Argument(
             argument.name,
             argument.default_value,
             argument.alias_info is not None and argument.alias_info.is_write,
             isinstance(argument.type, torch.OptionalType),
+            str(argument.type),
         )
         for argument in op._schema.arguments
     ]
+
+
+def always_written(op: Op) -> list[str]:
+    """The arguments that an op writes in every call."""
+    return [argument.name for argument in arguments_of(op) if argument.written and not argument.optional]
+
+
+def has_functional_overload(op: Op) -> bool:
+    """Whether another overload of an op writes none of its arguments: an `out` overload has such a one."""
+    packet = None if isinstance(op, HigherOrderOperator) else op._overloadpacket
+    return packet is not None and not all(always_written(getattr(packet, name)) for name in packet.overloads())
 
 
 def returns_tensors(op: Op) -> bool:
@@ -76,6 +116,17 @@ def handles(qualified_name: str, feature: str) -> bool:
         if has_kernel(qualified_name, key):
             return not torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(qualified_name, key)
     return False
+
+
+def only_kernel(qualified_name: str) -> str:
+    """ "CompositeImplicitAutograd" or "Autograd", if an op has this kernel and none for a device; else "".
+
+    Calls of such an op end at that kernel, above BackendSelect.
+    """
+    if any(has_kernel(qualified_name, key) for key in ("CompositeExplicitAutograd", *DEVICES)):
+        return ""
+    composite = has_kernel(qualified_name, "CompositeImplicitAutograd")
+    return "CompositeImplicitAutograd" if composite else "Autograd" * handles(qualified_name, "Autograd")
 
 
 def redispatch_of(op: Op) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from fastac.engine.generators import generators_preserved
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, tree_leaves, tree_map
 from fastac.errors import FastacError, class_name
+from fastac.registry.torch_private import name_of
 from fastac.verification.report import Offloaded, offloaded_by, records_of
 
 
@@ -39,7 +40,7 @@ def executed_attention() -> Iterator[Counter[str]]:
             yield ran
     finally:
         engine.answered[:] = [one for one in engine.answered if one is not answered]
-    names = {op.qualified_name.partition(".")[0] for op in registry.present_ops() if op.is_attention}
+    names = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
     ends: Counter[tuple[int, str]] = Counter()  # time at which the last counted call ended, by its thread and op
     for event in profiled_events(profiled):
         thread, name = event.start_thread_id(), event.name()

@@ -1,0 +1,94 @@
+"""What fastac does not know: ops and Functions that a region runs again, and rows that say nothing of any op.
+
+Names have gaps: an attention whose name is neutral is not recognized. It is among what is listed here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from fastac import backends, registry
+from fastac.backends import plugins
+from fastac.diagnosis.autograd_graph import foreign_functions
+from fastac.diagnosis.observer import Observer
+from fastac.diagnosis.recognition import has_attention_inputs
+from fastac.engine import kinds, opaque
+from fastac.engine.tape import Tape
+from fastac.registry import OPAQUE_NAMESPACE, AttentionOp, Row
+from fastac.registry.torch_private import name_of, op_names
+
+logger = logging.getLogger("fastac")
+
+
+def unknown_calls(
+    where: str, nodes: Sequence[Any], recorded: Collection[int], observer: Observer | None
+) -> tuple[str, ...]:
+    """Names of ops and autograd.Functions that a region runs again and that fastac does not know.
+
+    Each is logged once, at level INFO.
+
+    Args:
+        where: the region's block.
+        nodes: autograd nodes of the region.
+        recorded: sequence numbers of those in which attention calls were recorded.
+        observer: of the region; None for compiled code.
+    """
+    found = {} if observer is None else {name_of(op): f"in {where}.{at}" for op, at in observer.foreign.items()}
+    for function in foreign_functions(nodes, recorded):
+        if not registry.is_other(function):
+            found[function.__name__] = f"of {function.__module__}, in {where}"
+    for name, at in found.items():
+        if kinds.is_first(f"unknown {name}"):
+            logger.info("%s (%s) runs again in recompute: it has no row, and is not torch's", name, at.rstrip("."))
+    return tuple(found)
+
+
+def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> None:
+    """Warn, once, of rows and Functions that name nothing, and of ops whose calls do not arrive where they should.
+
+    Only of those that were registered by the user or by a plugin.
+
+    Args:
+        nodes: autograd nodes of a region.
+        recorded: sequence numbers of those in which attention calls were recorded.
+        tape: of its forward.
+    """
+    loaded = [plugin for plugin in plugins.installed() if not plugin.problem]
+    of_plugins = [row for plugin in loaded for row in plugin.rows]
+    rows = [row for row in registry.rows() if isinstance(row, AttentionOp) and row.namespace != OPAQUE_NAMESPACE]
+    rows = [row for row in rows if row not in backends.ROWS]
+    bound = [op for op in registry.present_ops() if op.row in rows] if rows else []
+    problems = [_unmatched(row, row in of_plugins) for row in rows if not any(op.row == row for op in bound)]
+    problems += [opaque.missing(function) for plugin in loaded for function in plugin.functions]
+    arrived = {op.qualified_name for op, _ in tape.made}
+    waiting = [op for op in bound if op.differentiates and op.qualified_name not in arrived]
+    for op in waiting:
+        for function, shapes in foreign_functions(nodes, recorded).items():
+            if has_attention_inputs(shapes):
+                problems.append(
+                    f"{op.name} has a row, and none of its calls arrived, while {function.__qualname__} of "
+                    f"{function.__module__} runs again. If the op's autograd kernel applies that Function, and the "
+                    f"Function launches the kernel itself: let it call the op (torch.library.register_autograd does)."
+                )
+    for problem in filter(None, problems):
+        if kinds.is_first(problem):
+            logger.warning("%s", problem)
+
+
+def _unmatched(row: Row, is_of_plugin: bool) -> str:
+    """A sentence on a row that names no op; "" if the library of a plugin may not be loaded."""
+    names: dict[str, list[str]] = {}
+    for qualified in op_names():
+        namespace, _, name = qualified.partition(".")[0].partition("::")
+        names.setdefault(namespace, []).append(name)
+    there = [name for namespace, found in names.items() if re.fullmatch(row.namespace, namespace) for name in found]
+    if not there and is_of_plugin:
+        return ""
+    close = difflib.get_close_matches(row.name, there, 1) or difflib.get_close_matches(row.namespace, names, 1)
+    meant = f" Did you mean {close[0]!r}?" if close else " Was its library imported?" if not there else ""
+    what = f"its namespace has no op {row.name!r}" if there else f"no op has the namespace {row.namespace!r}"
+    return f"The row for {row.namespace}::{row.name} matches no op: {what}.{meant}"
