@@ -103,7 +103,11 @@ def hidden_functions(
     found: dict[type, list[torch.Size | None]] = {}
     for node in nodes:
         function = torch_private.function_of(node)
-        if function is None or torch_private.sequence_number(node) in recorded or is_other(function):
+        if (
+            function is None
+            or torch_private.sequence_number(node) in recorded
+            or is_other(function.__module__, function.__name__)
+        ):
             continue
         keys = sys.maxsize if opaque.is_visible(function) else 0
         if function.__name__ not in seen:

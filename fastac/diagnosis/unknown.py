@@ -39,7 +39,7 @@ def unknown_calls(
     """
     found = {} if observer is None else {name_of(op): f"in {where}.{at}" for op, at in observer.foreign.items()}
     for function in foreign_functions(nodes, recorded):
-        if not registry.is_other(function):
+        if not registry.is_other(function.__module__, function.__name__):
             found[function.__name__] = f"of {function.__module__}, in {where}"
     for name, at in found.items():
         if kinds.is_first(f"unknown {name}"):

@@ -43,12 +43,16 @@ from fastac.engine.generators import (
     tensors_in,
 )
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
-from fastac.engine.tape import RecomputeError, Replay, Tape
+from fastac.engine.tape import RecomputeError, Replay, Tape, engine
 from fastac.errors import FastacError, is_out_of_memory
 
 _NOTHING = contextlib.nullcontext()
 _MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, NameError, RuntimeError, TypeError, ValueError)
 """Errors of a block whose state changed. Subclasses of these mean something else."""
+
+
+RECOMPUTE = "fastac::recompute"
+"""Name of a recompute in the profile of fastac.verify."""
 
 
 class _Stop(Exception):  # noqa: N818 it ends a recompute that has all that it needs
@@ -215,6 +219,7 @@ class Region:
                 set_python_states(self.drawn)
             with (
                 contextlib.suppress(_Stop),
+                torch.profiler.record_function(RECOMPUTE) if engine.answered else _NOTHING,
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                 torch.enable_grad(),
                 self._as_in_forward(),

@@ -438,11 +438,10 @@ def classify(op: Any) -> BoundOp | None:
     return decision
 
 
-def is_other(function: type) -> bool:
-    """Whether a row says that an autograd.Function is no attention."""
+def is_other(namespace: str, name: str) -> bool:
+    """Whether a row says of an op, or of an autograd.Function of a module, that it is no attention."""
     return any(
-        row.kind == "other" and row.name == function.__name__ and re.fullmatch(row.namespace, function.__module__)
-        for row in state.rows
+        row.kind == "other" and row.name == name and re.fullmatch(row.namespace, namespace) for row in state.rows
     )
 
 

@@ -17,6 +17,7 @@ from fastac.engine.collectives import Communication
 from fastac.errors import class_name, readable_bytes
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, saves_nothing
+from fastac.verification.recompute import Recompute, latest
 from fastac.verification.tables import new_table, render
 
 
@@ -92,6 +93,8 @@ class ContainerReport:
     """Of the forwards of blocks that save something; 0 where they were not seen."""
     saved_flops: int = 0
     """Of these, of the attention that is saved."""
+    unknown: tuple[str, ...] = ()
+    """Ops and autograd.Functions that run again and that fastac does not know."""
 
     @property
     def held_bytes(self) -> int:
@@ -141,6 +144,7 @@ _COLUMNS: dict[str, Callable[[ContainerReport], object]] = {
     "collectives": _collectives_of,
     "outputs of Linear saved": _linear_of,
     "offloaded": lambda row: row.offloaded or "",
+    "unknown, run again": lambda row: f"{len(row.unknown)}: {', '.join(row.unknown)}" if row.unknown else "",
 }
 """Of the table of a report. A column that is empty in every row is left out."""
 _NUMBERS = ("attention calls", "saved", "recomputed", "bytes saved")
@@ -158,6 +162,8 @@ class Report:
     rows: tuple[ContainerReport, ...]
     remarks: tuple[str, ...] = ()
     """Unexpected facts of the model's attention, such as backends that are set and ignored."""
+    recompute: Recompute | None = None
+    """What recompute ran in the latest `verify` of the model."""
 
     def __str__(self) -> str:
         table = new_table()
@@ -169,6 +175,7 @@ class Report:
             table.add_row(*cells)
         state = f"policy {self.policy}" if self.active else "not enabled by fastac.enable"
         lines = [f"{self.model_class}: {state}", render(table), self.problem, *self.remarks, self.summary]
+        lines += [] if self.recompute is None else [str(self.recompute)]
         return "\n".join(filter(None, lines))
 
     @property
@@ -210,6 +217,7 @@ def report(model: torch.nn.Module) -> Report:
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
         remarks=tuple(ignored_backends(model, names)),
+        recompute=latest.get(model),
     )
 
 
@@ -219,9 +227,9 @@ def _container_report(
     compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
     records = records_of(block for name, block in container.blocks.items() if name not in compiled)
     seen = [record for record in records if record.latest is not None]
-    latest: list[Any] = [record.latest for record in seen]
-    calls = [call for one in (*(one.calls for one in latest), *compiled.values()) for call in one]
-    products = [product for one in latest for product in one.products]
+    results: list[Any] = [record.latest for record in seen]
+    calls = [call for one in (*(one.calls for one in results), *compiled.values()) for call in one]
+    products = [product for one in results for product in one.products]
     parts = [record.communication for record in seen if record.communication is not None]
     saved = sum(call.saved for call in calls)
     names = []
@@ -238,17 +246,18 @@ def _container_report(
         ops=tuple(dict.fromkeys(call.op.removesuffix(".default") for call in calls)),
         saved_bytes=sum(call.saved_bytes for call in calls),
         extra_bytes=sum(call.extra_bytes for call in calls),
-        choice_bytes=sum(one.choice_bytes for one in latest),
+        choice_bytes=sum(one.choice_bytes for one in results),
         blocks_full=names.count("full"),
         blocks_none=names.count("none"),
         blocks_compiled=len(compiled),
         communication=sum(parts, Communication()) if parts else None,
-        writing=sum(one.writing for one in latest),
+        writing=sum(one.writing for one in results),
         linear_saved=len(products),
         linear_bytes=sum(product.saved_bytes for product in products),
         offloaded=offloaded_by(container.blocks.values()),
-        flops=sum(one.flops for one in latest),
-        saved_flops=sum(one.saved_flops for one in latest),
+        flops=sum(one.flops for one in results),
+        saved_flops=sum(one.saved_flops for one in results),
+        unknown=tuple(dict.fromkeys(name for one in results for name in one.unknown)),
     )
 
 

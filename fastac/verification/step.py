@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from fastac import registry
 from fastac.compile import graphs
@@ -22,33 +22,45 @@ from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, tree_leaves, tree_map
 from fastac.errors import FastacError, class_name
 from fastac.registry.torch_private import name_of
+from fastac.verification.recompute import Recompute, recompute_of
 from fastac.verification.report import Offloaded, offloaded_by, records_of
 
 
+class Executed(Counter[str]):
+    """Attention kernels that ran, by op."""
+
+    recompute: Recompute | None = None
+    """What recompute ran."""
+
+
 @contextlib.contextmanager
-def executed_attention() -> Iterator[Counter[str]]:
+def executed_attention(on_device: bool = False) -> Iterator[Executed]:
     """Count the attention kernels that run inside, by op: complete at its end.
 
     torch's profiler counts every call of an op. A call that fastac answered from a tape ran no kernel and is
     subtracted. Calls that dynamo makes while it traces run none either, and are counted.
+
+    on_device: profile the accelerator as well, whose times say what in recompute is dear.
     """
-    ran: Counter[str] = Counter()
+    ran = Executed()
     answered: Counter[str] = Counter()
     engine.answered.append(answered)
     try:
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with profile(activities=supported_activities() if on_device else [ProfilerActivity.CPU]) as profiled:
             yield ran
     finally:
         engine.answered[:] = [one for one in engine.answered if one is not answered]
     names = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
     ends: Counter[tuple[int, str]] = Counter()  # time at which the last counted call ended, by its thread and op
-    for event in profiled_events(profiled):
+    events = profiled_events(profiled)
+    for event in events:
         thread, name = event.start_thread_id(), event.name()
         # A call inside one of the same op was made by a dispatch mode or a tensor subclass: count the outer one.
         if name in names and event.start_ns() >= ends[thread, name]:
             ran[name] += 1
             ends[thread, name] = event.end_ns()
     ran.subtract(answered)
+    ran.recompute = recompute_of(events, answered)
 
 
 @dataclasses.dataclass
@@ -68,6 +80,8 @@ class Step:
     offloaded: Offloaded | None = None
     kernels: tuple[str, ...] = ()
     """Attention ops that ran in forward."""
+    recompute: Recompute | None = None
+    """What recompute ran; None where there was none, or it was not counted."""
 
     def take_tensors(self) -> dict[str, torch.Tensor | None]:
         """Outputs and gradients, which the step holds no longer."""
@@ -109,7 +123,7 @@ def run_step(
             differentiable = [(t, w) for t, w in zip(outputs, weights, strict=True) if t.requires_grad]
             if not differentiable:
                 raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
-            with _counting(is_counted) as backward:
+            with _counting(is_counted, on_device=outputs[0].device.type != "cpu") as backward:
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
             written = {f"buffer {name}": one.detach().clone() for name, one in buffers.written().items()}
     finally:
@@ -124,11 +138,20 @@ def run_step(
     products = [product for region in regions for product in region.products]
     executions, offloaded = (forward.total(), backward.total()), offloaded_by(model.modules())
     kernels = tuple(sorted(name for name, count in forward.items() if count))
-    return Step(tensors, executions, calls, compiled, products=products, offloaded=offloaded, kernels=kernels)
+    return Step(
+        tensors,
+        executions,
+        calls,
+        compiled,
+        products=products,
+        offloaded=offloaded,
+        kernels=kernels,
+        recompute=backward.recompute,
+    )
 
 
-def _counting(is_counted: bool) -> contextlib.AbstractContextManager[Counter[str]]:
-    return executed_attention() if is_counted else contextlib.nullcontext(Counter())
+def _counting(is_counted: bool, on_device: bool = False) -> contextlib.AbstractContextManager[Executed]:
+    return executed_attention(on_device) if is_counted else contextlib.nullcontext(Executed())
 
 
 def _local(tensor: Any) -> Any:

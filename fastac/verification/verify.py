@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,9 +26,12 @@ from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, Tensors, deterministic_kernels, deterministic_runs
+from fastac.verification.recompute import Recompute, latest
 from fastac.verification.report import Offloaded, decided_calls, records_of
 from fastac.verification.step import Step, fresh, run_step
 from fastac.verification.tables import new_table, render
+
+logger = logging.getLogger("fastac")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Verification:
     """Attention ops of the steps that were compared: others, if training's are not deterministic."""
     remark: str = ""
     """Why the steps did not run with deterministic kernels, if results are compared within noise."""
+    recompute: Recompute | None = None
+    """What recompute ran, and how long it took."""
 
     def __str__(self) -> str:
         would = "" if self.is_enabled else " (not enabled: this is what fastac.enable would do)"
@@ -94,7 +101,8 @@ class Verification:
         if self.offloaded is not None:
             table.add_row("offloaded", "", str(self.offloaded), "")
         title = f"{self.subject}: {self.policy} against {self.reference}{would}"
-        return "\n".join(filter(None, (title, render(table), self.remark)))
+        recompute = "" if self.recompute is None else str(self.recompute)
+        return "\n".join(filter(None, (title, render(table), self.remark, recompute)))
 
     @property
     def _equality(self) -> str:
@@ -202,6 +210,15 @@ class _Subject:
             else:
                 result = self._compare(self._reference_step, self._policy_step, self._enable().policy)
         _raise_if_broken(result)
+        if result.recompute is not None:
+            latest[self.inner] = result.recompute
+            for name, share in result.recompute.unknown().items():
+                logger.warning(
+                    "verify: %s takes %.0f %% of recompute, and fastac does not know it. If it is attention, have "
+                    "it saved: docs/adding_a_backend.md",
+                    name,
+                    100 * share,
+                )
         return result
 
     def _enable(self) -> Any:
@@ -321,6 +338,7 @@ class _Subject:
             kernels=expected.kernels,
             compared_kernels=compared_kernels,
             remark=remark,
+            recompute=later.recompute,
         )
 
     def _add_policy(self, runs: Runs, policy_step: Callable[[], Step]) -> Step:
@@ -389,6 +407,9 @@ def _together(parts: list[Verification], policy: str) -> Verification:
         values = [getattr(part, name) for part in parts]
         if name == "offloaded":
             return None
+        if name == "recompute":
+            known = [one for one in values if one is not None]
+            return functools.reduce(operator.add, known) if known else None
         if name in ("kernels", "compared_kernels"):
             return tuple(dict.fromkeys(one for names in values for one in names))
         if name == "runs":

@@ -1,0 +1,136 @@
+"""What recompute runs, and how long that takes: a kernel that no name shows stands out by its time."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+
+from fastac import registry
+from fastac.engine import opaque
+from fastac.engine.region import RECOMPUTE
+from fastac.registry.torch_private import TORCH_NAMESPACES, name_of
+from fastac.verification.tables import new_table, render
+
+MOST_LISTED = 5
+"""How many ops and Functions are listed."""
+
+MOST_UNKNOWN = 0.2
+"""Share of recompute from which an unknown op or Function is warned of."""
+
+_COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call")
+"""Begin the names of events of compiled code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """What the recomputes of a step ran: ops and autograd.Functions as the block calls them, not what they call."""
+
+    times: Mapping[str, int]
+    """Of each, in ns: of its kernels, if an accelerator ran them, else of the op itself."""
+    marks: Mapping[str, str]
+    """Of each: "saved" (an attention that was returned from the tape), "known" (torch's, or with a row), "unknown"."""
+    on_device: bool
+    """Whether times are of kernels."""
+
+    def __add__(self, other: Recompute) -> Recompute:
+        """Both together."""
+        return Recompute(Counter(self.times) + Counter(other.times), {**self.marks, **other.marks}, self.on_device)
+
+    def shares(self) -> dict[str, float]:
+        """The share of each in the time of all, dearest first."""
+        total = sum(self.times.values()) or 1
+        ordered = sorted(self.times.items(), key=operator.itemgetter(1), reverse=True)
+        return {name: time / total for name, time in ordered}
+
+    def unknown(self) -> dict[str, float]:
+        """The unknown ones, with their shares, that take more than `MOST_UNKNOWN`."""
+        return {
+            name: share
+            for name, share in self.shares().items()
+            if share > MOST_UNKNOWN and self.marks[name] == "unknown"
+        }
+
+    def __str__(self) -> str:
+        table = new_table(f"What recompute ran, dearest first, by {'device' if self.on_device else 'op'} time")
+        for heading in ("op or autograd.Function", "share", "to fastac"):
+            table.add_column(heading, justify="right" if heading == "share" else "left")
+        for name, share in list(self.shares().items())[:MOST_LISTED]:
+            table.add_row(name, f"{share:.0%}", self.marks[name])
+        return render(table)
+
+
+latest: weakref.WeakKeyDictionary[torch.nn.Module, Recompute] = weakref.WeakKeyDictionary()
+"""By model: of the latest `verify`, for its report."""
+
+
+def recompute_of(events: Iterable[Any], answered: Mapping[str, int]) -> Recompute | None:
+    """What the recomputes of a backward ran; None if there was none.
+
+    Args:
+        events: of a profiler, each before those inside it.
+        answered: by op, the attention calls that were returned from a tape.
+    """
+    known = {name_of(op.op) for op in registry.present_ops()}
+    attention = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
+    functions = dict(_functions(torch.autograd.Function))
+    op_times: Counter[str] = Counter()
+    device_times: Counter[str] = Counter()
+    launched: dict[int, str] = {}  # by the correlation of an event, what is at the top of it
+    inside: dict[str, set[str]] = {}  # the attention ops that each calls
+    called: Counter[str] = Counter()
+    spans: dict[int, int] = {}  # by thread, when the recompute ends that began last
+    tops: dict[int, tuple[int, str]] = {}  # by thread, when the event at the top ends, and its name
+    on_device = []
+    for event in events:
+        name, thread = event.name(), event.start_thread_id()
+        if event.device_type() != DeviceType.CPU:
+            on_device.append(event)
+        elif name == RECOMPUTE:
+            spans[thread] = event.end_ns()
+        elif event.start_ns() < spans.get(thread, 0):
+            end, top = tops.get(thread, (0, ""))
+            if event.start_ns() >= end:
+                if "::" not in name and name not in functions and not name.startswith(_COMPILED):
+                    continue  # a range of the user's: what is inside counts
+                top = name
+                tops[thread] = event.end_ns(), top
+                op_times[top] += event.duration_ns()
+            launched[event.correlation_id()] = top
+            if name in attention:
+                inside.setdefault(top, set()).add(name)
+                called[name] += 1
+    for event in on_device:
+        if top := launched.get(event.linked_correlation_id(), ""):
+            device_times[top] += event.duration_ns()
+    marks = {}
+    for name in op_times:
+        if name in inside:
+            saved = all(answered.get(op, 0) >= called[op] for op in inside[name])
+            marks[name] = "saved" if saved else "known"
+        else:
+            is_known = _is_known(name) or name in known if "::" in name else functions.get(name, True)
+            marks[name] = "known" if is_known else "unknown"
+    return Recompute(device_times or op_times, marks, bool(device_times)) if op_times else None
+
+
+def _is_known(op: str) -> bool:
+    """Whether an op is torch's, or a row says that it is no attention."""
+    namespace, _, name = op.partition("::")
+    return namespace in TORCH_NAMESPACES or registry.is_other(namespace, name)
+
+
+def _functions(kind: type) -> Iterator[tuple[str, bool]]:
+    """Names of the autograd.Functions of this process, and whether fastac knows what they do."""
+    function: type
+    for function in kind.__subclasses__():
+        is_of_torch = function.__module__.partition(".")[0] == "torch"
+        known = is_of_torch or opaque.is_visible(function)
+        yield function.__name__, known or registry.is_other(function.__module__, function.__name__)
+        yield from _functions(function)
