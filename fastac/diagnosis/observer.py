@@ -143,7 +143,8 @@ class Observer(PassThrough):
         elif bound is not None and bound.kind == "decomposition":
             self._note_small(bound.keys(args, kwargs), self._why_decomposed(args[0]))
         elif bound is not None:
-            return
+            if bound.kind == "choice":
+                self._softmax_attention.follow(op, args, outputs)
         elif looks_like_attention_forward(name_of(op), [*args, *kwargs.values()]) and not _is_composite(op):
             self.unknown[op] = suggested_row(op, args, kwargs)
         elif not isinstance(op, torch._ops.OpOverload):

@@ -30,8 +30,13 @@ _BESIDE_ATTENTION = re.compile(
 _KEYS = re.compile(r"(k|keys?|kv|qkv)(_|$)|packed_qkv|xk$")
 """A parameter that holds keys."""
 _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
+_LINEAR_PRODUCTS = ("aten::mm", "aten::addmm")
 _JOINS = ("aten::cat", "aten::copy_")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
+
+
+Shape = Sequence[Any]
+"""Of a tensor; of a nested one, the shapes of its parts."""
 
 
 def coarse_numbers(coarse: Iterable[int]) -> set[int]:
@@ -80,7 +85,7 @@ def names_attention_kernel(name: str, library: str = "") -> bool:
     return not any(map(_BESIDE_ATTENTION.match, after[:end])) and not any(map(_BACKWARD.match, words))
 
 
-def has_attention_inputs(shapes: Sequence[torch.Size | None]) -> bool:
+def has_attention_inputs(shapes: Sequence[Shape | None]) -> bool:
     """Whether tensors of these shapes may be those of an attention: query, key and value, or some of them in one.
 
     shapes: of all floating tensors of a call, in their order; None for one that is not known.
@@ -104,10 +109,11 @@ def looks_like_attention_forward(name: str, values: Iterable[Any]) -> bool:
     if not names_attention_kernel(own, namespace):
         return False
     flat = [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
-    return has_attention_inputs([t.shape for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point()])
+    tensors = [one for one in flat if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    return has_attention_inputs(list(map(torch_private.shape_of, tensors)))
 
 
-def advice(names: Sequence[str], shapes: Mapping[str, torch.Size | None]) -> tuple[str, str]:
+def advice(names: Sequence[str], shapes: Mapping[str, Shape | None]) -> tuple[str, str]:
     """Options that say where the keys of a call are, and a sentence on what the user must fill in, or "".
 
     names: of its parameters. shapes: of those that are tensors; the first is the query.
@@ -126,7 +132,7 @@ def advice(names: Sequence[str], shapes: Mapping[str, torch.Size | None]) -> tup
     return options, f" ({'; '.join(missing)})" * bool(missing)
 
 
-def _layout(key: str, query: torch.Size | None, keys: torch.Size | None, sequences: bool) -> str | None:
+def _layout(key: str, query: Shape | None, keys: Shape | None, sequences: bool) -> str | None:
     """The layout of the keys, if it shows: in the lengths of another sequence, or in a dimension for q, k and v."""
     dims = 0 if keys is None else len(keys)
     if "kv" in key:
@@ -154,7 +160,7 @@ def suggested_row(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
     )
 
 
-def suggested_visible(function: type, shapes: Sequence[torch.Size | None]) -> str:
+def suggested_visible(function: type, shapes: Sequence[Shape | None]) -> str:
     """The line that makes an autograd.Function visible. shapes: of its tensors; None where a shape is not known."""
     forward: Any = function.forward  # type: ignore[attr-defined]
     parameters = list(inspect.signature(forward).parameters.values())[1:]
@@ -213,6 +219,8 @@ class SoftmaxAttention:
             if "weight" not in kinds:
                 self.products += 1
                 self._mark(output, "scores")
+            elif "scores" in kinds:  # heads are mixed
+                self._mark(output, "scores")
         elif name == "aten::_softmax":
             if "scores" in kinds:
                 self._mark(output, "probabilities")
@@ -223,4 +231,15 @@ class SoftmaxAttention:
             tensor, kind = max(marked, key=lambda pair: pair[0].numel())
             if output.numel() == tensor.numel() and kind != "input" and (kind != "weight" or len(tensors) == 1):
                 self._mark(output, kind)
+        else:  # padded, gathered, normalized, mixed over heads, ...
+            for kind in kinds.keys() & {"scores", "probabilities"}:
+                if name in _LINEAR_PRODUCTS or _are_of_pairs(output, kinds[kind]):
+                    self._mark(output, kind)
         return None
+
+
+def _are_of_pairs(output: torch.Tensor, scores: torch.Tensor) -> bool:
+    """Whether an output still has numbers for pairs of queries and keys, as the scores that it is made of."""
+    if output.dim() != scores.dim() or output.dim() < 3 or not output.is_floating_point():
+        return False
+    return all(new > 1 or old == 1 for new, old in zip(output.shape[-2:], scores.shape[-2:], strict=True))

@@ -17,6 +17,7 @@ import torch
 
 from fastac.engine.calls import RegionResult, Transfers
 from fastac.engine.collectives import Communication
+from fastac.engine.torch_private import shape_of
 from fastac.engine.wrappers import inside
 from fastac.errors import class_name
 
@@ -275,9 +276,9 @@ def is_compiled(function: Any) -> bool:
 def signature(value: Any) -> Any:
     """A key for inputs with which a region makes the same attention calls: shapes, dtypes, flags, structure."""
     if isinstance(value, (tuple, list)):
-        return tuple([(v.shape, v.dtype) if isinstance(v, torch.Tensor) else signature(v) for v in value])
+        return tuple([(shape_of(v), v.dtype) if isinstance(v, torch.Tensor) else signature(v) for v in value])
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype
+        return shape_of(value), value.dtype
     if isinstance(value, dict):
         return tuple([(key, signature(item)) for key, item in value.items()])
     if value is None or isinstance(value, (bool, str)):

@@ -16,12 +16,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
 import re
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +31,12 @@ from fastac.engine.generators import tensors_in
 from fastac.engine.tape import RecomputeError, engine
 from fastac.errors import class_name
 
-Metadata = tuple[torch.Size, torch.dtype, torch.device, int]
+Metadata = tuple[tuple[Any, ...], torch.dtype, torch.device, int]
 
-metadata: Callable[[torch.Tensor], Metadata] = operator.attrgetter("shape", "dtype", "device", "_version")
-"""Compared for every tensor in every step. The version counts in-place changes."""
+
+def metadata(tensor: torch.Tensor) -> Metadata:
+    """Compared for every tensor in every step. The version counts in-place changes."""
+    return torch_private.shape_of(tensor), tensor.dtype, tensor.device, tensor._version
 
 
 _SETTLED = 3
@@ -311,14 +312,14 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
-    """The fingerprint of a tensor; None for one without plain values: a subclass, sparse, empty, on "meta".
+    """The fingerprint of a tensor; None for one without plain values: a subclass, sparse, nested, empty, on "meta".
 
     None also for one or two integers: attention kernels save a seed that they leave unset if they draw nothing.
     """
     wide = _WIDE.get(tensor.dtype)
     if wide is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         return None
-    if tensor.layout is not torch.strided or tensor.numel() <= (2 if wide is torch.int64 else 0):
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() <= (2 if wide is torch.int64 else 0):
         return None
     if not tensor.untyped_storage().nbytes():  # somebody has freed it, as FSDP does
         return None

@@ -68,6 +68,15 @@ class Companion:
     constant: list[Any]  # given to mark_non_differentiable
     materializes: list[bool]  # given to set_materialize_grads
     attributes: Mapping[str, Any]  # other attributes of the context
+    problem: str = ""  # what it did besides, which a call that does not run again cannot repeat
+
+    def check(self) -> None:
+        """Raise FastacError for a call that cannot be replayed, as it did more than to return tensors."""
+        if self.problem:
+            raise FastacError(
+                f"{self.problem}. A saved call does not run again, so that would be missing in recompute. Change that, "
+                f'or use policy="full" for this block.'
+            )
 
     def give(self, context: Any, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Any:
         """Set up the context as the forward did. Returns the outputs."""
@@ -102,6 +111,7 @@ class _Call:
     def run(self) -> list[torch.Tensor]:
         """Run the forward. Returns its outputs, and the tensors that it saved beyond its inputs."""
         context = self.context
+        versions, newest = torch_private.versions(self.tensors), torch_private.newest_node()
         materializes: list[bool] = []
         context.set_materialize_grads = materializes.append  # the context does not say what it was given
         try:
@@ -125,7 +135,13 @@ class _Call:
 
         returned = torch_private.tree_map(place_of, outputs)
         saved, constants = ([place_of(one) for one in given] for given in (to_save, constant))
-        self.companion = Companion(returned, saved, constants, materializes, attributes)
+        problem, function = "", context.name().removesuffix("Backward")
+        if (now := torch_private.versions(self.tensors)) != versions:
+            written = next(i for i, (one, other) in enumerate(zip(versions, now, strict=True)) if one != other)
+            problem = f"{function} writes into the tensor number {written} of its arguments"
+        elif torch_private.newest_node() != newest:
+            problem = f"{function} enables grad in its forward, and makes a graph there"
+        self.companion = Companion(returned, saved, constants, materializes, attributes, problem)
         return tensors
 
 

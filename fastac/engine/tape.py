@@ -364,6 +364,7 @@ class Tape(Scope):
             self.products.append(product)
         if op.is_opaque:
             entry.companion = engine.opaque[args[-1]].companion
+            entry.companion.check()
         return outputs
 
     def _prepare(

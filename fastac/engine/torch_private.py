@@ -98,6 +98,7 @@ _REQUIRED = (
     "_C._len_torch_dispatch_stack",
     "_C._len_torch_function_stack",
     "_guards.TracingContext.try_get",
+    "Tensor._nested_tensor_size",
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
     "_ops._compute_keyset",
@@ -322,6 +323,14 @@ def clone(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 def versions(values: Sequence[Any]) -> list[int | None]:
     """Version of each tensor, which counts in-place changes; None for an inference tensor, which has none."""
     return [None if value.is_inference() else value._version for value in values if isinstance(value, torch.Tensor)]
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The shape of a tensor; of a strided nested one, which has none, the shapes of its parts."""
+    try:
+        return tensor.shape
+    except RuntimeError:
+        return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
 
 
 def memory(tensor: torch.Tensor) -> object:

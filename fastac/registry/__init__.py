@@ -165,8 +165,11 @@ def number_of_keys(row: AttentionOp | OpaqueFunction, given: Any, key: torch.Ten
             return given  # type: ignore[return-value]
     try:
         return key.shape[KEYS_DIMENSION[row.layout]]
-    except (AttributeError, IndexError):
-        seen = f"the shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+    except (AttributeError, IndexError, RuntimeError):
+        is_strided = isinstance(key, torch.Tensor) and not key.is_nested
+        seen = f"the shape {tuple(key.shape)}" if is_strided else f"a {type(key).__name__}: {key!r:.80}"
+        if getattr(key, "is_nested", False):
+            seen = "a strided nested tensor, which has no shape (layout=torch.jagged has one)"
         raise FastacError(
             f"{name}: its row says that the layout of {row.key or 'its second tensor'!r} is {row.layout!r}, and it was "
             f"called with {seen}. Name the argument that holds the keys (key=...) and its layout."
