@@ -51,8 +51,7 @@ class PassThrough(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch_private.keys_as_called(func):
-            return func(*args, **(kwargs or {}))
+        return torch_private.call_under_mode(func, args, kwargs or {})
 
 
 class Observer(PassThrough):

@@ -15,7 +15,6 @@ import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -86,6 +85,7 @@ _REQUIRED = (
     "_C._dispatch_get_all_op_names",
     "_C._dispatch_has_kernel_for_dispatch_key",
     "_C._dispatch_kernel_for_dispatch_key_is_fallthrough",
+    "_C._dispatch_keyset_full",
     "_C._dispatch_keyset_full_after",
     "_C._dispatch_tls_local_exclude_set",
     "_C._dispatch_tls_local_include_set",
@@ -145,27 +145,31 @@ def is_composite(qualified_name: str) -> bool:
     return has_kernel(qualified_name, "CompositeImplicitAutograd")
 
 
-def keys_as_called(op: Any) -> AbstractContextManager[Any]:
-    """A context for a dispatch mode that calls an op: its kernels see the dispatch keys that they see without the mode.
+def call_under_mode(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Call an op from a dispatch mode, so that its kernels see the dispatch keys that they see without the mode.
 
     Under a mode torch leaves out all keys above it: autograd, autocast, conjugation, counting in-place changes. Kernels
     of torch's own need none of these. Others are made of ops that may: without an autograd kernel of the op, autograd
     differentiates these.
     """
     if is_of_torch(op):
-        return contextlib.nullcontext()
+        return op(*args, **kwargs)
     name = qualified_name(op)
+    keyset = torch._ops._compute_keyset(args, kwargs, _ALL_KEYS)  # here torch leaves out those above the mode
+    if not has_kernel(name, "BackendSelect"):
+        keyset = keyset.remove(_BACKEND_SELECT)
     with enable_reentrant_dispatch():  # the keys as they were when the op was called
         excluded = torch._C._dispatch_tls_local_exclude_set()
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
-    if handles(name, "Autograd"):
-        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-    if handles(name, "Autocast"):
-        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
-    return stack
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
+        if handles(name, "Autograd"):
+            stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        if handles(name, "Autocast"):
+            stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
+        return op.redispatch(keyset, *args, **kwargs)
 
 
+_ALL_KEYS = torch._C._dispatch_keyset_full()
 _AUTOCAST = functools.reduce(
     operator.or_, [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}")) for device in DEVICES]
 )
