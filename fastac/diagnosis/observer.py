@@ -133,6 +133,8 @@ class Observer(PassThrough):
         is_abstract = torch_private.is_abstract(args)
         count = 0 if is_abstract else self._flops_of(op, args, outputs, kwargs)  # a number would fix sizes of a trace
         self.flops += count
+        if bound is not None and bound.kind == "other":
+            return
         if bound is not None and not bound.number:
             self.late.append(bound.name)
         elif bound is not None and bound.is_attention:

@@ -21,12 +21,12 @@ _FORWARD = re.compile(r"fwd|forward|func")
 _BACKWARD = re.compile(r"backward|bwd|grad$")
 _MASK = re.compile(r"masks?$")
 _BESIDE_ATTENTION = re.compile(
-    r"mask|norm|rope|rotary|gate|gating|embed|a2a|scatter|gather|split|reduce|proj|input|output|out$|bias|pool|modul|"
-    r"scale|shift|add|resid|drop|mlp|ffn?$|fft|conv|act$|activ|gelu|silu|quant|cast|pack$|unpack|pad$|permute|transpose|"
-    r"layout|reshape|copy|cache|loss|entropy|score|logit|weight|map|stat|prob|softmax|merge|combine|router|index|select|"
-    r"topk|sample|metadata|plan$|config|backward|bwd|grad$"
+    r"mask|norm|rope|rotary|gate|gating|embed|scatter|gather|split|reduce|proj|input|output|bias|pool|modul|resid|drop|"
+    r"mlp|conv|gelu|silu|quant|unpack|permute|transpose|layout|reshape|cache|loss|entropy|score|logit|weight|softmax|"
+    r"merge|combine|router|index|select|topk|sample|metadata|config|^(a2a|out|scale|shift|add|ffn?|fft|act|cast|pack|"
+    r"pad|copy|map|stat|prob|plan)(s|ed)?$"
 )
-"""Begins with a word of what stands beside attention. All to all is three words, of which the last is no such."""
+"""A word of what stands beside attention. All to all is three words, of which none is such."""
 _KEYS = re.compile(r"(k|keys?|kv|qkv)(_|$)|packed_qkv|xk$")
 """A parameter that holds keys."""
 _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
@@ -82,7 +82,7 @@ def names_attention_kernel(name: str, library: str = "") -> bool:
         return True  # FlashAttentionBias
     if "to" in after and "all" in after:
         return False
-    return not any(map(_BESIDE_ATTENTION.match, after[:end])) and not any(map(_BACKWARD.match, words))
+    return not any(map(_BESIDE_ATTENTION.search, after[:end])) and not any(map(_BACKWARD.match, words))
 
 
 def has_attention_inputs(shapes: Sequence[Shape | None]) -> bool:

@@ -73,6 +73,7 @@ _REQUIRED = (
     "_C._FunctionBase.dirty_tensors",
     "_C._FunctionBase.non_differentiable",
     "_C._FunctionBase.to_save",
+    "_C._AutoDispatchBelowADInplaceOrView",
     "_C._AutoDispatchBelowAutograd",
     "_C._ExcludeDispatchKeyGuard",
     "_C._ForceDispatchKeyGuard",
@@ -98,6 +99,7 @@ _REQUIRED = (
     "_C._len_torch_dispatch_stack",
     "_C._len_torch_function_stack",
     "_guards.TracingContext.try_get",
+    "_library.custom_ops.OPDEFS",
     "Tensor._nested_tensor_size",
     "_ops.HigherOrderOperator.dispatch",
     "_ops.HigherOrderOperator.py_impl",
@@ -149,24 +151,29 @@ def call_under_mode(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Call an op from a dispatch mode, so that its kernels see the dispatch keys that they see without the mode.
 
     Under a mode torch leaves out all keys above it: autograd, autocast, conjugation, counting in-place changes. Kernels
-    of torch's own need none of these. Others are made of ops that may: without an autograd kernel of the op, autograd
-    differentiates these.
+    are made of ops that may need them. So they are put back, except for those that a kernel of the op above the mode
+    leaves out itself. Without an autograd kernel of the op, autograd differentiates what is inside.
     """
-    if is_of_torch(op):
+    if not isinstance(op, torch._ops.OpOverload):
         return op(*args, **kwargs)
-    name = qualified_name(op)
-    keyset = torch._ops._compute_keyset(args, kwargs, _ALL_KEYS)  # here torch leaves out those above the mode
-    if not has_kernel(name, "BackendSelect"):
-        keyset = keyset.remove(_BACKEND_SELECT)
+    name, below = qualified_name(op), contextlib.ExitStack()
     with enable_reentrant_dispatch():  # the keys as they were when the op was called
         excluded = torch._C._dispatch_tls_local_exclude_set()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
-        if handles(name, "Autograd"):
-            stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        if handles(name, "Autocast"):
-            stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
-        return op.redispatch(keyset, *args, **kwargs)
+    keyset = torch._ops._compute_keyset(args, kwargs, _ALL_KEYS)  # here, where those above the mode are left out
+    with below:
+        below.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
+        is_torchs = is_of_torch(op)
+        if is_torchs or handles(name, "Autocast"):
+            below.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
+        if is_torchs or (has_kernel(name, "ADInplaceOrView") and name not in torch._library.custom_ops.OPDEFS):
+            below.enter_context(torch._C._AutoDispatchBelowADInplaceOrView())
+        elif handles(name, "Autograd"):
+            below.enter_context(torch._C._AutoDispatchBelowAutograd())
+        if is_torchs:
+            return op(*args, **kwargs)  # it takes Python numbers in the place of tensors
+        return op.redispatch(
+            keyset if has_kernel(name, "BackendSelect") else keyset.remove(_BACKEND_SELECT), *args, **kwargs
+        )
 
 
 _ALL_KEYS = torch._C._dispatch_keyset_full()

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 
 from fastac import registry
 from fastac.engine import opaque
@@ -90,7 +89,7 @@ def recompute_of(events: Iterable[Any], answered: Mapping[str, int]) -> Recomput
     on_device = []
     for event in events:
         name, thread = event.name(), event.start_thread_id()
-        if event.device_type() != DeviceType.CPU:
+        if event.device_type().name != "CPU":
             on_device.append(event)
         elif name == RECOMPUTE:
             spans[thread] = event.end_ns()

@@ -1,0 +1,393 @@
+"""The first region of a kind runs under a dispatch mode that changes nothing: the same step, bit for bit.
+
+Kernels of ops of every registration see the dispatch keys that they see without the mode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tests.diagnosis.observed import MODES, changed_by, differences, regions, step
+from tests.diagnosis.observed_ops import OTHER_PATH, changes_of_op
+from tests.soak.test_torch_data import torch_data
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, on ops without a kernel for autograd
+
+NAMESPACE = "fastac_observed"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+DIFFERENTIABLE = "(Tensor x, Tensor y) -> Tensor"
+
+
+def define(name: str, signature: str = DIFFERENTIABLE, **kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """Define an op. kernels: by dispatch key."""
+    LIBRARY.define(name + signature)
+    for key, kernel in kernels.items():
+        LIBRARY.impl(name, kernel, key, with_keyset=kernel in WITH_KEYSET)
+    op: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name)
+    return op
+
+
+WITH_KEYSET: list[Callable[..., Any]] = []
+
+
+def with_keyset(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    WITH_KEYSET.append(kernel)
+    return kernel
+
+
+# Kernels
+
+
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.sin() * y
+
+
+class Product(torch.autograd.Function):
+    """`product`, with a backward that is wrong by a factor: that it ran shows in the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, op: Callable[..., torch.Tensor] = product) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(x, y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return 3 * grad * y * x.cos(), 3 * grad * x.sin(), None
+
+
+def autograd_of(name: str) -> Callable[..., Any]:
+    """An Autograd kernel that calls the op again, below autograd."""
+    return lambda *args: Product.apply(*args, getattr(getattr(torch.ops, NAMESPACE), name))
+
+
+def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.mul_(y).add_(1)
+
+
+def write(x: torch.Tensor, y: torch.Tensor) -> None:
+    scaled(x, y)
+
+
+def several(x: torch.Tensor, others: Any, scale: float | None = None) -> Any:
+    first = x * (2 if scale is None else scale)
+    return first, [one * first for one in others], others[0].view(-1), 3
+
+
+def calling(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The kernel of an op that calls others, and so on."""
+    copy = x * 1
+    in_place(copy, y)
+    return cpu(copy, y) + cpu_and_autograd(x, y) + view(composite_explicit(x, y)).sin().sum() * function_in_kernel(x, y)
+
+
+def conjugated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    pair = torch.complex(x, y)
+    lazy = pair.conj()
+    return lazy.imag * (lazy @ pair).real + lazy.real.sin()
+
+
+def conjugated_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of complex tensors, or real ones."""
+    return x.conj() * y + (x.conj() @ y.mH) - y.conj().real
+
+
+def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.sin() @ y
+
+
+@with_keyset
+def counted_write(keyset: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A kernel at ADInplaceOrView, as torch makes them for its own ops."""
+    torch.autograd.graph.increment_version(x)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        op = getattr(torch.ops, NAMESPACE).counts_its_write.default
+        result: torch.Tensor = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, x, y)
+        return result
+
+
+def cast(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        result: torch.Tensor = cpu_and_autocast(x.bfloat16(), y.bfloat16())
+        return result
+
+
+@with_keyset
+def cast_up(keyset: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """An Autocast kernel that goes on in the same call: without autocast, in float32."""
+    key = torch._C.DispatchKey.AutocastCPU
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        op = getattr(torch.ops, NAMESPACE).casts_up.default
+        below = keyset & torch._C._dispatch_keyset_full_after(key)
+        result: torch.Tensor = op.redispatch(below, x.float(), y.float())
+        return result
+
+
+def below_autograd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """An Autograd kernel of an op without gradients."""
+    with torch._C._AutoDispatchBelowAutograd():
+        result: torch.Tensor = not_differentiable(x, y)
+        return result
+
+
+# Ops
+
+composite_implicit = define("composite_implicit", CompositeImplicitAutograd=product)
+composite_explicit = define("composite_explicit", CompositeExplicitAutograd=product)
+cpu = define("cpu", CPU=product)
+cpu_and_autograd = define("cpu_and_autograd", CPU=product, Autograd=autograd_of("cpu_and_autograd"))
+cpu_and_autograd_cpu = define("cpu_and_autograd_cpu", CPU=product, AutogradCPU=autograd_of("cpu_and_autograd_cpu"))
+explicit_and_autograd = define(
+    "explicit_and_autograd", CompositeExplicitAutograd=product, Autograd=autograd_of("explicit_and_autograd")
+)
+autograd = define("autograd", Autograd=lambda x, y: Product.apply(x, y))
+autograd_in_torch_ops = define("autograd_in_torch_ops", Autograd=product)
+not_differentiable = define("not_differentiable", CPU=product, Autograd=below_autograd)
+falls_through = define("falls_through", CPU=product, Autograd=torch.library.fallthrough_kernel)
+function_in_kernel = define("function_in_kernel", CPU=lambda x, y: Product.apply(x, y).cos())
+function_in_explicit = define("function_in_explicit", CompositeExplicitAutograd=lambda x, y: Product.apply(x, y).cos())
+without_grad = define("without_grad", CPU=torch.no_grad()(product))
+detaches = define("detaches", CPU=lambda x, y: product(x.detach(), y))
+draws = define("draws", CPU=lambda x, y: torch.dropout(x, 0.5, True) * torch.rand_like(y))
+in_place = define("in_place", "(Tensor(a!) x, Tensor y) -> Tensor(a!)", CPU=scaled)
+in_place_explicit = define(
+    "in_place_explicit", "(Tensor(a!) x, Tensor y) -> Tensor(a!)", CompositeExplicitAutograd=scaled
+)
+writes = define("writes", "(Tensor(a!) x, Tensor y) -> ()", CPU=write)
+counts_its_write = define(
+    "counts_its_write", "(Tensor(a!) x, Tensor y) -> Tensor(a!)", CPU=scaled, ADInplaceOrView=counted_write
+)
+view = define("view", "(Tensor(a) x) -> Tensor(a)", CPU=lambda x: x.transpose(0, 1)[1:])
+view_explicit = define("view_explicit", "(Tensor(a) x) -> Tensor(a)", CompositeExplicitAutograd=lambda x: x[1:])
+returns_several = define(
+    "returns_several",
+    "(Tensor x, Tensor[] others, float? scale=None) -> (Tensor, Tensor[], Tensor, int)",
+    CPU=lambda *args: several(*args),
+)
+lazy = define("lazy", CPU=conjugated)
+lazy_product = define("lazy_product", CPU=conjugated_product)
+lazy_and_autograd = define("lazy_and_autograd", CPU=product, Autograd=autograd_of("lazy_and_autograd"))
+multiplies = define("multiplies", CPU=matmul)
+multiplies_explicit = define("multiplies_explicit", CompositeExplicitAutograd=matmul)
+cpu_and_autocast = define("cpu_and_autocast", CPU=matmul, AutocastCPU=cast)
+casts_up = define("casts_up", CPU=matmul, AutocastCPU=cast_up)
+calls_others = define("calls_others", CPU=calling)
+calls_others_and_autograd = define(
+    "calls_others_and_autograd", CPU=calling, Autograd=autograd_of("calls_others_and_autograd")
+)
+calls_others_explicit = define("calls_others_explicit", CompositeExplicitAutograd=calling)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::custom", mutates_args=())
+def custom(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return product(x, y)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::custom_with_backward", mutates_args=())
+def custom_with_backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return product(x, y)
+
+
+custom_with_backward.register_autograd(
+    lambda ctx, grad: Product.backward(ctx, grad)[:2],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::custom_with_autocast", mutates_args=())
+def custom_with_autocast(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return matmul(x, y)
+
+
+custom_with_autocast.register_autocast("cpu", torch.bfloat16)
+custom_with_autocast.register_autograd(
+    lambda ctx, grad: Product.backward(ctx, grad)[:2],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@torch.library.custom_op(f"{NAMESPACE}::custom_that_writes", mutates_args={"x"})
+def custom_that_writes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.mul_(y) + 1
+
+
+# What is called
+
+
+def with_intermediates(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A region around an op of two tensors, which it may write. Its inputs are outputs."""
+
+    def region(x: torch.Tensor, y: torch.Tensor) -> Any:
+        x, y = x * 1, y * 1
+        output = op(x, y)
+        return x, y, output, [one.tanh() for one in tree_leaves((output, x)) if isinstance(one, torch.Tensor)]
+
+    return region
+
+
+def on_constants(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A region around an op of two tensors without gradient, which it may write."""
+
+    def region(x: torch.Tensor, y: torch.Tensor) -> Any:
+        copy = x.detach().clone()
+        output = op(copy, y.detach())
+        return output, copy, copy * x
+
+    return region
+
+
+def on_complex(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A region around an op that is called with views that are conjugate, and ones that are negative."""
+
+    def region(x: torch.Tensor, y: torch.Tensor) -> Any:
+        pair = torch.complex(x, y)
+        negative = op(pair.conj().imag, pair.conj().real)
+        return negative, op(pair.conj(), pair.mH), negative.cos()
+
+    return region
+
+
+def written_view(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A region that writes the view which an op returns."""
+
+    def region(x: torch.Tensor, y: torch.Tensor) -> Any:
+        x = x * 1
+        viewed = op(x)
+        viewed.mul_(y[1:, : viewed.shape[1]])
+        return x, viewed, viewed.exp()
+
+    return region
+
+
+def under(context: Callable[[], Any], op: Callable[..., Any]) -> Callable[..., Any]:
+    """A region that calls an op in a context."""
+
+    def region(x: torch.Tensor, y: torch.Tensor) -> Any:
+        x = x * 1
+        with context():
+            output = op(x @ y, y.cos())
+        return output, x * output.float()
+
+    return region
+
+
+def half() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def gradient_inside(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Takes a gradient of a CPU kernel's graph, and differentiates it again."""
+    output = cpu(x * 1, y * 1)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return output, gradient
+
+
+ON_TWO = (
+    composite_implicit,
+    composite_explicit,
+    cpu,
+    cpu_and_autograd,
+    cpu_and_autograd_cpu,
+    explicit_and_autograd,
+    autograd,
+    autograd_in_torch_ops,
+    not_differentiable,
+    falls_through,
+    function_in_kernel,
+    function_in_explicit,
+    without_grad,
+    detaches,
+    draws,
+    lazy,
+    multiplies,
+    cpu_and_autocast,
+    casts_up,
+    calls_others,
+    calls_others_and_autograd,
+    calls_others_explicit,
+    custom_with_backward,
+    custom_with_autocast,
+)
+WRITES = (in_place, in_place_explicit, writes, counts_its_write)
+ON_VIEWS = (
+    composite_implicit,
+    composite_explicit,
+    cpu,
+    falls_through,
+    lazy_product,
+    lazy_and_autograd,
+    function_in_kernel,
+)
+UNDER_AUTOCAST = (
+    cpu,
+    multiplies,
+    multiplies_explicit,
+    cpu_and_autograd,
+    cpu_and_autocast,
+    casts_up,
+    calls_others,
+    calls_others_and_autograd,
+    custom_with_backward,
+    custom_with_autocast,
+)
+
+
+def name_of(op: Any) -> str:
+    return str(getattr(op, "_name", op)).rpartition(".")[2].rpartition("::")[2]
+
+
+CASES: dict[str, Callable[..., Any]] = {
+    **{name_of(op): with_intermediates(op) for op in (*ON_TWO, *WRITES)},
+    **{f"{name_of(op)} on views": on_complex(op) for op in ON_VIEWS},
+    **{f"{name_of(op)} written": written_view(op) for op in (view, view_explicit)},
+    **{f"{name_of(op)} under autocast": under(half, op) for op in UNDER_AUTOCAST},
+    **{f"{name_of(op)} without grad": under(torch.no_grad, op) for op in (cpu, cpu_and_autograd, custom)},
+    **{f"{name_of(op)} on constants": on_constants(op) for op in (cpu, autograd, custom, *WRITES, custom_that_writes)},
+    "several outputs": with_intermediates(lambda x, y: returns_several(x, [y, x * 2])),
+    "several outputs of leaves": lambda x, y: returns_several(x, [y], 0.5),
+    "a gradient inside": gradient_inside,
+    "vmap": lambda x, y: torch.vmap(cpu)(x, y) * torch.vmap(autograd_in_torch_ops)(x, y),
+    "functionalize": lambda x, y: torch.func.functionalize(lambda x: cpu_and_autograd(x * 1, y))(x),
+    "conjugation in kernels of torch": lambda x, y: torch.linalg.pinv(torch.complex(x, y)),
+}
+
+
+def inputs() -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(2)], {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mode_changes_nothing(case: str) -> None:
+    assert changed_by(MODES, CASES[case], inputs()) == {name: [] for name in MODES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_regions_change_nothing(case: str) -> None:
+    """The first region of a kind is watched, the second is not."""
+    expected, found = [list(regions(CASES[case], inputs(), policy)) for policy in ("none", "attn_only")]
+    assert [differences(*pair) for pair in zip(found, expected, strict=True)] == [[], []]
+
+
+def test_every_case_trains() -> None:
+    """A case that raises would be the same under any mode."""
+    steps = {case: step(function, inputs()) for case, function in CASES.items()}
+    raised = {case: found for case, found in steps.items() if isinstance(found, Exception)}
+    assert not raised
+    assert not [case for case, found in steps.items() if "gradient 0" not in dict(found)]
+
+
+def test_ops_of_torch() -> None:
+    counts: Counter[str] = Counter()
+    ops = [op for op in torch_data()[0] if op.full_name not in OTHER_PATH][::12]
+    wrong = [line for op in ops for line in changes_of_op(op, (torch.float32, torch.complex64), 2, MODES, counts)]
+    assert not wrong, "\n".join(wrong)
+    assert counts["ops"] > 50
+    assert counts["exact"] > 500

@@ -1,0 +1,293 @@
+"""What fastac does not know is named: ops and Functions that run again, rows that match nothing, and the way out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import types
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastac
+from fastac import FastacError, PolicyNotAppliedError
+from fastac.backends import plugins
+from tests import support
+from tests.diagnosis.test_hidden_functions import Block, hidden, inputs, sdpa, train
+from tests.support import assert_same, train_step
+
+pytestmark = pytest.mark.usefixtures("rows_as_before", "functions_as_before")
+
+QKV = "Tensor query, Tensor key, Tensor value"
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"fastac_unknown_{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def library(namespace: str) -> Iterator[torch.library.Library]:
+    made = torch.library.Library(namespace, "FRAGMENT")
+    yield made
+    made._destroy()
+
+
+def row(namespace: str, name: str = "attend", **options: Any) -> fastac.AttentionOp:
+    return fastac.AttentionOp(
+        **{"backend": "tests", "namespace": namespace, "name": name, "layout": "bhsd", "dropout": None, **options}
+    )
+
+
+def math_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return support.attention_math(query, key, value)[0]
+
+
+def make_op(namespace: str, name: str) -> Any:
+    """An op with a backward, whose executions are counted."""
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        support.executions[name] += 1
+        return math_of(query, key, value)
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors
+        return support.attention_math_backward(grad, *saved, *support.attention_math(*saved))
+
+    op = torch.library.custom_op(f"{namespace}::{name}", kernel, mutates_args=(), schema=f"({QKV}) -> Tensor")
+    op.register_autograd(backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+    return op
+
+
+# What runs again
+
+
+def test_what_is_not_known_is_named_once(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With the module that calls it; the report has their number."""
+    op, function = make_op(namespace, "run"), hidden("Neutral")
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(Block(sdpa, op, function) for _ in range(2))})
+    model.forward = lambda **named: [block(**named) for block in model["blocks"]][-1]
+    fastac.enable(model, blocks="blocks")
+    with caplog.at_level(logging.INFO, "fastac"):
+        for _ in range(2):
+            train_step(model, inputs())
+    lines = [line for line in caplog.messages if "runs again" in line]
+    assert len(lines) == 2
+    assert f"{namespace}::run" in lines[0]
+    assert "ModuleDict.blocks.0" in lines[0]
+    assert "Neutral" in lines[1]
+    assert "of tests.diagnosis.test_hidden_functions" in lines[1]
+    report = fastac.report(model)
+    assert report.rows[0].unknown == (f"{namespace}::run", "Neutral")
+    assert "2: " in str(report)
+
+
+def test_what_is_known_is_not_named(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An op with a row, one that is declared to be no attention, a Function that recorded a call, torch's own."""
+    saved, other = make_op(namespace, "saved"), make_op(namespace, "attn_gate")
+    fastac.register(row(namespace, "saved"), fastac.Row(namespace=namespace, name="attn_gate", kind="other"))
+
+    class Around(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            return sdpa(q, k, v)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad, None, None
+
+    with caplog.at_level(logging.INFO, "fastac"):
+        train(sdpa, saved, other, Around.apply)
+    assert not [line for line in caplog.messages if "runs again" in line]
+
+
+# Rows that match nothing
+
+
+def test_a_row_whose_name_is_misspelt(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning, once, in the first region, that says which op was meant."""
+    make_op(namespace, "run_forward")
+    fastac.register(row(namespace, "run_forwrad"), row(namespace[:-1] + "_", "attend"))
+    for _ in range(2):
+        train(sdpa)
+    assert [line.partition(":")[0] for line in caplog.messages] == [
+        "The row for " + namespace,
+        "The row for " + namespace[:-1] + "_",
+    ]
+    assert "'run_forward'" in caplog.messages[0]
+    assert f"'{namespace}'" in caplog.messages[1]
+
+
+def test_a_plugin_whose_rows_match_nothing(
+    namespace: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning if its library is loaded; if not, nobody uses it."""
+    make_op(namespace, "run")
+    module = types.ModuleType(namespace)
+    monkeypatch.setitem(sys.modules, namespace, module)
+    rows = row(namespace, "rum"), row("never_loaded")
+    functions = [
+        fastac.OpaqueFunction(backend="tests", module=where, name="Attention") for where in (namespace, "never_loaded")
+    ]
+    plugin = plugins.Plugin("mine", "mine.rows", "mine", "1.0", rows, tuple(functions))
+    monkeypatch.setattr(plugins, "_plugins", [plugin])
+    fastac.register(*rows)
+    train(sdpa)
+    assert len(caplog.messages) == 2
+    assert "'run'" in caplog.messages[0]
+    assert f"{namespace} has no Attention" in caplog.messages[1]
+
+
+@pytest.mark.parametrize("key", ["CompositeImplicitAutograd", "Autograd"])
+def test_an_op_whose_calls_end_above(key: str, namespace: str, library: torch.library.Library) -> None:
+    """They never arrive where they are intercepted: its row is refused."""
+    library.define(f"attend({QKV}) -> Tensor")
+    library.impl("attend", math_of, key)
+    with pytest.raises(FastacError, match=f"{namespace}::attend has no kernel for a device, only one for {key}"):
+        fastac.register(row(namespace))
+
+
+def test_an_autograd_kernel_that_launches_the_kernel_itself(
+    namespace: str, library: torch.library.Library, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The op has a kernel for the device as well: only a region shows that its calls do not arrive."""
+    library.define(f"attend({QKV}) -> Tensor")
+    library.impl("attend", math_of, "CPU")
+    library.impl("attend", hidden("Launch"), "Autograd")
+    fastac.register(row(namespace))
+    op = getattr(torch.ops, namespace).attend.default
+    train(sdpa)
+    assert not caplog.messages, "it was not called"
+    train(sdpa, op)
+    (line,) = caplog.messages
+    assert f"{namespace}::attend has a row, and none of its calls arrived, while" in line
+    assert "Launch" in line
+
+
+def test_an_op_without_an_autograd_kernel(namespace: str, library: torch.library.Library) -> None:
+    """autograd differentiates what is inside: refused where it is to be saved, exact where it is not."""
+    library.define(f"run({QKV}) -> Tensor")
+    library.impl("run", lambda query, key, value: torch.tanh(query) * key + value, "CPU")
+    op = getattr(torch.ops, namespace).run.default
+    reference = train_step(Block(sdpa, op), inputs())
+    fastac.register(row(namespace, "run"))
+    with pytest.raises(FastacError, match=f'register_autograd\\("{namespace}::run"'):
+        train(sdpa, op)
+    block = Block(sdpa, op)
+    for policy in ("full", fastac.Policy("attn_only", min_kv=100), "none"):
+        torch.manual_seed(0)
+        support.assert_region(block, inputs(), policy=policy)
+    frozen = {name: tensor.detach() for name, tensor in inputs().items()}
+    fastac.checkpoint(lambda **named: op(*named.values()) * block.out.weight.sum(), **frozen).sum().backward()
+    assert reference
+
+
+# The way out
+
+
+BESIDE = (
+    *("attn_rope", "attn_qk_norm", "attn_gate", "attn_residual_add", "attn_out_proj", "post_attention_layernorm"),
+    *("attn_pool", "attn_modulate", "attention_scale_shift", "attn_dropout_add", "fused_attn_mlp"),
+)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_ops_beside_attention(name: str, namespace: str) -> None:
+    train(sdpa, make_op(namespace, name))
+
+
+FUNCTIONS = (
+    *("FlashMLP", "FlashFFTConv", "AttentionPool", "AttnModulate", "AttnScaleShift", "FlashNorm", "AttentionToAll"),
+    *("AttnOutProj", "AttentionScores", "FlashCrossEntropyLoss", "AttnResidualAdd", "AttentionLayerNorm"),
+)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_beside_attention(name: str) -> None:
+    train(sdpa, hidden(name))
+
+
+@pytest.mark.parametrize("what", ["op", "Function"])
+def test_a_name_that_says_attention_and_is_none(what: str, namespace: str) -> None:
+    """The message has the line that says so; once it is registered, the region trains."""
+    call = make_op(namespace, "lightning_attention") if what == "op" else hidden("LightningAttention")
+    with pytest.raises(PolicyNotAppliedError, match='kind="other"') as raised:
+        train(sdpa, call)
+    line = str(raised.value).partition("If not: " if what == "op" else "If it is none: ")[2].splitlines()[0].rstrip(".")
+    exec(line, {"fastac": fastac})
+    block = Block(sdpa, call)
+    reference = train_step(block, inputs())
+    assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
+
+
+def test_a_functional_op_beside_its_out_overload(namespace: str, library: torch.library.Library) -> None:
+    """As ATen has them. The row is for the functional one; a call of the other is an error in the region."""
+    functional = make_op(namespace, "attend")
+    library.define(f"attend.out({QKV}, *, Tensor(a!) out) -> Tensor(a!)")
+    library.impl("attend.out", lambda query, key, value, out: out.copy_(math_of(query, key, value)), "CPU")
+    fastac.register(row(namespace))
+    support.assert_region(Block(functional), inputs(), support.executions)
+    out = getattr(torch.ops, namespace).attend.out
+
+    def into(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return out(query, key, value, out=torch.empty_like(query))
+
+    with pytest.raises(FastacError, match=r"attend\.out writes its argument 'out'"):
+        train(functional, into)
+
+
+# What a message suggests
+
+
+def advice_of(*attends: Callable[..., torch.Tensor], **named: torch.Tensor) -> str:
+    with pytest.raises(PolicyNotAppliedError) as raised:
+        fastac.checkpoint(lambda *args: attends[0](*args), *named.values())
+    return str(raised.value)
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = {
+    "bhsd": ((1, 2, 12, 8), (1, 2, 5, 8), "layout='bhsd'"),
+    "bshd": ((1, 12, 2, 8), (1, 5, 2, 8), "layout='bshd'"),
+    "equal": ((1, 12, 2, 8), (1, 12, 2, 8), "layout=..."),
+    "fewer heads of keys, or fewer keys": ((1, 12, 8, 8), (1, 12, 2, 8), "layout=..."),
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_the_layout_is_derived_or_asked_for(shapes: str, namespace: str) -> None:
+    query, key, layout = SHAPES[shapes]
+    tensors = [torch.randn(shape, requires_grad=True) for shape in (query, key, key)]
+
+    def copied(name: str) -> Any:
+        class Copied(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, value: Any, query: Any, keys: Any) -> Any:
+                return query * 1.0
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> Any:
+                return None, grad, None
+
+        return type(name, (Copied,), {}).apply
+
+    attend = copied("FlashAttention")
+    message = advice_of(lambda q, k, v: attend(q, q, k), q=tensors[0], k=tensors[1], v=tensors[2])
+    assert f"key='keys', {layout}" in message
+    assert ("where the keys" in message) == (layout == "layout=...")
+    op = torch.library.custom_op(
+        f"{namespace}::attention",
+        lambda a, x, scale: a * 1.0,
+        mutates_args=(),
+        schema="(Tensor a, Tensor x, Tensor scale) -> Tensor",
+    )
+    op.register_autograd(lambda ctx, grad: (grad, None, None))
+    message = advice_of(op, q=tensors[0], k=tensors[1], v=tensors[2])
+    assert "key=..., layout=..." in message
+    assert "key: which of a, x, scale holds the keys" in message
+    with pytest.raises(FastacError, match=r"key is Ellipsis"):
+        fastac.register(row(namespace, "attention", key=...))
