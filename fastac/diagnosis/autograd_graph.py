@@ -69,7 +69,7 @@ def recorded_nodes(nodes: Sequence[Any], callers: Iterable[Caller]) -> set[int]:
             continue
         function = torch_private.function_of(places[numbers[position]])
         code = getattr(getattr(function, "forward", None), "__code__", None)
-        if code is None or code in codes:
+        if code is None or id(code) in codes:
             found.add(numbers[position])
     return found
 

@@ -24,7 +24,7 @@ _BESIDE_ATTENTION = re.compile(
     r"mask|norm|rope|rotary|gate|gating|embed|scatter|gather|split|reduce|proj|input|output|bias|pool|modul|resid|drop|"
     r"mlp|conv|gelu|silu|quant|unpack|permute|transpose|layout|reshape|cache|loss|entropy|score|logit|weight|softmax|"
     r"merge|combine|router|index|select|topk|sample|metadata|config|^(a2a|out|scale|shift|add|ffn?|fft|act|cast|pack|"
-    r"pad|copy|map|stat|prob|plan)(s|ed)?$"
+    r"pad|copy|map|stat|prob|plan)s?$"
 )
 """A word of what stands beside attention. All to all is three words, of which none is such."""
 _KEYS = re.compile(r"(k|keys?|kv|qkv)(_|$)|packed_qkv|xk$")

@@ -33,8 +33,8 @@ from fastac.registry.torch_private import name_of
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Functions that pack and unpack a saved tensor: torch.autograd.graph.saved_tensors_hooks."""
 
-Caller = tuple[int, frozenset[types.CodeType]]
-"""Of an attention call: the newest autograd node when it was made, and the code of all functions that were running."""
+Caller = tuple[int, frozenset[int]]
+"""Of an attention call: the newest autograd node when it was made, and the ids of the code that was running."""
 
 Listener = Callable[[BoundOp, Sequence[Any], Mapping[str, Any]], None]
 
@@ -103,7 +103,7 @@ def caller() -> Caller:
     codes = set()
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
-        codes.add(frame.f_code)
+        codes.add(id(frame.f_code))  # some code of torch.fx cannot be hashed
         frame = frame.f_back
     return torch_private.newest_node(), frozenset(codes)
 

@@ -102,7 +102,7 @@ class Verification:
             table.add_row("offloaded", "", str(self.offloaded), "")
         title = f"{self.subject}: {self.policy} against {self.reference}{would}"
         recompute = "" if self.recompute is None else str(self.recompute)
-        return "\n".join(filter(None, (title, render(table), self.remark, recompute)))
+        return "\n".join(filter(None, (title, render(table), recompute, self.remark)))
 
     @property
     def _equality(self) -> str:

@@ -147,7 +147,7 @@ def test_an_op_whose_calls_end_above(key: str, namespace: str, library: torch.li
     """They never arrive where they are intercepted: its row is refused."""
     library.define(f"attend({QKV}) -> Tensor")
     library.impl("attend", math_of, key)
-    with pytest.raises(FastacError, match=f"{namespace}::attend has no kernel for a device, only one for {key}"):
+    with pytest.raises(FastacError, match=f"{namespace}.attend.default has no kernel for a device, only one for {key}"):
         fastac.register(row(namespace))
 
 
@@ -162,9 +162,9 @@ def test_an_autograd_kernel_that_launches_the_kernel_itself(
     op = getattr(torch.ops, namespace).attend.default
     train(sdpa)
     assert not caplog.messages, "it was not called"
-    train(sdpa, op)
+    train(sdpa, op, keys=10)
     (line,) = caplog.messages
-    assert f"{namespace}::attend has a row, and none of its calls arrived, while" in line
+    assert f"{namespace}.attend.default has a row, and none of its calls arrived, while" in line
     assert "Launch" in line
 
 
@@ -173,7 +173,6 @@ def test_an_op_without_an_autograd_kernel(namespace: str, library: torch.library
     library.define(f"run({QKV}) -> Tensor")
     library.impl("run", lambda query, key, value: torch.tanh(query) * key + value, "CPU")
     op = getattr(torch.ops, namespace).run.default
-    reference = train_step(Block(sdpa, op), inputs())
     fastac.register(row(namespace, "run"))
     with pytest.raises(FastacError, match=f'register_autograd\\("{namespace}::run"'):
         train(sdpa, op)
@@ -183,7 +182,6 @@ def test_an_op_without_an_autograd_kernel(namespace: str, library: torch.library
         support.assert_region(block, inputs(), policy=policy)
     frozen = {name: tensor.detach() for name, tensor in inputs().items()}
     fastac.checkpoint(lambda **named: op(*named.values()) * block.out.weight.sum(), **frozen).sum().backward()
-    assert reference
 
 
 # The way out
@@ -220,7 +218,7 @@ def test_a_name_that_says_attention_and_is_none(what: str, namespace: str) -> No
     line = str(raised.value).partition("If not: " if what == "op" else "If it is none: ")[2].splitlines()[0].rstrip(".")
     exec(line, {"fastac": fastac})
     block = Block(sdpa, call)
-    reference = train_step(block, inputs())
+    reference = train_step(functools.partial(block), inputs())
     assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
 
 
@@ -238,7 +236,7 @@ def test_a_functional_op_beside_its_out_overload(namespace: str, library: torch.
             return out(query, key, value, out=torch.empty_like(query))
 
     with pytest.raises(FastacError, match=r"attend\.out writes its argument 'out'"):
-        train(functional, into)
+        train(functional, into, keys=10)
 
 
 # What a message suggests

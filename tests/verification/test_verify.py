@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import uuid
 import warnings
@@ -280,7 +281,7 @@ def test_the_model_is_left_as_it_was(options: dict[str, Any], before: str) -> No
         assert tensor.grad is gradients[name]
         assert torch.equal(tensor, values[name][0])
         assert torch.equal(tensor.grad, values[name][1])
-    assert str(fastac.report(model)) == report
+    assert str(dataclasses.replace(fastac.report(model), recompute=None)) == report
     fastac.disable(model)
     assert model.gradient_checkpointing == (before == "torch")
 
