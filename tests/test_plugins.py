@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -191,3 +192,26 @@ def test_nothing_is_loaded_at_import_or_where_fastac_is_ruled_out(installed: Pat
         check=True,
     )
     assert ran.stdout == "[]\n"
+
+
+@pytest.mark.usefixtures("rows_as_before", "functions_as_before")
+def test_an_interrupted_load_goes_on(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a slow plugin: the next use of fastac loads it, and those that are left."""
+    monkeypatch.syspath_prepend(installed)
+    for name, value in {"_plugins": [], "_begun": False, "_done": False}.items():
+        monkeypatch.setattr(plugins, name, value)
+    read, asked = plugins._read, []
+
+    def interrupted(entry_point: importlib.metadata.EntryPoint) -> list[object]:
+        asked.append(entry_point.name)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return read(entry_point)
+
+    monkeypatch.setattr(plugins, "_read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plugins.prepare()
+    plugins.prepare()
+    assert {plugin.name for plugin in plugins.installed()} >= {*GOOD_ENTRY_POINTS, *REASONS}
+    assert len(asked) == len(plugins.installed()) + 1
+    assert is_registered("fastac_tests", "of_a_plugin")

@@ -79,6 +79,8 @@ def attend_through(op: Any) -> Callable[..., torch.Tensor]:
     [
         ("flash_attn", "str"),
         (row(namespace="fl[ash"), "regular expression"),
+        (row(namespace="mine::"), "without '::'"),
+        (row(namespace=""), "no namespace or module"),
         (row(name="flash_attn::forward"), "name"),
         (row(layout="bsd"), "layout 'bsd'"),
         (row(dropout=False), "dropout is False"),
@@ -122,11 +124,46 @@ def test_keys_of_fewer_dimensions_than_their_layout(define: Define, namespace: s
 
 
 @pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        ({"key": "kv"}, {}, r"the layout of 'kv' is 'bshd', and it was called with a NoneType: None"),
+        (
+            {"max_kv": "lengths"},
+            {"lengths": [3, 4]},
+            r"'lengths' is the number of keys, and it was called with \[3, 4\]",
+        ),
+        ({}, {"key": torch.nested.nested_tensor([torch.ones(2, 2, 4)])}, "called with a strided nested tensor"),
+    ],
+    ids=["no key", "a list for max_kv", "nested"],
+)
+def test_arguments_that_are_not_what_the_row_says(
+    options: dict[str, Any], given: dict[str, Any], message: str, define: Define, namespace: str
+) -> None:
+    op = define(f"attend({QKV}, Tensor? kv=None, int[]? lengths=None, Tensor? rate=None) -> Tensor")
+    fastac.register(row(namespace=namespace, **options))
+    bound = registry.classify(op)
+    assert bound is not None
+    tensors = {name: torch.ones(1, 2, 2, 4) for name in ("query", "key", "value")}
+    with pytest.raises(FastacError, match=message):
+        bound.keys((), tensors | given)
+
+
+def test_a_dropout_that_is_a_tensor_is_not_read(define: Define, namespace: str) -> None:
+    op = define(f"attend({QKV}, Tensor rate) -> Tensor")
+    fastac.register(row(namespace=namespace, dropout="rate"))
+    bound = registry.classify(op)
+    assert bound is not None
+    assert bound.draws((None, None, None, torch.zeros(2)), {})
+
+
+@pytest.mark.parametrize(
     ("schema", "options", "message"),
     [
         (f"attend({QKV}, Tensor(a!) out) -> Tensor", {}, r"writes.*'out'"),
         (f"attend({QKV}) -> int", {}, "no tensor"),
         (f"attend({QKV}) -> Tensor", {"key": "k"}, r"'k'.*query, key, value"),
+        (f"attend({QKV}, float scale) -> Tensor", {"key": "scale"}, "'scale' holds the keys, and its type is float"),
+        ("attend(Tensor[] key) -> Tensor", {}, r"'key' holds the keys, and its type is List\[Tensor\]"),
         (f"attend({QKV}) -> Tensor", {"max_kv": "k"}, "'k'"),
         (f"attend({QKV}) -> Tensor", {"coarse": "blocks"}, "'blocks'"),
         (f"attend({QKV}) -> Tensor", {"selection": ("b",)}, "'b'"),

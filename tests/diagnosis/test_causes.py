@@ -168,6 +168,36 @@ def written_in_chunks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torc
     return torch.matmul(scores.softmax(-1), v)
 
 
+BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "pad": lambda scores: F.pad(scores, (0, 2))[..., :-2],
+    "gather": lambda scores: scores.gather(-1, torch.arange(scores.shape[-1]).expand_as(scores)),
+    "scatter": lambda scores: torch.full_like(scores, -9).scatter(
+        -1, torch.arange(scores.shape[-1]).expand_as(scores), scores
+    ),
+    "tril": lambda scores: scores.tril(),
+    "topk": lambda scores: scores.topk(scores.shape[-1]).values,
+    "layer_norm": lambda scores: F.layer_norm(scores, scores.shape[-1:]),
+    "conv": lambda scores: F.conv2d(scores, torch.ones(scores.shape[1], scores.shape[1], 1, 1)),
+    "talking heads": lambda scores: torch.einsum("hg,bgqk->bhqk", torch.eye(scores.shape[1]).requires_grad_(), scores),
+    "a Linear over heads": lambda scores: F.linear(
+        scores.permute(0, 2, 3, 1), torch.eye(scores.shape[1]).requires_grad_()
+    ).permute(0, 3, 1, 2),
+}
+
+
+@pytest.mark.parametrize("where", ["scores", "probabilities"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_attention_written_out_with_something_between_its_products(between: str, where: str) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        change = BETWEEN[between]
+        scores = torch.matmul(q, k.transpose(-1, -2))
+        if where == "scores":
+            return torch.matmul(change(scores).softmax(-1), v)
+        return torch.matmul(change(scores.softmax(-1)), v)
+
+    assert "written out" in error_of(region(attend), **stack_inputs())
+
+
 @pytest.mark.parametrize(
     "attend",
     [written_out, written_with_baddbmm, written_with_a_mask_and_dropout, written_with_sinks, written_in_chunks],
@@ -246,7 +276,8 @@ def test_what_is_no_softmax_attention(name: str) -> None:
 
 ATTENTIONS = (
     *("my_attention_forward", "block_sparse_attn_triton", "_varlen_attn"),
-    *("mha_fwd", "efficient_attention_forward_ck"),
+    *("mha_fwd", "efficient_attention_forward_ck", "masked_attention", "selfattention", "flash_mla", "fa3_fwd"),
+    *("sageattn_fwd", "flash_attention_bias", "na3d", "fna_forward"),
 )
 OTHERS = ("attention_mask_of", "attn_bias_forward", "attention_backward", "flattened", "retention")
 
@@ -269,6 +300,46 @@ def test_ops_that_look_like_attention(name: str) -> None:
         assert "fastac.register" in message
     else:
         attend(**stack_inputs()).sum().backward()
+
+
+SIGNATURES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "packed qkv": ("(Tensor qkv) -> Tensor", lambda op, q, k, v: op(torch.stack([q, q, q], 2))[:, :, 0]),
+    "q, kv": ("(Tensor q, Tensor kv) -> Tensor", lambda op, q, k, v: op(q, torch.stack([k, v], 2))),
+    "a list": ("(Tensor[] qkv) -> Tensor", lambda op, q, k, v: op([q, k, v])),
+    "keyword-only": ("(*, Tensor q, Tensor k, Tensor v) -> Tensor", lambda op, q, k, v: op(q=q, k=k, v=v)),
+    "2 dims": ("(Tensor q, Tensor k, Tensor v) -> Tensor", lambda op, q, k, v: op(q[0, 0], k[0, 0], v[0, 0])),
+    "6 dims": (
+        "(Tensor q, Tensor k, Tensor v) -> Tensor",
+        lambda op, q, k, v: op(q[None, None], k[None, None], v[None, None])[0, 0],
+    ),
+    "in another thread": ("(Tensor q, Tensor k, Tensor v) -> Tensor", lambda op, q, k, v: in_a_thread(op, q, k, v)),
+}
+
+
+def in_a_thread(op: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(op, *tensors).result()
+
+
+def first_of(*values: Any, **named: Any) -> torch.Tensor:
+    value = [*values, *named.values()][0]
+    return (value[0] if isinstance(value, (list, tuple)) else value) * 2
+
+
+@pytest.mark.parametrize("signature", SIGNATURES)
+def test_signatures_of_attention(signature: str) -> None:
+    schema, call = SIGNATURES[signature]
+    namespace = f"fastac_library_{uuid.uuid4().hex[:8]}"
+    if signature == "keyword-only":  # custom_op does not take it
+        library = torch.library.Library(namespace, "DEF")
+        library.define(f"video_attention{schema}")
+        library.impl("video_attention", first_of, "CPU")
+        op = getattr(torch.ops, namespace).video_attention
+    else:
+        op = torch.library.custom_op(f"{namespace}::video_attention", first_of, mutates_args=(), schema=schema)
+        op.register_autograd(lambda ctx, grad, *_: None)
+    message = error_of(region(lambda q, k, v: sdpa(q, k, v) + call(op, q, k, v)), **stack_inputs())
+    assert "video_attention" in message
 
 
 # A kernel that is no op

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -103,13 +104,12 @@ BESIDE: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_a_hidden_attention_beside_one_that_is_recorded(beside: str) -> None:
-    """After a hidden one, attention without gradient is not told from it: it has the same newest node."""
+    """Also where attention without gradient follows, which has the node of the hidden one as its newest."""
     shown = BESIDE[beside]()
     with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
         train(shown, hidden())
-    if beside != "attention without gradient":
-        with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
-            train(hidden(), shown)
+    with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
+        train(hidden(), shown)
 
 
 @pytest.mark.parametrize("beside", BESIDE)
@@ -122,7 +122,8 @@ def test_what_recorded_its_calls_is_left_alone(beside: str) -> None:
 
 ATTENTIONS = (
     *("FlashFunc", "RingFlashFunc", "MaskedAttention", "_attention", "_fMHA", "NeighborhoodAttn2D", "QKNormAttention"),
-    *("RopeAttention", "FlashAttnVarlenFunc", "FlashAttnQKVPackedFunc"),
+    *("RopeAttention", "FlashAttnVarlenFunc", "FlashAttnQKVPackedFunc", "SelfAttention", "Selfattention"),
+    *("FlashAttentionBias", "CutlassFna3DAutogradFn", "FlashMLA", "SageAttnFwd", "AttentionWithGate"),
 )
 OTHERS = (
     *("UlyssesAttentionAllToAll", "AttnBiasFunction", "_AttnInputScatter", "AttentionGate", "AttnRopeFunction"),
@@ -139,6 +140,43 @@ def test_names_of_attention(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_names_of_other_functions(name: str) -> None:
     train(sdpa, hidden(name))
+
+
+PACKED: dict[str, tuple[int, ...]] = {
+    "qkv": (1, 12, 3, 2, 8),
+    "qkv first": (3, 1, 2, 12, 8),
+    "qkv of packed sequences": (12, 3, 2, 8),
+}
+
+
+@pytest.mark.parametrize("shape", PACKED)
+def test_packed_inputs(shape: str) -> None:
+    class PackedAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, qkv: torch.Tensor) -> torch.Tensor:
+            return qkv * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad * 2
+
+    with pytest.raises(PolicyNotAppliedError, match="PackedAttention"):
+        fastac.checkpoint(lambda qkv: PackedAttention.apply(qkv), torch.randn(PACKED[shape]).requires_grad_())
+
+
+@pytest.mark.parametrize("dims", [2, 5, 6])
+def test_other_numbers_of_dimensions(dims: int) -> None:
+    """One sequence without heads; the axes of a video."""
+    tensors = [torch.randn(2, 3, 4, 5, 6, 8)[(0,) * (6 - dims)].clone().requires_grad_() for _ in range(3)]
+    attend = hidden("NeighborhoodAttention")
+    with pytest.raises(PolicyNotAppliedError, match="NeighborhoodAttention"):
+        fastac.checkpoint(lambda q, k, v: attend(q, k, v), *tensors)
+
+
+def test_in_a_thread_of_an_executor() -> None:
+    attend = hidden()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
+        train(sdpa, lambda *tensors: pool.submit(attend, *tensors).result(), sdpa)
 
 
 def test_what_has_not_the_inputs_of_an_attention_is_left_alone() -> None:

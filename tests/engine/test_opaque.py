@@ -280,6 +280,53 @@ def test_what_a_region_cannot_save(way: str) -> None:
         train_step(functools.partial(fastac.checkpoint, region), inputs())
 
 
+@pytest.mark.parametrize("way", ["writes", "makes a graph"])
+def test_what_a_saved_call_cannot_repeat(way: str) -> None:
+    """Exact where the policy does not save it."""
+
+    class Strange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any, state: Any) -> Any:
+            if way == "writes":
+                state += 1
+            else:
+                with torch.enable_grad():
+                    ctx.inside = q.detach().requires_grad_().sin()
+            return kernel(q, k, v)[0]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad, None, None, None
+
+    fastac.make_visible(Strange, dropout=None)
+
+    def region(query: Any, key: Any, value: Any) -> Any:
+        return Strange.apply(query.sin(), key, value, torch.zeros(1)).tanh()
+
+    message = "writes into the tensor number 3" if way == "writes" else "enables grad in its forward"
+    with pytest.raises(FastacError, match=f"Strange {message}"):
+        train_step(functools.partial(fastac.checkpoint, region), inputs())
+    support.assert_region(region, inputs(), policy="full")
+
+
+@pytest.mark.parametrize(
+    ("options", "given"), [({"key": "k"}, 7), ({"key": "k"}, [torch.ones(2)]), ({"max_kv": "k"}, [3])]
+)
+def test_arguments_that_are_not_what_was_said(options: dict[str, str], given: Any) -> None:
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any) -> Any:
+            return q * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad * 2, None
+
+    fastac.make_visible(Attend, **options)
+    with pytest.raises(FastacError, match=r"Attend: its row says .*'k'.* was called with"):
+        fastac.checkpoint(lambda q: Attend.apply(q, given), torch.ones(1, 2, 3, 4).requires_grad_())
+
+
 class Apart(Simple):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...

@@ -1,0 +1,113 @@
+"""What recompute ran, dearest first: a hidden kernel that no name shows stands at the top."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastac
+from fastac.verification.recompute import MOST_UNKNOWN
+from tests import support
+from tests.diagnosis.test_unknown import make_op
+
+TOKENS, WIDTH = 256, 32
+
+
+class Fused(torch.autograd.Function):
+    """An attention by a neutral name."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+        output, statistics = support.attention_math(q, k, v)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return support.attention_math_backward(grad, *ctx.saved_tensors)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, more: Any) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.more = more
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v)
+        return hidden + (attended if self.more is None else attended + self.more(q, k, v)).transpose(1, 2).flatten(2)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, more: Any = None) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block(more) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def verified(model: Model, tokens: int = TOKENS, device: str = "cpu", **options: Any) -> fastac.Verification:
+    fastac.enable(model.to(device), "attn_only", blocks="blocks")
+    return fastac.verify(model, torch.randn(1, tokens, WIDTH, device=device), **options)
+
+
+@pytest.mark.parametrize("hidden", ["op", "Function"])
+def test_a_hidden_kernel_stands_first(hidden: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In what verify prints, and in the report from then on; a warning, as it takes more than a fifth."""
+    name, kernel = (
+        ("fastac_recompute::fused", make_op("fastac_recompute", "fused")) if hidden == "op" else ("Fused", Fused.apply)
+    )
+    model = Model(kernel)
+    with caplog.at_level(logging.WARNING, "fastac"):
+        verification = verified(model)
+    recompute = verification.recompute
+    assert recompute is not None
+    first, *others = recompute.shares().items()
+    assert first[0] == name
+    assert first[1] > MOST_UNKNOWN
+    assert recompute.marks[name] == "unknown"
+    assert recompute.marks["aten::scaled_dot_product_attention"] == "saved"
+    assert recompute.marks["aten::linear"] == "known"
+    assert sum(share for _, share in others) + first[1] == pytest.approx(1)
+    (line,) = (line for line in caplog.messages if "of recompute" in line)
+    assert name in line
+    assert str(recompute) in str(verification)
+    assert str(recompute) in str(fastac.report(model))
+
+
+@pytest.mark.usefixtures("rows_as_before")
+def test_what_fastac_knows_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Visible, declared to be no attention, or torch's."""
+    kernel = make_op("fastac_recompute_other", "fused")
+    fastac.register(fastac.Row(namespace="fastac_recompute_other", name="fused", kind="other"))
+    with caplog.at_level(logging.WARNING, "fastac"):
+        recompute = verified(Model(kernel)).recompute
+        plain = verified(Model()).recompute
+    assert recompute is not None
+    assert recompute.marks["fastac_recompute_other::fused"] == "known"
+    assert plain is not None
+    assert set(plain.marks.values()) == {"saved", "known"}
+    assert not [line for line in caplog.messages if "of recompute" in line]
+
+
+def test_attention_that_the_policy_recomputes_is_known() -> None:
+    recompute = fastac.verify(Model().blocks[0], torch.randn(1, TOKENS, WIDTH), policy="full").recompute
+    assert recompute is not None
+    assert recompute.marks["aten::scaled_dot_product_attention"] == "known"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_by_device_time() -> None:
+    recompute = verified(Model(Fused.apply), tokens=4096, device="cuda").recompute
+    assert recompute is not None
+    assert recompute.on_device
+    assert next(iter(recompute.shares())) == "Fused"
+    assert recompute.marks["Fused"] == "unknown"
