@@ -16,7 +16,7 @@ from fastac.backends import plugins
 from fastac.diagnosis.autograd_graph import foreign_functions
 from fastac.diagnosis.observer import Observer
 from fastac.diagnosis.recognition import has_attention_inputs
-from fastac.engine import kinds, opaque
+from fastac.engine import kinds, opaque, torch_private
 from fastac.engine.tape import Tape
 from fastac.registry import OPAQUE_NAMESPACE, AttentionOp, Row
 from fastac.registry.torch_private import name_of, op_names
@@ -64,8 +64,9 @@ def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> N
     bound = [op for op in registry.present_ops() if op.row in rows] if rows else []
     problems = [_unmatched(row, row in of_plugins) for row in rows if not any(op.row == row for op in bound)]
     problems += [opaque.missing(function) for plugin in loaded for function in plugin.functions]
-    arrived = {op.qualified_name for op, _ in tape.made}
+    arrived = kinds.made_before() | {op.qualified_name for op, _ in tape.made}
     waiting = [op for op in bound if op.differentiates and op.qualified_name not in arrived]
+    waiting = [op for op in waiting if not torch_private.is_custom_op(name_of(op.op))]  # its autograd kernel calls it
     for op in waiting:
         for function, shapes in foreign_functions(nodes, recorded).items():
             if has_attention_inputs(shapes):

@@ -62,6 +62,12 @@ def compiled_result(function: Any, key: Any) -> RegionResult | None:
     return None
 
 
+def made_before() -> set[str]:
+    """Qualified names of the attention ops that regions called so far."""
+    results = [result for kinds in state.results.values() for result in kinds.values()]
+    return {op.qualified_name for result in results for op, _ in result.made}
+
+
 def forget(function: Any) -> None:
     """Make the next region of each kind of a block's class (or code) the first."""
     state.results.pop(kind_of(function), None)

@@ -147,6 +147,11 @@ def is_composite(qualified_name: str) -> bool:
     return has_kernel(qualified_name, "CompositeImplicitAutograd")
 
 
+def is_custom_op(name: str) -> bool:
+    """Whether torch.library.custom_op made an op. name: namespace::name."""
+    return name in torch._library.custom_ops.OPDEFS
+
+
 def call_under_mode(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Call an op from a dispatch mode, so that its kernels see the dispatch keys that they see without the mode.
 
@@ -165,7 +170,7 @@ def call_under_mode(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
         is_torchs = is_of_torch(op)
         if is_torchs or handles(name, "Autocast"):
             below.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
-        if is_torchs or (has_kernel(name, "ADInplaceOrView") and name not in torch._library.custom_ops.OPDEFS):
+        if is_torchs or (has_kernel(name, "ADInplaceOrView") and not is_custom_op(name)):
             below.enter_context(torch._C._AutoDispatchBelowADInplaceOrView())
         elif handles(name, "Autograd"):
             below.enter_context(torch._C._AutoDispatchBelowAutograd())
