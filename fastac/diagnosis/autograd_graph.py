@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fastac.diagnosis.recognition import has_attention_inputs, names_attention_kernel, says_attention
+from fastac.diagnosis.recognition import has_attention_inputs, names_attention_kernel, parameters_of, says_attention
 from fastac.engine import opaque, torch_private
 from fastac.engine.tape import Caller
 from fastac.policy import Policy
@@ -136,8 +136,10 @@ def _name(node: Any) -> str:
 
 def _keys_of_attention(node: Any) -> int:
     """The number of keys of the attention that a node looks like, by its name and inputs; 0 if it looks like none."""
-    shapes = torch_private.input_shapes(node)
-    if not names_attention_kernel(_name(node)) or not has_attention_inputs(shapes):
+    shapes, function = torch_private.input_shapes(node), torch_private.function_of(node)
+    if function is None or not names_attention_kernel(_name(node)):
+        return 0
+    if not has_attention_inputs(shapes, parameters_of(function)) or not any(shapes):
         return 0
     key = shapes[min(1, len(shapes) - 1)]
     known = [shape for shape in shapes if shape is not None] if key is None else [key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,9 +23,10 @@ _BACKWARD = re.compile(r"backward|bwd|grad$")
 _MASK = re.compile(r"masks?$")
 _BESIDE_ATTENTION = re.compile(
     r"mask|norm|rope|rotary|gate|gating|embed|scatter|gather|split|reduce|proj|input|output|bias|pool|modul|resid|drop|"
-    r"mlp|conv|gelu|silu|quant|unpack|permute|transpose|layout|reshape|cache|loss|entropy|score|logit|weight|softmax|"
-    r"merge|combine|router|index|select|topk|sample|metadata|config|^(a2a|out|scale|shift|add|ffn?|fft|act|cast|pack|"
-    r"pad|copy|map|stat|prob|plan)s?$"
+    r"mlp|conv|lu$|lora|adaln|sigmoid|tanh|quant|unpack|permut|transpose|layout|reshape|cache|loss|entropy|score|logit|"
+    r"weight|softmax|merge|combine|concat|router|expert|index|select|topk|sample|partition|order|metadata|config|"
+    r"^(a2a|out|scale|shift|add|mul|sum|ffn?|fft|act|cast|cat|pack|pad|copy|map|stat|prob|plan|ln|rms|ada|moe|linear|"
+    r"roll)s?$"
 )
 """A word of what stands beside attention. All to all is three words, of which none is such."""
 _KEYS = re.compile(r"(k|keys?|kv|qkv)(_|$)|packed_qkv|xk$")
@@ -61,6 +63,7 @@ def says_attention(name: str) -> bool:
     return any(map(_ATTENTION.match, words)) and not others
 
 
+@functools.lru_cache(10000)
 def names_attention_kernel(name: str, library: str = "") -> bool:
     """Whether a Function or an op may run an attention kernel, by its name, rather than something beside one.
 
@@ -72,9 +75,15 @@ def names_attention_kernel(name: str, library: str = "") -> bool:
     found = [i for i, word in enumerate(words) if _ATTENTION.match(word)]
     found = found or [i for i, word in enumerate(words) if _LIBRARY.match(word)]
     known = words_of(library)
-    if not found and any(map(_FORWARD.match, words)) and any(_ATTENTION.match(w) or _LIBRARY.match(w) for w in known):
+    names_library = any(_ATTENTION.match(word) or _LIBRARY.match(word) for word in known)
+    if (
+        not found
+        and names_library
+        and any(map(_FORWARD.match, words))
+        and not any(map(_BESIDE_ATTENTION.search, known))
+    ):
         found = [-1]
-    if not found or "generated" in words:
+    if not found or "generated" in words or any(map(_BACKWARD.match, words)):
         return False
     after = words[found[-1] + 1 :]
     end = next((i for i, word in enumerate(after) if _FORWARD.match(word)), len(after))
@@ -82,35 +91,43 @@ def names_attention_kernel(name: str, library: str = "") -> bool:
         return True  # FlashAttentionBias
     if "to" in after and "all" in after:
         return False
-    return not any(map(_BESIDE_ATTENTION.search, after[:end])) and not any(map(_BACKWARD.match, words))
+    # Together, too: capitals make two words of RoPE and LoRA.
+    return not any(map(_BESIDE_ATTENTION.search, [*after[:end], "".join(after[:end])]))
 
 
-def has_attention_inputs(shapes: Sequence[Shape | None]) -> bool:
+def has_attention_inputs(shapes: Sequence[Shape | None], names: Iterable[str] = ()) -> bool:
     """Whether tensors of these shapes may be those of an attention: query, key and value, or some of them in one.
 
     shapes: of all floating tensors of a call, in their order; None for one that is not known.
+    names: of the parameters.
     """
-    known = [shape for shape in shapes if shape is not None]
-    if len(shapes) >= 3:
-        first = [len(shape) for shape in shapes[:3] if shape is not None]
-        return bool(first) and len(set(first)) == 1 and 2 <= first[0] <= 6
-    if len(known) == 2 and len(known[1]) == len(known[0]) + 1:
-        return len(known[0]) >= 3 and 2 in known[1][:-1]
-    return len(known) == 1 and len(known[0]) >= 4 and 3 in known[0][:-1]
+    if any("kv" in name for name in names) and any(shape is not None and len(shape) > 1 for shape in shapes):
+        return True
+    ranks = [None if shape is None else len(shape) for shape in shapes]
+    for place in range(len(ranks) - 2):
+        found = {rank for rank in ranks[place : place + 3] if rank is not None}
+        if len(found) == 1 and 2 <= found.pop() <= 6:
+            return True
+    if len(shapes) == 2:
+        first, second = shapes
+        if first is None or second is None:
+            return any(rank is not None and rank >= 4 for rank in ranks)
+        return len(second) == len(first) + 1 >= 4 and 2 in second[:-1]
+    return len(shapes) == 1 and shapes[0] is not None and len(shapes[0]) >= 4 and 3 in shapes[0][:-1]
 
 
-def looks_like_attention_forward(name: str, values: Iterable[Any]) -> bool:
+def looks_like_attention_forward(name: str, values: Iterable[Any], names: Iterable[str] = ()) -> bool:
     """Whether an op without a row seems to be an attention forward: by its name, and by its tensors.
 
     name: with its namespace, which alone may say attention: flash_attn_3::fwd, xformers_flash::flash_fwd.
-    values: of its arguments.
+    values: of its arguments. names: of its parameters.
     """
     namespace, _, own = name.rpartition("::")
     if not names_attention_kernel(own, namespace):
         return False
     flat = [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
     tensors = [one for one in flat if isinstance(one, torch.Tensor) and one.is_floating_point()]
-    return has_attention_inputs(list(map(torch_private.shape_of, tensors)))
+    return has_attention_inputs(list(map(torch_private.shape_of, tensors)), names)
 
 
 def advice(names: Sequence[str], shapes: Mapping[str, Shape | None]) -> tuple[str, str]:
@@ -160,11 +177,17 @@ def suggested_row(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
     )
 
 
+def parameters_of(function: type) -> list[str]:
+    """Names of the parameters of an autograd.Function's forward, without its context."""
+    forward: Any = function.forward  # type: ignore[attr-defined]
+    is_apart = function.setup_context is not torch.autograd.Function.setup_context  # type: ignore[attr-defined]
+    parameters = list(inspect.signature(forward).parameters.values())[0 if is_apart else 1 :]
+    return [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
 def suggested_visible(function: type, shapes: Sequence[Shape | None]) -> str:
     """The line that makes an autograd.Function visible. shapes: of its tensors; None where a shape is not known."""
-    forward: Any = function.forward  # type: ignore[attr-defined]
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    names = [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    names = parameters_of(function)
     options, missing = advice(names, dict(zip(names, shapes, strict=False)))
     return f"fastac.make_visible({function.__qualname__}, {options}){missing}"
 

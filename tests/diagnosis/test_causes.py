@@ -307,6 +307,11 @@ SIGNATURES: dict[str, tuple[str, Callable[..., Any]]] = {
     "q, kv": ("(Tensor q, Tensor kv) -> Tensor", lambda op, q, k, v: op(q, torch.stack([k, v], 2))),
     "a list": ("(Tensor[] qkv) -> Tensor", lambda op, q, k, v: op([q, k, v])),
     "keyword-only": ("(*, Tensor q, Tensor k, Tensor v) -> Tensor", lambda op, q, k, v: op(q=q, k=k, v=v)),
+    "a scale before q": (
+        "(Tensor scale, Tensor q, Tensor k, Tensor v) -> Tensor",
+        lambda op, q, k, v: op(torch.ones(1), q, k, v) * q.sum(),
+    ),
+    "q and k | v in one": ("(Tensor q, Tensor kv) -> Tensor", lambda op, q, k, v: op(q, torch.cat([k, v], -1))),
     "2 dims": ("(Tensor q, Tensor k, Tensor v) -> Tensor", lambda op, q, k, v: op(q[0, 0], k[0, 0], v[0, 0])),
     "6 dims": (
         "(Tensor q, Tensor k, Tensor v) -> Tensor",

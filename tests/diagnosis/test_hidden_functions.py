@@ -104,12 +104,23 @@ BESIDE: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_a_hidden_attention_beside_one_that_is_recorded(beside: str) -> None:
-    """Also where attention without gradient follows, which has the node of the hidden one as its newest."""
     shown = BESIDE[beside]()
     with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
         train(shown, hidden())
     with pytest.raises(PolicyNotAppliedError, match="TritonAttention"):
         train(hidden(), shown)
+
+
+def test_attention_over_frozen_text_right_after_a_hidden_one() -> None:
+    """It makes no node: the newest one is that of the hidden Function."""
+    text, attend = torch.randn(1, 2, 12, 8), hidden("FlashAttention")
+
+    def region(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        attended = attend(query, key, value)
+        return attended + sdpa(text, text, text)
+
+    with pytest.raises(PolicyNotAppliedError, match="FlashAttention"):
+        fastac.checkpoint(region, *inputs().values())
 
 
 @pytest.mark.parametrize("beside", BESIDE)

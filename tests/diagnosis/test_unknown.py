@@ -190,6 +190,15 @@ def test_an_op_without_an_autograd_kernel(namespace: str, library: torch.library
 BESIDE = (
     *("attn_rope", "attn_qk_norm", "attn_gate", "attn_residual_add", "attn_out_proj", "post_attention_layernorm"),
     *("attn_pool", "attn_modulate", "attention_scale_shift", "attn_dropout_add", "fused_attn_mlp"),
+    *(
+        "attn_rms",
+        "attn_ada_ln",
+        "attn_lora",
+        "attn_moe_experts",
+        "attn_swiglu",
+        "attn_concat",
+        "attn_window_partition",
+    ),
 )
 
 
@@ -201,6 +210,7 @@ def test_ops_beside_attention(name: str, namespace: str) -> None:
 FUNCTIONS = (
     *("FlashMLP", "FlashFFTConv", "AttentionPool", "AttnModulate", "AttnScaleShift", "FlashNorm", "AttentionToAll"),
     *("AttnOutProj", "AttentionScores", "FlashCrossEntropyLoss", "AttnResidualAdd", "AttentionLayerNorm"),
+    *("FlashRoPE", "AttnRoPE", "FlashSwiGLU", "FlashMoE", "AttnLoRA", "AttnAdaLN", "AttentionConcat", "AttnLn"),
 )
 
 
@@ -210,7 +220,7 @@ def test_functions_beside_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["op", "Function"])
-def test_a_name_that_says_attention_and_is_none(what: str, namespace: str) -> None:
+def test_a_name_that_says_attention_and_is_none(what: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
     """The message has the line that says so; once it is registered, the region trains."""
     call = make_op(namespace, "lightning_attention") if what == "op" else hidden("LightningAttention")
     with pytest.raises(PolicyNotAppliedError, match='kind="other"') as raised:
@@ -220,6 +230,7 @@ def test_a_name_that_says_attention_and_is_none(what: str, namespace: str) -> No
     block = Block(sdpa, call)
     reference = train_step(functools.partial(block), inputs())
     assert_same(train_step(functools.partial(fastac.checkpoint, block), inputs()), reference)
+    assert not caplog.messages
 
 
 def test_a_functional_op_beside_its_out_overload(namespace: str, library: torch.library.Library) -> None:

@@ -112,3 +112,23 @@ def test_inference_tensors(way: str, policy: str, determinism_check: str) -> Non
         )
 
     support.assert_alike(run, policy=policy)
+
+
+@pytest.mark.parametrize("determinism_check", ["default", "none"])
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+def test_strided_nested_tensors(policy: str, determinism_check: str) -> None:
+    """They have no shape: torch's own checkpoint raises an internal error."""
+    torch.manual_seed(0)
+    parts, projection = [torch.randn(length, 8) for length in (3, 5)], torch.nn.Linear(8, 8)
+
+    def train(policy: str) -> list[torch.Tensor]:
+        projection.zero_grad()
+        nested = torch.nested.nested_tensor(parts, requires_grad=True)
+        options: Any = {} if policy == "none" else {"determinism_check": determinism_check}
+        output = run_checkpointed(lambda x: projection(x.sin()) * x, nested, policy=policy, **options)
+        torch.nested.to_padded_tensor(output, 0.0).square().sum().backward()
+        return [*nested.grad.unbind(), projection.weight.grad.clone()]
+
+    expected = train("none")
+    for _ in range(4):
+        assert all(map(torch.equal, train(policy), expected))
