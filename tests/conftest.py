@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
-from fastac import registry
+from fastac import backends, registry
 from fastac.compile import graphs
 from fastac.diagnosis import ran_again
 from fastac.engine import opaque, releases
@@ -41,7 +41,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(backends, "ROWS", registry.rows())  # no warning of rows of other tests, whose ops are gone
     with as_in_a_fresh_process():
         yield
 

@@ -136,7 +136,7 @@ class Observer(PassThrough):
         self.flops += count
         if bound is not None and bound.kind == "other":
             return
-        if bound is not None and not bound.number:
+        if bound is not None and not bound.number and bound.qualified_name not in engine.installed:
             self.late.append(bound.name)
         elif bound is not None and bound.is_attention:
             self.saved_flops += count if count and self.tape.policy.saves(bound.keys(args, kwargs)) else 0

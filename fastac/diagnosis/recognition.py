@@ -145,7 +145,8 @@ def advice(names: Sequence[str], shapes: Mapping[str, Shape | None]) -> tuple[st
     missing = [f"key: which of {', '.join(shapes) or 'its parameters'} holds the keys"] * (key is None)
     shape = shapes.get(key or "", None)
     seen = "" if shape is None else f", of shape {tuple(shape)}"
-    missing += [f"layout: where the keys{seen}, have their sequence: bshd, bhsd, thd"] * (layout is None)
+    layouts = "bs3hd, t3hd" if "kv" in (key or "") else "bshd, bhsd, thd"
+    missing += [f"layout: where the keys{seen}, have their sequence: {layouts}"] * (layout is None)
     return options, f" ({'; '.join(missing)})" * bool(missing)
 
 
@@ -153,7 +154,9 @@ def _layout(key: str, query: Shape | None, keys: Shape | None, sequences: bool) 
     """The layout of the keys, if it shows: in the lengths of another sequence, or in a dimension for q, k and v."""
     dims = 0 if keys is None else len(keys)
     if "kv" in key:
-        return {5: "bs3hd", 4: "t3hd"}.get(dims) if keys is not None and keys[-3] in (2, 3) else None
+        parts = 3 if "qkv" in key else 2
+        tells = keys is not None and dims in (4, 5) and keys[-3] == parts and parts not in keys[:-3]
+        return {5: "bs3hd", 4: "t3hd"}[dims] if tells else None
     if sequences and dims == 3:
         return "thd"
     if query is None or keys is None or len(query) != dims or dims != 4 or query[0] != keys[0]:
@@ -171,25 +174,34 @@ def suggested_row(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
     values = {**dict(zip(names, args, strict=False)), **kwargs}
     options, missing = advice(names, {name: v.shape for name, v in values.items() if isinstance(v, torch.Tensor)})
     drawing = [name for name in names if "dropout" in name or name == "p"]
+    if not any(isinstance(value, torch.Tensor) for value in values.values()):
+        return "it takes its tensors in a list, of which no row can name the keys: let it take them one by one"
     return (
         f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{namespace}", name="{name}", {options}, '
         f"dropout={repr(drawing[0]) if drawing else None})){missing}"
     )
 
 
+def _has_setup_context(function: Any) -> bool:
+    return function.setup_context is not torch.autograd.Function.setup_context
+
+
 def parameters_of(function: type) -> list[str]:
     """Names of the parameters of an autograd.Function's forward, without its context."""
     forward: Any = function.forward  # type: ignore[attr-defined]
-    is_apart = function.setup_context is not torch.autograd.Function.setup_context  # type: ignore[attr-defined]
-    parameters = list(inspect.signature(forward).parameters.values())[0 if is_apart else 1 :]
+    parameters = list(inspect.signature(forward).parameters.values())[0 if _has_setup_context(function) else 1 :]
     return [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 
 def suggested_visible(function: type, shapes: Sequence[Shape | None]) -> str:
     """The line that makes an autograd.Function visible. shapes: of its tensors; None where a shape is not known."""
+    if _has_setup_context(function):
+        return "write its setup_context and forward as one forward(ctx, ...), and call fastac.make_visible"
     names = parameters_of(function)
+    if not names:
+        return f"fastac.make_visible({function.__name__}, layout=...) (layout: bshd, bhsd or thd, of its second tensor)"
     options, missing = advice(names, dict(zip(names, shapes, strict=False)))
-    return f"fastac.make_visible({function.__qualname__}, {options}){missing}"
+    return f"fastac.make_visible({function.__name__}, {options}){missing}"
 
 
 def no_attention(namespace: str, name: str) -> str:

@@ -13,6 +13,7 @@ that recomputes raises: on a CPU at once, on an accelerator at its end, when all
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -311,6 +312,14 @@ class Fingerprint(NamedTuple):
         return isinstance(self.norm, torch.Tensor)
 
 
+COMPARISON = "fastac::comparison"
+"""Name of a fingerprint in the profile of fastac.verify."""
+
+
+def _named() -> contextlib.AbstractContextManager[Any]:
+    return torch.profiler.record_function(COMPARISON) if engine.answered else contextlib.nullcontext()
+
+
 def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
     """The fingerprint of a tensor; None for one without plain values: a subclass, sparse, nested, empty, on "meta".
 
@@ -323,7 +332,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
         return None
     if not tensor.untyped_storage().nbytes():  # somebody has freed it, as FSDP does
         return None
-    with torch_private.without_modes(), torch.no_grad():
+    with torch_private.without_modes(), torch.no_grad(), _named():
         values = tensor.detach()
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj())

@@ -40,6 +40,9 @@ def install() -> None:
             _intercept(op)
             op.number = engine.installed[op.qualified_name].number
             engine.installed[op.qualified_name] = op  # it may have been defined again, with other arguments
+        for other in registry.others(engine.installed):  # a row was replaced
+            other.number = engine.installed[other.qualified_name].number
+            engine.installed[other.qualified_name] = other
         flops.register_formulas()
         engine.modules = loaded_modules()
 
@@ -75,7 +78,7 @@ def _intercept(first: BoundOp) -> None:
     def called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         op = engine.installed.get(name, first)
         scope = thread.scope
-        if scope is not None:
+        if scope is not None and op.kind != "other":
             return scope.call(op, keyset, args, kwargs)
         if engine.listeners and op.kind in ("attention", "decomposition"):
             for listener in tuple(engine.listeners):  # one that removes itself must not hide the next

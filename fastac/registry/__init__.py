@@ -6,6 +6,7 @@ and remembers it. No library is imported for that: its ops are in the dispatcher
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
@@ -446,6 +447,17 @@ def is_other(namespace: str, name: str) -> bool:
     return any(
         row.kind == "other" and row.name == name and re.fullmatch(row.namespace, namespace) for row in state.rows
     )
+
+
+def others(qualified_names: Iterable[str]) -> list[BoundOp]:
+    """Those of some ops of which a row says that they are no attention."""
+    if not any(row.kind == "other" for row in state.rows):
+        return []
+    found = []
+    for name in qualified_names:
+        with contextlib.suppress(FastacError):
+            found.append(classify(find_op(name)))
+    return [bound for bound in found if bound is not None and bound.kind == "other"]
 
 
 def find_op(qualified: str) -> Op | None:

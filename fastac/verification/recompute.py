@@ -13,8 +13,9 @@ import torch
 
 from fastac import registry
 from fastac.engine import opaque
+from fastac.engine.comparison import COMPARISON
 from fastac.engine.region import RECOMPUTE
-from fastac.registry.torch_private import TORCH_NAMESPACES, name_of
+from fastac.registry.torch_private import TORCH_NAMESPACES, name_of, op_names
 from fastac.verification.tables import new_table, render
 
 MOST_LISTED = 5
@@ -23,13 +24,13 @@ MOST_LISTED = 5
 MOST_UNKNOWN = 0.2
 """Share of recompute from which an unknown op or Function is warned of."""
 
-_COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call")
-"""Begin the names of events of compiled code."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """What the recomputes of a step ran: ops and autograd.Functions as the block calls them, not what they call."""
+    """What the recomputes of a step ran: ops and autograd.Functions as the block calls them, not what they call.
+
+    Of compiled code, the ops that it calls.
+    """
 
     times: Mapping[str, int]
     """Of each, in ns: of its kernels, if an accelerator ran them, else of the op itself."""
@@ -76,13 +77,16 @@ def recompute_of(events: Iterable[Any], answered: Mapping[str, int]) -> Recomput
         events: of a profiler, each before those inside it.
         answered: by op, the attention calls that were returned from a tape.
     """
+    ops = {name.partition(".")[0] for name in op_names()} | {name_of(op.op) for op in registry.present_ops()}
     known = {name_of(op.op) for op in registry.present_ops()}
     attention = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
-    functions = dict(_functions(torch.autograd.Function))
+    functions: dict[str, bool] = {}
+    for name, is_known in _functions(torch.autograd.Function):
+        functions[name] = is_known and functions.get(name, True)  # some have one name
     op_times: Counter[str] = Counter()
     device_times: Counter[str] = Counter()
     launched: dict[int, str] = {}  # by the correlation of an event, what is at the top of it
-    inside: dict[str, set[str]] = {}  # the attention ops that each calls
+    inside: dict[str, Counter[str]] = {}  # the attention ops that each calls, and how long they took
     called: Counter[str] = Counter()
     spans: dict[int, int] = {}  # by thread, when the recompute ends that began last
     tops: dict[int, tuple[int, str]] = {}  # by thread, when the event at the top ends, and its name
@@ -96,25 +100,27 @@ def recompute_of(events: Iterable[Any], answered: Mapping[str, int]) -> Recomput
         elif event.start_ns() < spans.get(thread, 0):
             end, top = tops.get(thread, (0, ""))
             if event.start_ns() >= end:
-                if "::" not in name and name not in functions and not name.startswith(_COMPILED):
-                    continue  # a range of the user's: what is inside counts
-                top = name
+                if name == "CompiledFunction" or not (name in ops or name in functions or name == COMPARISON):
+                    continue  # a range of the user's, or compiled code: what is inside counts
+                top = "" if name == COMPARISON else name
                 tops[thread] = event.end_ns(), top
-                op_times[top] += event.duration_ns()
+                if top:
+                    op_times[top] += event.duration_ns()
             launched[event.correlation_id()] = top
             if name in attention:
-                inside.setdefault(top, set()).add(name)
+                inside.setdefault(top, Counter())[name] += event.duration_ns()
                 called[name] += 1
     for event in on_device:
         if top := launched.get(event.linked_correlation_id(), ""):
             device_times[top] += event.duration_ns()
     marks = {}
-    for name in op_times:
-        if name in inside:
+    for name, time in op_times.items():
+        is_known = _is_known(name) or name in known if "::" in name else functions[name]
+        # A Function of the user's that does little else than call a known attention is as known as that.
+        if name in inside and (is_known or 2 * inside[name].total() > time):
             saved = all(answered.get(op, 0) >= called[op] for op in inside[name])
             marks[name] = "saved" if saved else "known"
         else:
-            is_known = _is_known(name) or name in known if "::" in name else functions.get(name, True)
             marks[name] = "known" if is_known else "unknown"
     return Recompute(device_times or op_times, marks, bool(device_times)) if op_times else None
 

@@ -212,7 +212,8 @@ class _Subject:
         _raise_if_broken(result)
         if result.recompute is not None:
             latest[self.inner] = result.recompute
-            for name, share in result.recompute.unknown().items():
+            watched = result.saved + result.recomputed + result.linear_saved  # else nothing is to be saved
+            for name, share in result.recompute.unknown().items() if watched else ():
                 logger.warning(
                     "verify: %s takes %.0f %% of recompute, and fastac does not know it. If it is attention, have "
                     "it saved: docs/adding_a_backend.md",

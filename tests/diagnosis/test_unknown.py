@@ -233,6 +233,24 @@ def test_a_name_that_says_attention_and_is_none(what: str, namespace: str, caplo
     assert not caplog.messages
 
 
+def test_a_row_that_is_replaced_by_no_attention(namespace: str) -> None:
+    """The op runs again, also where it was saved before."""
+    op = make_op(namespace, "attend")
+    fastac.register(row(namespace))
+    support.assert_region(Block(op), inputs(), support.executions)
+    fastac.register(fastac.Row(namespace=namespace, name="attend", kind="other"), replace=True)
+    support.assert_region(Block(sdpa, op), inputs(10), support.executions, again=1)
+
+
+def test_an_op_that_is_defined_again(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A notebook's cell, run twice: saved both times, and no word of it."""
+    for keys in (12, 10):
+        op = make_op(namespace, "attend")
+        fastac.register(row(namespace))
+        support.assert_region(Block(op), inputs(keys), support.executions)
+    assert not caplog.messages
+
+
 def test_a_functional_op_beside_its_out_overload(namespace: str, library: torch.library.Library) -> None:
     """As ATen has them. The row is for the functional one; a call of the other is an error in the region."""
     functional = make_op(namespace, "attend")

@@ -104,10 +104,38 @@ def test_attention_that_the_policy_recomputes_is_known() -> None:
     assert recompute.marks["aten::scaled_dot_product_attention"] == "known"
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_by_device_time() -> None:
-    recompute = verified(Model(Fused.apply), tokens=4096, device="cuda").recompute
+class Around(torch.autograd.Function):
+    """Around a known attention and a hidden one."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+        ctx.save_for_backward(q, k, v)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        return attended + sum(support.attention_math(q, k, v)[0] for _ in range(4))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        q, k, v = ctx.saved_tensors
+        return grad * q, grad * k, grad * v
+
+
+def test_what_hides_beside_a_saved_attention() -> None:
+    """In one Function; a range of the user's, whatever its name, is no op."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("layer::attention"):
+            return Around.apply(q, k, v)
+
+    recompute = verified(Model(attend)).recompute
     assert recompute is not None
-    assert recompute.on_device
+    assert "layer::attention" not in recompute.marks
+    assert recompute.marks["Around"] == "unknown"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_by_device_time(device: str) -> None:
+    recompute = verified(Model(Fused.apply), tokens=1024, device=device).recompute
+    assert recompute is not None
+    assert recompute.on_device == (device == "cuda")
     assert next(iter(recompute.shares())) == "Fused"
     assert recompute.marks["Fused"] == "unknown"
