@@ -21,6 +21,7 @@ from fastac.diagnosis.autograd_graph import (
     hidden_functions,
     may_run_again,
     parameters_cut_off,
+    place_of,
     recorded_nodes,
 )
 from fastac.diagnosis.eager_look import look
@@ -266,8 +267,11 @@ def _hidden(function: type, shapes: Sequence[torch.Size | None]) -> str:
     if opaque.is_visible(function):
         return f"{name}, made visible, was called with a tensor subclass (such as DTensor) or in another thread"
     if function.__name__.startswith(GENERATED):
-        op = function.__name__.removeprefix(GENERATED)
-        return f"the op {op} looks like an attention, and was called in another thread: call it in the block's own"
+        namespace, own = place_of(function)
+        return (
+            f"the op {namespace}::{own} looks like an attention, and was called in another thread: call it in the "
+            f"block's own. If it is none: {no_attention(namespace, own)}"
+        )
     return (
         f"{name}, an autograd.Function, looks like an attention, and no op shows its kernel. Once, before training: "
         f"{suggested_visible(function, shapes)}. If it is none: {no_attention(function.__module__, function.__name__)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from fastac.engine import opaque, torch_private
 from fastac.engine.tape import Caller
 from fastac.policy import Policy
 from fastac.registry import is_other
+from fastac.registry.torch_private import op_names
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -52,6 +52,16 @@ def leads_to(values: Iterable[Any], roots: Iterable[torch.Tensor]) -> bool:
 
 GENERATED = "GeneratedBackwardFor_"
 """Begins the name of the Function that torch.library makes for an op; namespace, name and overload follow."""
+
+
+def place_of(function: type) -> tuple[str, str]:
+    """Namespace and name of the op that torch.library made a Function for; module and name of any other Function."""
+    for qualified in op_names() if function.__name__.startswith(GENERATED) else ():
+        namespace, _, rest = qualified.partition("::")
+        name, _, overload = rest.partition(".")
+        if function.__name__ == f"{GENERATED}{namespace}_{name}_{overload or 'default'}":
+            return namespace, name
+    return function.__module__, function.__name__
 
 
 def recorded_nodes(nodes: Sequence[Any], callers: Iterable[Caller]) -> set[int]:
@@ -103,15 +113,12 @@ def hidden_functions(
     found: dict[type, list[torch.Size | None]] = {}
     for node in nodes:
         function = torch_private.function_of(node)
-        if (
-            function is None
-            or torch_private.sequence_number(node) in recorded
-            or is_other(function.__module__, function.__name__)
-        ):
+        if function is None or torch_private.sequence_number(node) in recorded or function.__name__ in seen:
             continue
-        keys = sys.maxsize if opaque.is_visible(function) else 0
-        if function.__name__ not in seen:
-            keys = keys or _keys_of_attention(node)
+        place = place_of(function)
+        if is_other(*place):
+            continue
+        keys = sys.maxsize if opaque.is_visible(function) else _keys_of_attention(node, function, *place)
         if keys and policy.saves(keys):
             found.setdefault(function, torch_private.input_shapes(node))
     return found
@@ -126,20 +133,17 @@ def may_run_again(node: Any) -> bool:
     function = torch_private.function_of(node)
     if function is None or function.__module__.startswith("torch._") or opaque.is_visible(function):
         return True
-    name = _name(node)
+    name = function.__name__
     return names_attention_kernel(name) and "checkpoint" not in name.lower()
 
 
-def _name(node: Any) -> str:
-    return re.sub(r"Backward\d*$", "", node.name()).removeprefix(GENERATED)
-
-
-def _keys_of_attention(node: Any) -> int:
+def _keys_of_attention(node: Any, function: type, namespace: str, name: str) -> int:
     """The number of keys of the attention that a node looks like, by its name and inputs; 0 if it looks like none."""
-    shapes, function = torch_private.input_shapes(node), torch_private.function_of(node)
-    if function is None or not names_attention_kernel(_name(node)):
+    shapes = torch_private.input_shapes(node)
+    library = namespace if function.__name__.startswith(GENERATED) else ""  # a module's name says nothing
+    if not names_attention_kernel(name, library) or not any(shapes):
         return 0
-    if not has_attention_inputs(shapes, parameters_of(function)) or not any(shapes):
+    if not has_attention_inputs(shapes, parameters_of(function)):
         return 0
     key = shapes[min(1, len(shapes) - 1)]
     known = [shape for shape in shapes if shape is not None] if key is None else [key]

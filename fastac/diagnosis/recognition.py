@@ -22,7 +22,7 @@ _FORWARD = re.compile(r"fwd|forward|func")
 _BACKWARD = re.compile(r"backward|bwd|grad$")
 _MASK = re.compile(r"masks?$")
 _BESIDE_ATTENTION = re.compile(
-    r"mask|norm|rope|rotary|gate|gating|embed|scatter|gather|split|reduce|proj|input|output|bias|pool|modul|resid|drop|"
+    r"mask(?!ed)|norm|rope|rotary|gate|gating|embed|scatter|gather|split|reduce|proj|input|output|bias|pool|modul|resid|drop|"
     r"mlp|conv|lu$|lora|adaln|sigmoid|tanh|quant|unpack|permut|transpose|layout|reshape|cache|loss|entropy|score|logit|"
     r"weight|softmax|merge|combine|concat|router|expert|index|select|topk|sample|partition|order|metadata|config|"
     r"^(a2a|out|scale|shift|add|mul|sum|ffn?|fft|act|cast|cat|pack|pad|copy|map|stat|prob|plan|ln|rms|ada|moe|linear|"
@@ -34,6 +34,7 @@ _KEYS = re.compile(r"(k|keys?|kv|qkv)(_|$)|packed_qkv|xk$")
 _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
 _LINEAR_PRODUCTS = ("aten::mm", "aten::addmm")
 _JOINS = ("aten::cat", "aten::copy_")
+_PICKS = ("aten::gather", "aten::index", "aten::index_select", "aten::constant_pad_nd", "aten::topk", "aten::scatter")
 _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsafe_view", "aten::expand")
 
 
@@ -113,7 +114,8 @@ def has_attention_inputs(shapes: Sequence[Shape | None], names: Iterable[str] = 
         if first is None or second is None:
             return any(rank is not None and rank >= 4 for rank in ranks)
         return len(second) == len(first) + 1 >= 4 and 2 in second[:-1]
-    return len(shapes) == 1 and shapes[0] is not None and len(shapes[0]) >= 4 and 3 in shapes[0][:-1]
+    packed = shapes[0] if len(shapes) == 1 else None
+    return packed is not None and len(packed) >= 4 and 3 in (packed[:-1] if len(packed) > 4 else packed[1:2])
 
 
 def looks_like_attention_forward(name: str, values: Iterable[Any], names: Iterable[str] = ()) -> bool:
@@ -214,7 +216,8 @@ class SoftmaxAttention:
 
     The product of two activations gives scores, their softmax gives probabilities, and the product of these with the
     values is one attention call that ran as small ops. Another softmax (a gate, a router) is ignored, and so is a
-    product with a weight.
+    product with a weight. What else changes the scores may not change their shape, except for picking some, and their
+    softmax is over the last dimension: an activation that two products made earlier is not taken for scores.
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor] = ()) -> None:
@@ -254,27 +257,32 @@ class SoftmaxAttention:
             if "weight" not in kinds:
                 self.products += 1
                 self._mark(output, "scores")
-            elif "scores" in kinds:  # heads are mixed
-                self._mark(output, "scores")
+            else:
+                self._carry(kinds, name, output)  # heads are mixed
         elif name == "aten::_softmax":
-            if "scores" in kinds:
+            is_last = list(args)[1] in (-1, output.dim() - 1)
+            if "scores" in kinds or ("changed scores" in kinds and is_last):
                 self._mark(output, "probabilities")
         elif name in _JOINS:  # with sinks, or chunk by chunk
-            for kind in kinds.keys() & {"scores", "probabilities"}:
+            for kind in kinds.keys() & _SCORES.keys():
                 self._mark(output, kind)
         elif marked and (name in _COPIES or torch.Tag.pointwise in op.tags):
             tensor, kind = max(marked, key=lambda pair: pair[0].numel())
             if output.numel() == tensor.numel() and kind != "input" and (kind != "weight" or len(tensors) == 1):
                 self._mark(output, kind)
-        else:  # padded, gathered, normalized, mixed over heads, ...
-            for kind in kinds.keys() & {"scores", "probabilities"}:
-                if name in _LINEAR_PRODUCTS or _are_of_pairs(output, kinds[kind]):
-                    self._mark(output, kind)
+        else:
+            self._carry(kinds, name, output)  # padded, gathered, normalized, mixed over heads
         return None
 
+    def _carry(self, kinds: Mapping[str, torch.Tensor], name: str, output: torch.Tensor) -> None:
+        """Mark what an op makes of scores or probabilities."""
+        for kind in kinds.keys() & _SCORES.keys():
+            before = kinds[kind]
+            is_product = name in _LINEAR_PRODUCTS or name in _MATRIX_PRODUCTS
+            is_pick = name in _PICKS and output.dim() == before.dim() > 2 and output.is_floating_point()
+            if output.shape == before.shape or (is_product and output.numel() == before.numel()) or is_pick:
+                self._mark(output, _SCORES[kind])
 
-def _are_of_pairs(output: torch.Tensor, scores: torch.Tensor) -> bool:
-    """Whether an output still has numbers for pairs of queries and keys, as the scores that it is made of."""
-    if output.dim() != scores.dim() or output.dim() < 3 or not output.is_floating_point():
-        return False
-    return all(new > 1 or old == 1 for new, old in zip(output.shape[-2:], scores.shape[-2:], strict=True))
+
+_SCORES = {"scores": "changed scores", "changed scores": "changed scores", "probabilities": "probabilities"}
+"""Kinds of numbers for pairs of queries and keys, and what each becomes by an op that is not pointwise."""

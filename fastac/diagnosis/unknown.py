@@ -69,7 +69,7 @@ def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> N
     waiting = [op for op in waiting if not torch_private.is_custom_op(name_of(op.op))]  # its autograd kernel calls it
     for op in waiting:
         for function, shapes in foreign_functions(nodes, recorded).items():
-            if has_attention_inputs(shapes):
+            if has_attention_inputs(shapes) and not registry.is_other(function.__module__, function.__name__):
                 problems.append(
                     f"{op.name} has a row, and none of its calls arrived, while {function.__qualname__} of "
                     f"{function.__module__} runs again. If the op's autograd kernel applies that Function, and the "

@@ -157,13 +157,13 @@ def number_of_keys(row: AttentionOp | OpaqueFunction, given: Any, key: torch.Ten
     """
     # Reading a tensor would wait for the device. Some libraries pass -1 where nothing is packed.
     if given is not None and not isinstance(given, torch.Tensor):
-        if not isinstance(given, (int, torch.SymInt)):
+        if not hasattr(given, "__index__"):
             raise FastacError(
                 f"{name}: its row says that {row.max_kv!r} is the number of keys, and it was called with {given!r}. "
                 f"Name the argument that holds the length of the longest sequence (max_kv=...), or none."
             )
         if given >= 0:
-            return given  # type: ignore[return-value]
+            return given  # type: ignore[no-any-return]
     try:
         return key.shape[KEYS_DIMENSION[row.layout]]
     except (AttributeError, IndexError, RuntimeError):
@@ -229,11 +229,12 @@ class BoundOp:
             return
         others = [self._attention.coarse, *self._attention.selection]
         check_named(self._attention, self._positions, where, others)
-        if types[self._attention.key] not in ("", "Tensor", "Optional[Tensor]"):
-            raise FastacError(
-                f"{where}: its row says that {self._attention.key!r} holds the keys, and its type is "
-                f"{types[self._attention.key]}. Name the tensor that holds the keys (key=...)."
-            )
+        for role, name in [("keys", self._attention.key), *(("blocks", other) for other in filter(None, others))]:
+            if types[name] not in ("", "Tensor", "Optional[Tensor]"):
+                raise FastacError(
+                    f"{where}: its row says that {name!r} holds the {role}, and its type is {types[name]}. Name the "
+                    f"tensor that holds them (key=..., selection=..., coarse=...)."
+                )
         if not torch_private.is_of_torch(self.op) and (only := torch_private.only_kernel(self.qualified_name)):
             raise FastacError(
                 f"{where} has no kernel for a device, only one for {only}, which runs before a call arrives where "

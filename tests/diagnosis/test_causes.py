@@ -255,10 +255,32 @@ def softmax_at_the_end(x: torch.Tensor) -> torch.Tensor:
     return (x @ x.transpose(-1, -2)).softmax(-1).argmax(-1) * x.mean(-1)
 
 
+class AfterProducts(torch.nn.Module):
+    """Experts under a softmax gate, behind attention and linear attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = AttentionBlock()
+        self.norm, self.out, self.mixture = torch.nn.LayerNorm(16), torch.nn.Linear(16, 16), Mixture()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attention(x, x)
+        x = x + self.out(torch.bmm(x, torch.bmm(x.transpose(1, 2), x)))
+        return self.mixture(self.norm(x))
+
+
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    """Soft pooling over positions, of what two products made."""
+    changed = F.layer_norm(torch.bmm(x, torch.bmm(x.transpose(1, 2), x)), x.shape[-1:])
+    return torch.einsum("btc,btd->bcd", changed.softmax(1), x)
+
+
 NO_ATTENTION: dict[str, Callable[[], Any]] = {
     "experts": Mixture,
     "softmax linear": lambda: AttentionBlock(attend=softmax_linear_attention),
     "per head": lambda: projected,
+    "after products": AfterProducts,
+    "pooled": lambda: pooled,
     "softmax at the end": lambda: softmax_at_the_end,
 }
 
