@@ -111,7 +111,7 @@ class _Call:
     def run(self) -> list[torch.Tensor]:
         """Run the forward. Returns its outputs, and the tensors that it saved beyond its inputs."""
         context = self.context
-        versions, newest = torch_private.versions(self.tensors), torch_private.newest_node()
+        versions, saved_before = torch_private.versions(self.tensors), torch_private.count_of_saved()
         materializes: list[bool] = []
         context.set_materialize_grads = materializes.append  # the context does not say what it was given
         try:
@@ -139,7 +139,7 @@ class _Call:
         if (now := torch_private.versions(self.tensors)) != versions:
             written = next(i for i, (one, other) in enumerate(zip(versions, now, strict=True)) if one != other)
             problem = f"{function} writes into the tensor number {written} of its arguments"
-        elif torch_private.newest_node() != newest:
+        elif torch_private.count_of_saved() != saved_before:
             problem = f"{function} enables grad in its forward, and makes a graph there"
         self.companion = Companion(returned, saved, constants, materializes, attributes, problem)
         return tensors

@@ -161,24 +161,24 @@ def call_under_mode(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """
     if not isinstance(op, torch._ops.OpOverload):
         return op(*args, **kwargs)
-    name, below = qualified_name(op), contextlib.ExitStack()
+    name, is_torchs = qualified_name(op), is_of_torch(op)
     with enable_reentrant_dispatch():  # the keys as they were when the op was called
         excluded = torch._C._dispatch_tls_local_exclude_set()
-    keyset = torch._ops._compute_keyset(args, kwargs, _ALL_KEYS)  # here, where those above the mode are left out
-    with below:
+    # Here, where those above the mode are left out.
+    keyset = None if is_torchs else torch._ops._compute_keyset(args, kwargs, _ALL_KEYS)
+    with contextlib.ExitStack() as below:
         below.enter_context(torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded))
-        is_torchs = is_of_torch(op)
         if is_torchs or handles(name, "Autocast"):
             below.enter_context(torch._C._ExcludeDispatchKeyGuard(_AUTOCAST))
         if is_torchs or (has_kernel(name, "ADInplaceOrView") and not is_custom_op(name)):
             below.enter_context(torch._C._AutoDispatchBelowADInplaceOrView())
         elif handles(name, "Autograd"):
             below.enter_context(torch._C._AutoDispatchBelowAutograd())
-        if is_torchs:
+        if keyset is None:
             return op(*args, **kwargs)  # it takes Python numbers in the place of tensors
-        return op.redispatch(
-            keyset if has_kernel(name, "BackendSelect") else keyset.remove(_BACKEND_SELECT), *args, **kwargs
-        )
+        if not has_kernel(name, "BackendSelect"):
+            keyset = keyset.remove(_BACKEND_SELECT)
+        return op.redispatch(keyset, *args, **kwargs)
 
 
 _ALL_KEYS = torch._C._dispatch_keyset_full()
@@ -429,6 +429,12 @@ def in_recompute() -> bool:
 def saved_tensors_hooks() -> Any:
     """The saved-tensor hooks that are open in this thread, (pack, unpack); None for those of a checkpoint, or none."""
     return None if _packs("_checkpoint_hook", "_recomputation_hook") else _top_hooks()
+
+
+def count_of_saved() -> int:
+    """How many tensors autograd has saved in the forward of a region whose hook is the innermost; else 0."""
+    region = getattr(_packs("_checkpoint_hook"), "__self__", None)
+    return len(getattr(region, "slots", ()))
 
 
 def _packs(*names: str) -> object:

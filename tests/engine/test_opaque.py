@@ -280,6 +280,32 @@ def test_what_a_region_cannot_save(way: str) -> None:
         train_step(functools.partial(fastac.checkpoint, region), inputs())
 
 
+def test_a_function_inside_the_forward(counted: Counter[str]) -> None:
+    """It makes a node without a graph."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any) -> Any:
+            ctx.save_for_backward(q)
+            return q * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad * 2
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            return kernel(Doubled.apply(q), k, v)[0]
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad, None, None
+
+    fastac.make_visible(Attend, dropout=None)
+    support.assert_region(lambda query, key, value: Attend.apply(query.sin(), key, value).tanh(), inputs(), counted)
+
+
 @pytest.mark.parametrize("way", ["writes", "makes a graph"])
 def test_what_a_saved_call_cannot_repeat(way: str) -> None:
     """Exact where the policy does not save it."""
