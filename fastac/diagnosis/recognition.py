@@ -191,7 +191,10 @@ def _has_setup_context(function: Any) -> bool:
 def parameters_of(function: type) -> list[str]:
     """Names of the parameters of an autograd.Function's forward, without its context."""
     forward: Any = function.forward  # type: ignore[attr-defined]
-    parameters = list(inspect.signature(forward).parameters.values())[0 if _has_setup_context(function) else 1 :]
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())[0 if _has_setup_context(function) else 1 :]
+    except (TypeError, ValueError):  # it is no Python function
+        return []
     return [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
 
 

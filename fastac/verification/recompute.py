@@ -96,7 +96,7 @@ def recompute_of(events: Iterable[Any], answered: Mapping[str, int]) -> Recomput
         if event.device_type().name != "CPU":
             on_device.append(event)
         elif name == RECOMPUTE:
-            spans[thread] = event.end_ns()
+            spans[thread] = max(event.end_ns(), spans.get(thread, 0))  # of nested regions, the outer one counts
         elif event.start_ns() < spans.get(thread, 0):
             end, top = tops.get(thread, (0, ""))
             if event.start_ns() >= end:
