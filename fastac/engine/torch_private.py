@@ -485,7 +485,10 @@ def save(values: Iterable[Any]) -> Any:
 
 def _is_saved(value: Any) -> bool:
     """Whether autograd saves a value: a tensor that was not made in inference mode."""
-    return isinstance(value, torch.Tensor) and not value.is_inference()
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return False
+    # Before torch 2.13 a Function saves them, which takes no strided nested tensor.
+    return _make_saved_tensor is not None or not value.is_nested or value.layout is not torch.strided
 
 
 def unpack(saved: Any) -> list[Any]:
