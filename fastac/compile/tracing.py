@@ -91,7 +91,7 @@ class Decisions:
         keys = self._softmax_attention.follow(op, args, outputs) if isinstance(op, torch._ops.OpOverload) else None
         if keys is not None and self.policy.saves(keys):
             self._written_out.append(keys)
-        elif looks_like_attention_forward(name_of(op), [*args, *kwargs.values()]):
+        elif looks_like_attention_forward(op, args, kwargs):
             self._unknown.append(op)
 
     def check(self, where: str = "") -> None:

@@ -85,7 +85,9 @@ def recorded_nodes(nodes: Sequence[Any], callers: Iterable[Caller]) -> set[int]:
 
 
 def foreign_functions(nodes: Sequence[Any], recorded: Collection[int]) -> dict[type, list[torch.Size | None]]:
-    """The autograd.Functions among some nodes that are not torch's and recorded no attention; shapes of their inputs.
+    """The autograd.Functions among some nodes that fastac does not know, with the shapes of their inputs.
+
+    They are not torch's, recorded no attention, and no row says that they are none.
 
     recorded: sequence numbers of nodes in which attention calls were recorded.
     """
@@ -94,7 +96,8 @@ def foreign_functions(nodes: Sequence[Any], recorded: Collection[int]) -> dict[t
         function = torch_private.function_of(node)
         if function is None or torch_private.sequence_number(node) in recorded:
             continue
-        if function.__module__.partition(".")[0] != "torch" and not opaque.is_visible(function):
+        is_known = opaque.is_visible(function) or is_other(function.__module__, function.__name__)
+        if not is_known and function.__module__.partition(".")[0] != "torch":
             found.setdefault(function, torch_private.input_shapes(node))
     return found
 

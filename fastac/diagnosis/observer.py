@@ -18,14 +18,13 @@ from fastac.diagnosis.recognition import (
     SoftmaxAttention,
     coarse_numbers,
     looks_like_attention_forward,
-    names_attention_kernel,
     suggested_row,
 )
 from fastac.engine import flops, kinds, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
 from fastac.engine.tape import Tape, engine
 from fastac.registry import BoundOp
-from fastac.registry.torch_private import Op, arguments_of, is_from_torch, name_of
+from fastac.registry.torch_private import Op, is_from_torch, name_of
 
 
 @dataclasses.dataclass
@@ -147,7 +146,7 @@ class Observer(PassThrough):
         elif bound is not None:
             if bound.kind == "choice":
                 self._softmax_attention.follow(op, args, outputs)
-        elif _looks_like_attention(op, args, kwargs):
+        elif looks_like_attention_forward(op, args, kwargs) and not _is_composite(op):
             self.unknown[op] = suggested_row(op, args, kwargs)
         elif not isinstance(op, torch._ops.OpOverload):
             return
@@ -213,12 +212,6 @@ class Observer(PassThrough):
             )
 
 
-def _looks_like_attention(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    namespace, _, own = name_of(op).rpartition("::")
-    if not names_attention_kernel(own, namespace):
-        return False
-    names = [argument.name for argument in arguments_of(op) if "Tensor" in argument.type]
-    if not looks_like_attention_forward(name_of(op), [*args, *kwargs.values()], names):
-        return False
-    # A composite op only calls other ops, which are dispatched in turn. Modes see it only under inference mode.
-    return not isinstance(op, torch._ops.OpOverload) or not torch_private.is_composite(name_of(op))
+def _is_composite(op: Any) -> bool:
+    """Whether an op only calls other ops, which are dispatched in turn. Modes see it only under inference mode."""
+    return isinstance(op, torch._ops.OpOverload) and torch_private.is_composite(name_of(op))

@@ -118,18 +118,20 @@ def has_attention_inputs(shapes: Sequence[Shape | None], names: Iterable[str] = 
     return packed is not None and len(packed) >= 4 and 3 in (packed[:-1] if len(packed) > 4 else packed[1:2])
 
 
-def looks_like_attention_forward(name: str, values: Iterable[Any], names: Iterable[str] = ()) -> bool:
+def looks_like_attention_forward(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op without a row seems to be an attention forward: by its name, and by its tensors.
 
-    name: with its namespace, which alone may say attention: flash_attn_3::fwd, xformers_flash::flash_fwd.
-    values: of its arguments. names: of its parameters.
+    The namespace alone may say attention: flash_attn_3::fwd, xformers_flash::flash_fwd.
     """
-    namespace, _, own = name.rpartition("::")
-    if not names_attention_kernel(own, namespace):
+    namespace, _, name = name_of(op).partition("::")
+    if not names_attention_kernel(name, namespace):
         return False
-    flat = [one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,))]
-    tensors = [one for one in flat if isinstance(one, torch.Tensor) and one.is_floating_point()]
-    return has_attention_inputs(list(map(torch_private.shape_of, tensors)), names)
+    shapes: list[Shape] = []
+    for value in [*args, *kwargs.values()]:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                shapes.append(torch_private.shape_of(tensor))
+    return has_attention_inputs(shapes, [argument.name for argument in arguments_of(op) if "Tensor" in argument.type])
 
 
 def advice(names: Sequence[str], shapes: Mapping[str, Shape | None]) -> tuple[str, str]:

@@ -39,8 +39,7 @@ def unknown_calls(
     """
     found = {} if observer is None else {name_of(op): f"in {where}.{at}" for op, at in observer.foreign.items()}
     for function in foreign_functions(nodes, recorded):
-        if not registry.is_other(function.__module__, function.__name__):
-            found[function.__name__] = f"of {function.__module__}, in {where}"
+        found[function.__name__] = f"of {function.__module__}, in {where}"
     for name, at in found.items():
         if kinds.is_first(f"unknown {name}"):
             logger.info("%s (%s) runs again in recompute: it has no row, and is not torch's", name, at.rstrip("."))
@@ -67,9 +66,10 @@ def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> N
     arrived = kinds.made_before() | {op.qualified_name for op, _ in tape.made}
     waiting = [op for op in bound if op.differentiates and op.qualified_name not in arrived]
     waiting = [op for op in waiting if not torch_private.is_custom_op(name_of(op.op))]  # its autograd kernel calls it
+    foreign = foreign_functions(nodes, recorded) if waiting else {}
     for op in waiting:
-        for function, shapes in foreign_functions(nodes, recorded).items():
-            if has_attention_inputs(shapes) and not registry.is_other(function.__module__, function.__name__):
+        for function, shapes in foreign.items():
+            if has_attention_inputs(shapes):
                 problems.append(
                     f"{op.name} has a row, and none of its calls arrived, while {function.__qualname__} of "
                     f"{function.__module__} runs again. If the op's autograd kernel applies that Function, and the "

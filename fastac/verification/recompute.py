@@ -6,7 +6,7 @@ import dataclasses
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,16 +70,17 @@ latest: weakref.WeakKeyDictionary[torch.nn.Module, Recompute] = weakref.WeakKeyD
 """By model: of the latest `verify`, for its report."""
 
 
-def recompute_of(events: Iterable[Any], answered: Mapping[str, int]) -> Recompute | None:
+def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recompute | None:
     """What the recomputes of a backward ran; None if there was none.
 
     Args:
         events: of a profiler, each before those inside it.
         answered: by op, the attention calls that were returned from a tape.
     """
-    ops = {name.partition(".")[0] for name in op_names()} | {name_of(op.op) for op in registry.present_ops()}
-    known = {name_of(op.op) for op in registry.present_ops()}
-    attention = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
+    if not any(event.name() == RECOMPUTE for event in events):
+        return None
+    bound = {name_of(op.op): op.is_attention for op in registry.present_ops()}
+    ops = {name.partition(".")[0] for name in op_names()} | bound.keys()
     functions: dict[str, bool] = {}
     for name, is_known in _functions(torch.autograd.Function):
         functions[name] = is_known and functions.get(name, True)  # some have one name
@@ -107,7 +108,7 @@ def recompute_of(events: Iterable[Any], answered: Mapping[str, int]) -> Recomput
                 if top:
                     op_times[top] += event.duration_ns()
             launched[event.correlation_id()] = top
-            if name in attention:
+            if bound.get(name):
                 inside.setdefault(top, Counter())[name] += event.duration_ns()
                 called[name] += 1
     for event in on_device:
@@ -115,7 +116,7 @@ def recompute_of(events: Iterable[Any], answered: Mapping[str, int]) -> Recomput
             device_times[top] += event.duration_ns()
     marks = {}
     for name, time in op_times.items():
-        is_known = _is_known(name) or name in known if "::" in name else functions[name]
+        is_known = _is_known(name) or name in bound if "::" in name else functions[name]
         # A Function of the user's that does little else than call a known attention is as known as that.
         if name in inside and (is_known or 2 * inside[name].total() > time):
             saved = all(answered.get(op, 0) >= called[op] for op in inside[name])

@@ -12,23 +12,14 @@ import torch.nn.functional as F
 import fastac
 from fastac.verification.recompute import MOST_UNKNOWN
 from tests import support
+from tests.diagnosis.test_hidden_functions import hidden
 from tests.diagnosis.test_unknown import make_op
 
 TOKENS, WIDTH = 256, 32
 
 
-class Fused(torch.autograd.Function):
-    """An attention by a neutral name."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-        output, statistics = support.attention_math(q, k, v)
-        ctx.save_for_backward(q, k, v, output, statistics)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return support.attention_math_backward(grad, *ctx.saved_tensors)
+fused = hidden("Fused")
+"""An attention by a neutral name."""
 
 
 class Block(torch.nn.Module):
@@ -59,11 +50,11 @@ def verified(model: Model, tokens: int = TOKENS, device: str = "cpu", **options:
     return fastac.verify(model, torch.randn(1, tokens, WIDTH, device=device), **options)
 
 
-@pytest.mark.parametrize("hidden", ["op", "Function"])
-def test_a_hidden_kernel_stands_first(hidden: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("what", ["op", "Function"])
+def test_a_hidden_kernel_stands_first(what: str, caplog: pytest.LogCaptureFixture) -> None:
     """In what verify prints, and in the report from then on; a warning, as it takes more than a fifth."""
     name, kernel = (
-        ("fastac_recompute::fused", make_op("fastac_recompute", "fused")) if hidden == "op" else ("Fused", Fused.apply)
+        ("fastac_recompute::fused", make_op("fastac_recompute", "fused")) if what == "op" else ("Fused", fused)
     )
     model = Model(kernel)
     with caplog.at_level(logging.WARNING, "fastac"):
@@ -134,7 +125,7 @@ def test_what_hides_beside_a_saved_attention() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_by_device_time(device: str) -> None:
-    recompute = verified(Model(Fused.apply), tokens=1024, device=device).recompute
+    recompute = verified(Model(fused), tokens=1024, device=device).recompute
     assert recompute is not None
     assert recompute.on_device == (device == "cuda")
     assert next(iter(recompute.shares())) == "Fused"
