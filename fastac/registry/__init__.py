@@ -64,6 +64,10 @@ class Row:
     name: str
     kind: str
 
+    def names(self, namespace: str, name: str) -> bool:
+        """Whether it is a row for an op of this namespace and bare name, or for a Function of this module and name."""
+        return self.name == name and re.fullmatch(self.namespace, namespace) is not None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flops:
@@ -414,7 +418,7 @@ def _identity(row: Row) -> tuple[str, str, str]:
 
 def _row_of(op: Op) -> Row | None:
     namespace, _, name = name_of(op).partition("::")
-    named = [row for row in state.rows if row.name == name and re.fullmatch(row.namespace, namespace)]
+    named = [row for row in state.rows if row.names(namespace, name)]
     if not named:
         return None
     arguments = torch_private.arguments_of(op)
@@ -445,9 +449,7 @@ def classify(op: Any) -> BoundOp | None:
 
 def is_other(namespace: str, name: str) -> bool:
     """Whether a row says of an op, or of an autograd.Function of a module, that it is no attention."""
-    return any(
-        row.kind == "other" and row.name == name and re.fullmatch(row.namespace, namespace) for row in state.rows
-    )
+    return any(row.kind == "other" and row.names(namespace, name) for row in state.rows)
 
 
 def others(qualified_names: Iterable[str]) -> list[BoundOp]:
@@ -490,7 +492,7 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
         except FastacError as error:
             if op is not None and torch_private.has_functional_overload(op) and torch_private.always_written(op):
                 continue  # an `out` overload: the functional one counts
-            if any(row.name == name and re.fullmatch(row.namespace, namespace) for row in strictly):
+            if any(row.names(namespace, name) for row in strictly):
                 raise
             if str(error) not in state.reported:
                 state.reported.add(str(error))
