@@ -18,6 +18,7 @@ from fastac.models.videos import Video
 from fastac.planning import Plan
 from fastac.planning.forecast import OPTIMIZERS
 from fastac.planning.plans import FIXED, WITHIN, parse_bytes
+from fastac.planning.subject import DEVICES
 from fastac.planning.video import Training, plan_video
 from fastac.verification.tables import console
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="default: %(default)s")
     parser.add_argument("--gpus", type=int, default=1, help="over which FSDP2 shards the model (default: %(default)s)")
     parser.add_argument("--context-parallel", type=int, default=1, help="of these, that split a video (%(default)s)")
+    parser.add_argument("--device", default="cuda", choices=DEVICES, help="that trains (default: %(default)s)")
     parser.add_argument("--budget", metavar="BYTES", help='of saved outputs, for one more row: "40GiB"')
     parser.add_argument("--offload", action="store_true", help="offload the row of the budget to host memory")
     parser.add_argument("--tflops", type=float, default=400, help="of the device, for the GB/s column (%(default)s)")
@@ -69,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         found = plan_video(
             configuration,
             video_of(options, configuration.default),
-            Training(options.lora, options.optimizer, options.gpus, options.context_parallel),
+            Training(options.lora, options.optimizer, options.gpus, options.context_parallel, options.device),
             budget=budget,
             memory=memory,
             checkpointed=options.checkpointed,

@@ -1,12 +1,13 @@
 """Values of small tensors in a simulation without data: masks, indices, and results computed from them.
 
 Some models ask for values: how many tokens a mask leaves, at which places. Fake tensors have none. So operations on
-small inputs and constants alone are computed on real tensors as well.
+small inputs and constants alone are computed on real tensors as well, on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class KnownValues:
         """Record the values of a tensor, so that results computed from it are known, too."""
         if value.numel() <= LARGEST:
             with torch_private.without_modes():
-                self._values[fake] = value.clone()  # operations in place change it
+                self._values[fake] = value.to("cpu", copy=True)  # operations in place change it
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on fake tensors, and on their values if all of these are known."""
@@ -46,7 +47,8 @@ class KnownValues:
                 return func(args[0], places)
             if not known:
                 raise
-            return tree_map(self._faked, self._computed(func, args, kwargs))
+            device = next(_tensors((args, kwargs))).device
+            return tree_map(partial(self._faked, device), self._computed(func, args, kwargs))
         if known and max((tensor.numel() for tensor in _tensors(outputs)), default=0) <= LARGEST:
             computed = self._computed(func, args, kwargs)
             for fake, value in zip(_tensors(outputs), _tensors(computed), strict=True):
@@ -67,7 +69,7 @@ class KnownValues:
             else:
                 with torch_private.without_modes():
                     left = self._values[index].nonzero(as_tuple=True)
-                found += map(self._faked, left)
+                found += [self._faked(index.device, one) for one in left]
         return found
 
     def _is_known(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -80,16 +82,17 @@ class KnownValues:
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         def value(one: Any) -> Any:
             if not isinstance(one, torch.Tensor):
-                return one
+                return torch.device("cpu") if isinstance(one, torch.device) else one
             return self._values[one] if one in self._values else torch.empty(one.shape, dtype=one.dtype)
 
         with torch_private.without_modes():
             return func(*tree_map(value, args), **tree_map(value, kwargs))
 
-    def _faked(self, value: Any) -> Any:
+    def _faked(self, device: torch.device, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        fake = self.mode.from_tensor(value)
+        with self.mode:
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         self.learn(fake, value)
         return fake
 

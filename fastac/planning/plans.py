@@ -198,6 +198,7 @@ def plan(
     optimizer: str = "adamw",
     gpus: int = 1,
     checkpointed: int | None = None,
+    device: str | None = None,
 ) -> Plan:
     """Plan a step of a model: the bytes that each policy holds, its peak, and the FLOPs that it recomputes.
 
@@ -209,13 +210,15 @@ def plan(
         gpus: number of GPUs over which FSDP2 shards weights, gradients and the optimizer's states.
         checkpointed: adds rows for "full" and "attn_only" in the first so many blocks, with the rest not checkpointed,
             as `fastac.first_blocks` has it.
+        device: that will train, "cuda" or "cpu": some ops are one kernel on CUDA, and hold less. By default the one
+            that holds weights or inputs now; "cuda" for a model on "meta".
 
     Returns:
         A Plan, which prints as a table; its `within` gives the policies for a number of bytes.
 
     Raises:
         FastacError: the model's blocks are unknown, it does not run on these inputs without data, or is not trained;
-            `inputs` are neither a mapping nor a tuple; the optimizer is unknown.
+            `inputs` are neither a mapping nor a tuple; the optimizer or the device is unknown.
 
     Example:
         >>> plan = fastac.plan(transformer, inputs)
@@ -228,7 +231,7 @@ def plan(
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}".strip() for name, tensor in tensors)
     advice = "If its weights are sharded or quantized, plan before, or from its configuration: fastac plan config.json."
     with explained(f"{class_name(model)} does not run without data on {shapes}", advice):
-        forecast = Forecast(subject(model, inputs, blocks), optimizer, gpus)
+        forecast = Forecast(subject(model, inputs, blocks, device), optimizer, gpus)
         found = make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
     if not next(one for one in found.policies if one.policy == "attn_only").saved_bytes:
         logger.warning(

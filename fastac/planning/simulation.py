@@ -28,6 +28,7 @@ from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.engine.tape import is_differentiable
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
+from fastac.planning.cuda import OneKernel
 from fastac.planning.subject import Subject
 from fastac.planning.timeline import EXCHANGED, Candidate, Event, Kept, Moment, Place, Timeline
 from fastac.registry import classify
@@ -252,6 +253,7 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
     inputs = [leaf for leaf in tree_leaves((subject.args, subject.kwargs)) if isinstance(leaf, torch.Tensor)]
     meter = Meter([*subject.model.parameters(), *subject.model.buffers(), *inputs], subject, split)
     calls: Counter[str] = Counter()
+    on_device = OneKernel if subject.as_on_cuda else contextlib.nullcontext
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         name = names[block_of(block)]  # type: ignore[index]
@@ -264,7 +266,8 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
             before, meter.region = meter.region, region
             meter.begin(region)
             try:
-                return block(*args, **kwargs)
+                with contextlib.nullcontext() if meter.forwards else on_device():  # backward has no function mode
+                    return block(*args, **kwargs)
             finally:
                 meter.region = before
 
@@ -283,7 +286,8 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
     for parameter in subject.model.parameters():
         parameter.grad = None
     with subject.known.mode, _named_linear(meter, subject.blocks.values()), meter:
-        found = tree_leaves(subject.model(*subject.args, **subject.kwargs))
+        with on_device():
+            found = tree_leaves(subject.model(*subject.args, **subject.kwargs))
         outputs = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         del found
         if not outputs:

@@ -14,7 +14,10 @@ from fastac.engine import torch_private
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.planning.known_values import KnownValues
-from fastac.planning.weights import fake, faked
+from fastac.planning.weights import fake, faked, runs_on
+
+DEVICES = ("cuda", "cpu")
+"""That a plan may be asked for."""
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 """Of one call: keyword arguments, or a tuple of those by position."""
@@ -28,12 +31,14 @@ class Subject:
     blocks: Mapping[str, torch.nn.Module]
     by_forward: bool  # the blocks' forward is replaced, since the model does not call a checkpointing function
     known: KnownValues  # values of those inputs that decide what the model does
+    device: torch.device  # of its fake tensors
+    as_on_cuda: bool  # it will train on CUDA, and its fake tensors are on the CPU
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def given(self, inputs: Inputs) -> Subject:
         """The same model with other inputs."""
-        args, kwargs = torch_private.tree_map(partial(_fake_input, self.known), arguments(inputs))
+        args, kwargs = torch_private.tree_map(partial(_fake_input, self), arguments(inputs))
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
     def attach(self, function: Callable[..., Any]) -> None:
@@ -59,28 +64,41 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def subject(model: torch.nn.Module, inputs: Inputs, blocks: Any = None) -> Subject:
-    """A copy of a model and its inputs without their data. blocks: as in `enable`.
+def subject(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, device: str | None = None) -> Subject:
+    """A copy of a model and its inputs without their data. blocks, device: as in `plan`.
 
-    Raises FastacError for a model whose blocks are unknown, or that cannot be copied.
+    Raises FastacError for a model whose blocks are unknown, or that cannot be copied, and for an unknown device.
     """
     known = KnownValues(torch_private.fake_mode())
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     like = max(tensors, key=torch.is_floating_point, default=torch.empty(0))
-    copied = faked(models.unwrapped(model), known, like)
+    trains_on = device or _device_of(runs_on(model), like.device.type)
+    if trains_on not in (DEVICES if device else (trains_on,)):
+        raise FastacError(f"plan(device={device!r}): there are {' and '.join(map(repr, DEVICES))}")
+    place = like.device if like.device.type == trains_on else torch.device("cpu")
+    copied = faked(models.unwrapped(model), known, torch.empty(0, dtype=like.dtype, device=place))
     blocks = hook.blocks_given(copied, blocks)
     hook.disable(copied)  # what is enabled on the model is not simulated
     containers = hook.choose(copied, blocks, copied)
     for module in models.switches(copied):
         module.gradient_checkpointing = False
     named = {name: block for container in containers for name, block in container.blocks.items()}
-    return Subject(copied, named, models.is_by_forward(copied, blocks), known).given(inputs)
+    as_on_cuda = trains_on == "cuda" != place.type
+    found = Subject(copied, named, models.is_by_forward(copied, blocks), known, place, as_on_cuda)
+    return found.given(inputs)
 
 
-def _fake_input(known: KnownValues, value: Any) -> Any:
+def _device_of(weights: set[str], inputs: str) -> str:
+    """The type of the device that will train. Weights that wait on a CPU are brought to their inputs."""
+    known = ({inputs} | weights) - {"cpu", "meta"}
+    return known.pop() if known else "cpu" if "cpu" in weights else "cuda"
+
+
+def _fake_input(subject: Subject, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    found = fake(value, known, value.device).requires_grad_(value.requires_grad)
-    if value.device.type == "cpu" and not torch_private.is_fake(value):
-        known.learn(found, value.detach())
+    device = subject.device if subject.device.type == "cpu" else value.device
+    found = fake(value, subject.known, device).requires_grad_(value.requires_grad)
+    if value.device.type != "meta" and not torch_private.is_fake(value):
+        subject.known.learn(found, value.detach())
     return found

@@ -39,6 +39,7 @@ class Training:
     optimizer: str = "adamw"  # a name in forecast.OPTIMIZERS
     gpus: int = 1  # over which FSDP2 shards weights, gradients and the optimizer's states
     context_parallel: int = 1  # GPUs over which Ulysses splits the tokens of a video
+    device: str = "cuda"  # or "cpu"
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.context_parallel < 1 or self.gpus % self.context_parallel:
@@ -120,7 +121,9 @@ class _Search:
     def subject(self) -> Subject:
         """The model, without inputs."""
         self.tell(f"building {self.configuration.name} without weights")
-        return subject(without_weights(self.configuration, self.video.dtype, self.training.lora), ())
+        return subject(
+            without_weights(self.configuration, self.video.dtype, self.training.lora), (), device=self.training.device
+        )
 
     def forecast(self, frames: int) -> Forecast:
         """For a video of so many frames. Raises FastacError where the model takes no such video."""

@@ -93,6 +93,13 @@ def _hooks(module: torch.nn.Module) -> list[Any]:
     return found + ([hook, *getattr(hook, "hooks", ())] if hook is not None else [])
 
 
+def runs_on(model: torch.nn.Module) -> set[str]:
+    """Types of the devices on which a model runs: those of its weights, or the one to which accelerate moves them."""
+    hooks = [hook for module in model.modules() for hook in _hooks(module)]
+    moved = {getattr(hook, "execution_device", None) for hook in hooks} - {None}
+    return {torch.device(one).type for one in moved or {weight.device for weight in model.parameters()}}  # type: ignore[arg-type]
+
+
 def _before_hooks(module: torch.nn.Module) -> Any:
     """The forward that a module with hooks had before them; None for that of its class."""
     refs = getattr(vars(module).get(_DIFFUSERS), "_fn_refs", ())

@@ -1,0 +1,108 @@
+"""Functions that run one kernel on CUDA and several on a CPU, simulated as the one kernel.
+
+A plan needs no GPU: it simulates fake tensors on the CPU. There torch runs `rms_norm`, for instance, as nine ops with
+copies in fp32, which autograd keeps. `OneKernel` calls, for each such function, an op with the outputs and the saved
+tensors of CUDA's kernel.
+
+Where torch decides this: `_fused_rms_norm` has a CUDA kernel beside a composite one (native_functions.yaml);
+`dropout`, `softmax` and `scaled_dot_product_attention` ask for the device (aten/src/ATen/native: Dropout.cpp,
+SoftMax.cpp, transformers/attention.cpp). tests/planning/test_cuda.py compares these, and every sample of torch's own op
+tests, with a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """What aten's `_fused_rms_norm` allocates and saves on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None) -> torch.Tensor:
+        """An output like the input. Saved: input, weight and one fp32 number for each norm."""
+        statistics = values.new_empty(values.shape[: values.dim() - len(shape)], dtype=torch.float32)
+        ctx.save_for_backward(values, weight, statistics)
+        return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Tensors:
+        """A gradient for each of input and weight that needs one."""
+        values, weight, _ = ctx.saved_tensors
+        of_values, _, of_weight = ctx.needs_input_grad
+        return torch.empty_like(values) if of_values else None, None, torch.empty_like(weight) if of_weight else None
+
+
+def rms_norm(
+    values: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> Any:
+    """One kernel, unless the weight has another dtype."""
+    if values.is_complex() or (weight is not None and weight.dtype != values.dtype):
+        return NotImplemented
+    return FusedRmsNorm.apply(values, shape, weight)  # type: ignore[no-untyped-call]
+
+
+def dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """One kernel, whose mask has a byte for each number."""
+    if inplace or not training or not 0 < p < 1:
+        return NotImplemented
+    return torch.native_dropout(values, p, True)[0]
+
+
+def softmax(values: torch.Tensor, dim: int, *others: Any, dtype: torch.dtype | None = None, **named: Any) -> Any:
+    """One kernel from fp16 to fp32, without a copy of the input in fp32."""
+    if values.dtype is not torch.float16 or torch.float32 not in (dtype, *others):
+        return NotImplemented
+    return torch.ops.aten._softmax.default(values, dim, True)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """With dropout, or with values of another width: the memory-efficient kernel, where a CPU has none."""
+    needed = dropout_p > 0 or query.shape[-1] != value.shape[-1]
+    alignment = 16 // query.itemsize  # numbers, of both widths
+    fits = query.dim() == 4 and not enable_gqa and query.itemsize <= 4
+    if not (needed and fits) or query.shape[-1] % alignment or value.shape[-1] % alignment:
+        return NotImplemented
+    if attn_mask is not None:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype is torch.bool else attn_mask
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    torch.rms_norm: rms_norm,
+    torch.nn.functional.rms_norm: rms_norm,
+    torch.nn.functional.dropout: dropout,
+    torch.nn.functional.softmax: softmax,
+    torch.softmax: softmax,
+    torch.Tensor.softmax: softmax,
+    torch.nn.functional.scaled_dot_product_attention: attention,
+}
+"""Function of torch -> what allocates as it does on CUDA; NotImplemented where that is no other than on a CPU."""
+
+
+class OneKernel(TorchFunctionMode):
+    """Calls `FUNCTIONS` in the place of torch's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        found = FUNCTIONS[func](*args, **named) if func in FUNCTIONS else NotImplemented
+        return func(*args, **named) if found is NotImplemented else found

@@ -1,0 +1,203 @@
+"""Plans for CUDA that are made on a CPU: functions that run one kernel there are simulated as one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchgen
+import yaml
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastac
+from fastac.engine import torch_private
+from fastac.errors import FastacError
+from fastac.models.published import load, with_layers
+from fastac.planning.cuda import OneKernel
+from fastac.planning.forecast import Forecast
+from fastac.planning.subject import subject
+from fastac.planning.video import without_weights
+from fastac.policy import Policy
+from tests.planning.planned import WAN, tiny
+from tests.support import AttentionBlock, AttentionStack, stack_inputs
+
+MEASURED = Path(__file__).parents[2] / "benchmarks/results/gpu_wan_nvidia_h100_80gb_hbm3.json"
+
+POLICIES = {
+    "torch full": Policy("full"),
+    "attn_only": Policy(),
+    "long_attn_only": Policy(min_kv=1024),
+    "attn_only, offload": Policy(offload=True),
+}
+
+
+def test_peaks_are_those_of_an_h100() -> None:
+    """Planned without a GPU, from the configuration: within 1 % of what the GPU's allocator said."""
+    case = json.loads(MEASURED.read_text())["cases"][0]
+    published = load(case["model"])
+    published = dataclasses.replace(published, config=with_layers(published.config, case["blocks"]))
+    video = dataclasses.replace(published.default, **case["video"])
+    model = without_weights(published, video.dtype)
+    forecast = Forecast(subject(model, ()))
+    forecast.subject = forecast.subject.given(published.inputs(video))
+    measured = {row["way"]: row["peak_bytes"] for row in case["rows"] if row["way"] in POLICIES}
+    assert {way: forecast.peak(POLICIES[way]) for way in measured} == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_plan_from_a_machine_without_the_device_is_the_same(device: str) -> None:
+    published = load("wan2.1-t2v-1.3b")
+    published = dataclasses.replace(published, config=with_layers(published.config, 1))
+    inputs = published.inputs(dataclasses.replace(published.default, frames=9, height=240, width=416))
+    empty = without_weights(published, torch.bfloat16)
+    there = copy.deepcopy(empty).to_empty(device=device)
+    moved = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
+    truly, planned = Forecast(subject(there, moved)), Forecast(subject(empty, inputs, device=device))
+    for policy in ("none", "attn_only"):
+        assert planned.peak(policy) == pytest.approx(truly.peak(policy), rel=0.01)
+        held = truly.step(policy).held(truly.policies(policy))
+        assert planned.step(policy).held(planned.policies(policy)) == pytest.approx(held, rel=0.01)
+
+
+def norm(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return F.rms_norm(values, (values.shape[-1],), values.new_ones(values.shape[-1], dtype=dtype))
+
+
+def attend(values: torch.Tensor, width: int = 16, dropout: float = 0.0, masked: bool = False) -> torch.Tensor:
+    heads = values.unflatten(-1, (2, -1)).transpose(1, 2)
+    mask = values.new_ones(1, 1, 64, 64, dtype=torch.bool) if masked else None
+    return F.scaled_dot_product_attention(heads, heads, heads[..., :width], mask, dropout)
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rms_norm": lambda values: norm(values, values.dtype),
+    "rms_norm without a weight": lambda values: torch.rms_norm(values, (values.shape[-1],)),
+    "rms_norm, weight in fp64": lambda values: norm(values, torch.float64),
+    "dropout": lambda values: F.dropout(values, 0.1),
+    "dropout in place": lambda values: F.dropout(values * 2, 0.1, inplace=True),
+    "dropout of nothing": lambda values: F.dropout(values, 0.0),
+    "dropout in evaluation": lambda values: F.dropout(values, 0.1, training=False),
+    "softmax in fp32": lambda values: values.softmax(-1, dtype=torch.float32),
+    "softmax in fp32, by position": lambda values: torch.softmax(values, -1, torch.float32),
+    "softmax": lambda values: F.softmax(values, -1),
+    "layer_norm": lambda values: F.layer_norm(values, (values.shape[-1],)),
+    "group_norm": lambda values: F.group_norm(values.transpose(1, 2), 4),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "glu": F.glu,
+    "linear": lambda values: F.linear(values, values.new_ones(8, values.shape[-1])),
+    "conv": lambda values: F.conv1d(values, values.new_ones(4, values.shape[1], 3)),
+    "attention": attend,
+    "attention with dropout": lambda values: attend(values, dropout=0.1),
+    "attention with narrow values": lambda values: attend(values, 8),
+    "attention with dropout and a mask": lambda values: attend(values, dropout=0.1, masked=True),
+}
+
+
+def nodes(outputs: torch.Tensor) -> set[str]:
+    """Names of the autograd nodes behind a tensor, without views, and all kernels of attention under one name."""
+    found, left = set(), [outputs.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None:
+            found.add("attention" if "DotProduct" in node.name() else node.name().rstrip("0123456789"))
+            left += [one for one, _ in node.next_functions]
+    return found - {"ReshapeAliasBackward", "ViewBackward", "UnsafeViewBackward"}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_autograd_records_what_it_does_on_the_device(name: str, dtype: torch.dtype, device: str) -> None:
+    values = torch.randn(1, 64, 32).to(device, dtype).requires_grad_()
+    truly = nodes(FUNCTIONS[name](values))
+    with torch_private.fake_mode(), OneKernel() if device == "cuda" else torch.enable_grad():
+        planned = nodes(FUNCTIONS[name](torch.empty(1, 64, 32, dtype=dtype, requires_grad=True)))
+    assert planned == truly
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names += [str(func)] * (func.namespace == "aten")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if not name.startswith(("rms_norm", "attention"))])
+def test_functions_that_ask_for_the_device(name: str, dtype: torch.dtype) -> None:
+    """torch runs fake tensors on CUDA without a GPU, though not their backward: the same ops are simulated."""
+    with torch_private.fake_mode(), torch.no_grad(), Ops() as truly:
+        FUNCTIONS[name](torch.empty(1, 64, 32, dtype=dtype, device="cuda"))
+    with torch_private.fake_mode(), torch.no_grad(), OneKernel(), Ops() as planned:
+        FUNCTIONS[name](torch.empty(1, 64, 32, dtype=dtype))
+    assert planned.names == truly.names
+
+
+def test_ops_that_have_a_kernel_on_cuda_alone() -> None:
+    """Torch's own table: composite ops, which a CPU runs as several others, with a kernel on CUDA."""
+    table = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
+    found = set()
+    for entry in yaml.load(table.read_text(), yaml.CSafeLoader):
+        keys = {key.strip() for keys in entry.get("dispatch") or () for key in keys.split(",")}
+        if {"CUDA", "CompositeImplicitAutograd"} <= keys and "CPU" not in keys:
+            found.add(entry["func"].partition("(")[0])
+    assert found == {"_fused_rms_norm"}
+
+
+def test_a_fused_norm_is_counted_to_the_byte() -> None:
+    """The output and one fp32 number for each norm; backward makes a gradient for each of input and weight."""
+    with torch_private.fake_mode(), OneKernel():
+        values = torch.empty(2, 3, 8, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(8, dtype=torch.bfloat16, requires_grad=True)
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda one: one):
+            output = F.rms_norm(values, (8,), weight)
+        assert [(one.shape, one.dtype) for one in saved] == [
+            ((2, 3, 8), torch.bfloat16),
+            ((8,), torch.bfloat16),
+            ((2, 3), torch.float32),
+        ]
+        assert (output.shape, output.dtype) == ((2, 3, 8), torch.bfloat16)
+        output.sum().backward()
+        assert (values.grad.shape, weight.grad.shape) == (values.shape, weight.shape)  # type: ignore[union-attr]
+        assert F.rms_norm(values.detach(), (8,), weight).requires_grad
+        F.rms_norm(values.detach(), (8,), weight).sum().backward()
+
+
+def test_the_device_that_trains() -> None:
+    """CUDA for a model on "meta"; the CPU for one that is there, unless the plan is asked for the other."""
+    model, inputs = tiny(WAN, torch.bfloat16)
+    empty = copy.deepcopy(model).to("meta")
+    none = {
+        name: Forecast(subject(of, inputs, device=device)).peak("none")
+        for name, of, device in [
+            ("meta", empty, None),
+            ("meta, cpu", empty, "cpu"),
+            ("cpu", model, None),
+            ("cpu, cuda", model, "cuda"),
+        ]
+    }
+    assert none["meta"] == none["cpu, cuda"] < 0.95 * none["cpu"] == pytest.approx(0.95 * none["meta, cpu"])
+    with pytest.raises(FastacError, match=r"device='tpu'.*'cuda' and 'cpu'"):
+        fastac.plan(model, inputs, device="tpu")
+
+
+def test_attention_with_dropout_is_saved_on_cuda() -> None:
+    """A CPU has no kernel for it."""
+    attend = partial(F.scaled_dot_product_attention, dropout_p=0.1)
+    model = AttentionStack(block=lambda: AttentionBlock(heads=2, attend=attend))
+    plans = {device: fastac.plan(model, stack_inputs(), blocks="blocks", device=device) for device in ("cpu", "cuda")}
+    saved = {device: plan.policies[3].saved_bytes for device, plan in plans.items()}
+    assert saved["cpu"] == 0 < saved["cuda"]
