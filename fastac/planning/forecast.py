@@ -105,10 +105,14 @@ class Forecast:
 
     def step(self, policy: AnyPolicy) -> Timeline:
         """A step with full checkpointing of those blocks that a policy checkpoints."""
-        names = frozenset(name for name, one in self.policies(policy).items() if one.checkpoints)
-        if names not in self._steps:
-            self._steps[names] = simulate(self.subject, names, self.split)
+        while (names := self._checkpointed(policy)) not in self._steps:
+            step = simulate(self.subject, names, self.split)
+            if names == self._checkpointed(policy):  # else it found more blocks
+                self._steps[names] = step
         return self._steps[names]
+
+    def _checkpointed(self, policy: AnyPolicy) -> frozenset[str]:
+        return frozenset(name for name, one in self.policies(policy).items() if one.checkpoints)
 
     @property
     def full(self) -> Timeline:

@@ -6,6 +6,8 @@ small inputs and constants alone are computed on real tensors as well, on the CP
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -37,11 +39,27 @@ class KnownValues:
             with torch_private.without_modes():
                 self._values[fake] = value.to("cpu", copy=True)  # operations in place change it
 
+    @contextlib.contextmanager
+    def readable(self) -> Iterator[None]:
+        """Let transformers see no fake tensors in those whose values are known.
+
+        It takes fake tensors for a trace, and builds causal masks that training skips (`is_tracing` of transformers 5).
+        """
+        utils: Any = sys.modules.get("transformers.utils.import_utils")
+        before = getattr(utils, "is_fake_tensor", None)
+        if before is not None:
+            utils.is_fake_tensor = lambda value: before(value) and value not in self._values
+        try:
+            yield
+        finally:
+            if before is not None:
+                utils.is_fake_tensor = before
+
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on fake tensors, and on their values if all of these are known."""
         known = self._is_known(func, args, kwargs)
         try:
-            outputs = func(*args, **kwargs)
+            outputs = _run(func, args, kwargs)
         except torch_private.NEEDS_VALUES:
             if func is torch.ops.aten.index.Tensor and (places := self._places(args[1])) is not None:
                 return func(args[0], places)
@@ -76,8 +94,12 @@ class KnownValues:
         name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
         if name in LIKE:
             return True
-        tensors = list(_tensors((args, kwargs)))
-        return all(tensor in self._values for tensor in tensors) and (bool(tensors) or name in CONSTANTS)
+        has_tensors = False
+        for tensor in _tensors((args, kwargs)):
+            if tensor not in self._values:
+                return False
+            has_tensors = True
+        return has_tensors or name in CONSTANTS
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         def value(one: Any) -> Any:
@@ -95,6 +117,15 @@ class KnownValues:
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         self.learn(fake, value)
         return fake
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    dtype = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
+    if str(func) != "aten._grouped_mm.default" or dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    # Its kernels take other dtypes, its fake kernel takes bf16 alone (torch 2.9 to 2.15).
+    rounded = tree_map(lambda one: one.bfloat16() if getattr(one, "dtype", None) is dtype else one, args)
+    return func(*rounded, **kwargs).to(dtype)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

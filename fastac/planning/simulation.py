@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.engine import flops, torch_private
-from fastac.engine.blocks import block_of
+from fastac.engine.blocks import block_of, describe
 from fastac.engine.generators import generators_preserved
 from fastac.engine.interception import LINEAR_OPS
 from fastac.engine.releases import WHOLE_PRODUCT
@@ -118,6 +118,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # every question for the device of a fake tensor
+            return func(*args)
         outputs = self.known.run(func, args, kwargs)
         if self.forwards and getattr(getattr(func, "_schema", None), "is_mutable", False):
             self._leave_out_written(func, args, kwargs)
@@ -247,16 +249,28 @@ class Meter(TorchDispatchMode):
 
 @generators_preserved()
 def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> Timeline:
-    """One forward, and backward of the mean square of the outputs. checkpointed: blocks under full checkpointing."""
+    """One forward, and backward of the mean square of the outputs.
+
+    A module that the model checkpoints beside its blocks, as UNets do, becomes a block of the subject.
+
+    Args:
+        checkpointed: blocks under full checkpointing. If there are some, so are those that are found now.
+    """
     flops.register_formulas()
-    names = {block: name for name, block in subject.blocks.items()}
+    names = {module: name for name, module in subject.model.named_modules()}
+    names |= {block: name for name, block in subject.blocks.items()}
+    known = set(subject.blocks)
     inputs = [leaf for leaf in tree_leaves((subject.args, subject.kwargs)) if isinstance(leaf, torch.Tensor)]
     meter = Meter([*subject.model.parameters(), *subject.model.buffers(), *inputs], subject, split)
     calls: Counter[str] = Counter()
     on_device = OneKernel if subject.as_on_cuda else contextlib.nullcontext
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
-        name = names[block_of(block)]  # type: ignore[index]
+        module = block_of(block)
+        if module not in names:
+            raise FastacError(f"plan: the model checkpoints {describe(block)}, which is no module of it.")
+        name = names[module]
+        subject.blocks.setdefault(name, module)
         if torch_private.innermost_checkpoint() or not torch.is_grad_enabled():
             raise FastacError(f"plan: {name!r} runs in a checkpoint of the model's own. Switch that off.")
         calls[name] += 1
@@ -271,7 +285,7 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
             finally:
                 meter.region = before
 
-        if name in checkpointed:
+        if name in checkpointed or (checkpointed and name not in known):
             meter.hold(GENERATOR_STATE, run, region)  # recompute needs both
             meter.take_inputs(region, tree_leaves((args, kwargs)))
             outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs)
@@ -285,7 +299,7 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
     subject.attach(call)
     for parameter in subject.model.parameters():
         parameter.grad = None
-    with subject.known.mode, _named_linear(meter, subject.blocks.values()), meter:
+    with subject.known.mode, subject.known.readable(), _named_linear(meter, subject.blocks.values()), meter:
         with on_device():
             found = tree_leaves(subject.model(*subject.args, **subject.kwargs))
         outputs = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -28,7 +28,7 @@ class Subject:
     """A model and the arguments of one call, all of fake tensors."""
 
     model: torch.nn.Module
-    blocks: Mapping[str, torch.nn.Module]
+    blocks: dict[str, torch.nn.Module]  # by name; a simulation adds others that the model checkpoints
     by_forward: bool  # the blocks' forward is replaced, since the model does not call a checkpointing function
     known: KnownValues  # values of those inputs that decide what the model does
     device: torch.device  # of its fake tensors
