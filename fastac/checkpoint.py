@@ -13,7 +13,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -46,6 +46,27 @@ from fastac.policy import DISABLED, Policy, resolve
 logger = logging.getLogger("fastac")
 
 _NOTHING = contextlib.nullcontext()
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+@overload
+def checkpoint(
+    function: None = None,
+    *,
+    policy: str | Policy = "attn_only",
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], tracing.Contexts] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]: ...
+
+
+@overload
+def checkpoint(function: Callable[..., _Result], *args: Any, policy: str | Policy = ..., **kwargs: Any) -> _Result: ...
 
 
 def checkpoint(
