@@ -402,6 +402,8 @@ def enable(
     prepare()
     check_backends(model, named, selected)
     enabled = Enabled(model, selected, determinism_check, named, by_forward, blocks)
+    policies = {block: enabled.policy_of(block) for block in named.values()}
+    linear.check_names(model, policies, are_guessed=not by_forward and models.row_of(model) is None)
     before = enabled_on(model)
     disable(model)
     try:
