@@ -381,8 +381,8 @@ def enable(
 
     Raises:
         UnsupportedBackendError: the attention backend of a module cannot be honoured. The model is left as it was.
-        FastacError: a model without gradient checkpointing or blocks, an unknown policy, or blocks that are
-            checkpointed already. The model is left as it was.
+        FastacError: a model without gradient checkpointing or blocks, an unknown policy, a name in `linear` that no
+            block has, or blocks that are checkpointed already. The model is left as it was.
 
     Example:
         >>> fastac.enable(transformer, policy="long_attn_only")
