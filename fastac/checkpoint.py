@@ -13,7 +13,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -46,6 +46,27 @@ from fastac.policy import DISABLED, Policy, resolve
 logger = logging.getLogger("fastac")
 
 _NOTHING = contextlib.nullcontext()
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+@overload
+def checkpoint(
+    function: None = None,
+    *,
+    policy: str | Policy = "attn_only",
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], tracing.Contexts] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]: ...
+
+
+@overload
+def checkpoint(function: Callable[..., _Result], *args: Any, policy: str | Policy = ..., **kwargs: Any) -> _Result: ...
 
 
 def checkpoint(
@@ -257,7 +278,7 @@ class _Call:
             if first is None:
                 if policy.linear and self.block is not None:
                     linear.check_called(policy, tape.products, self.block, describe(function))
-                self._remember(known)
+                self._remember(known, tape)
             elif _is_fewer(tape, first):  # it hides nothing
                 self.owner.doubts[self.key] = True
         elif tape.decomposed:
@@ -275,15 +296,20 @@ class _Call:
             record.looked, record.communication, record.latest = now, tape.communication, known
             record.key = None if record.is_doubted(self.key) else self.key  # None: the next region asks again
 
-    def _remember(self, result: RegionResult) -> None:
+    def _remember(self, result: RegionResult, tape: Tape) -> None:
         kinds.remember(self.function, self.key, result)
         ops = ", ".join(dict.fromkeys(call.op for call in result.calls)) or "none"
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
         enabled = self.block is not None and self.record.name  # then its model checks all of its blocks
-        if not enabled and result.calls and not (saved or result.products):
+        if enabled or saved or result.products or (tape.communication is not None and tape.communication.saved):
+            return
+        if result.calls:
             kinds.warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
+        elif result.unknown:
+            said = diagnosis.nothing_known(where, self.policy, result.unknown)
+            kinds.warn_once(self.function, "nothing", said)
 
 
 def _is_fewer(tape: Tape, known: RegionResult) -> bool:

@@ -26,7 +26,7 @@ from fastac.compile.blocks import Compilation, compile_blocks
 from fastac.diagnosis import out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine import kinds, linear, wrappers
-from fastac.engine.blocks import BlockRecord, describe, record_of
+from fastac.engine.blocks import BlockRecord, block_of, describe, is_inside, record_of
 from fastac.engine.wrappers import inside, is_wrapper, wrappers_around
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
@@ -105,17 +105,34 @@ class Enabled:
     """Regions of the forward that runs."""
     saved: bool = False
     """Whether some region saved something, or the policy saves nothing."""
+    called: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
+    """Modules by qualified name that the model calls fastac for beside its blocks, such as parts of them."""
 
     def __post_init__(self) -> None:
         self.function = functools.partial(_run, self)  # for the model to call
         # Modules beside the blocks in the lists of these.
         self.others = {inside(one) for one in self._listed().values()} - set(self.blocks.values())
+        self.known = set(self.blocks.values())
         self.saved = saves_nothing(self.policy)
 
     def checkpoint(self, function: Any, block: Any, args: Any, kwargs: Any) -> Any:
         """Checkpoint a call of a block by a function."""
         options = {"preserve_rng_state": True, "determinism_check": self.determinism_check, "early_stop": True}
         return run(function, args, kwargs, self.policy_of(block), options)
+
+    def note(self, function: Any) -> None:
+        """Note a module that is called and is none of the blocks: a UNet calls parts of its lists' members."""
+        block = block_of(function)
+        if block is not None and block not in self.known:
+            self.known.add(block)
+            self.called |= {name: block for name, module in self.model.named_modules() if inside(module) is block}
+
+    def blocks_called(self) -> dict[str, torch.nn.Module]:
+        """The blocks by qualified name; where the model calls modules in them or around them instead, these."""
+        unseen = [name for name, block in self.blocks.items() if record_of(block).latest is None]
+        called = {name: one for name, one in self.called.items() if _overlaps(name, unseen)}
+        replaced = {name for name in unseen if _overlaps(name, called)}
+        return {name: block for name, block in self.blocks.items() if name not in replaced} | called
 
     def policy_of(self, function: Any) -> Policy:
         """The policy of a block that is called: itself, by a bound method, or compiled."""
@@ -303,10 +320,16 @@ class Enabled:
         return _is_another_on(module for module, _, _ in self.switches)
 
 
+def _overlaps(name: str, others: Iterable[str]) -> bool:
+    """Whether a module is in one of the others or around it."""
+    return any(is_inside(name, other) or is_inside(other, name) for other in others)
+
+
 def _run(enabled: Enabled, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """The function that a model calls for a block. A CheckpointWrapper does not pass its options on to it."""
     if not torch.compiler.is_compiling():
         enabled.opened += 1
+        enabled.note(function)
     around = list(wrappers_around(function)) if inside(function) is not function else ()
     for wrapper in around:  # they may be newer than `enable`
         enabled.take_over(wrapper)
@@ -358,8 +381,8 @@ def enable(
 
     Raises:
         UnsupportedBackendError: the attention backend of a module cannot be honoured. The model is left as it was.
-        FastacError: a model without gradient checkpointing or blocks, an unknown policy, or blocks that are
-            checkpointed already. The model is left as it was.
+        FastacError: a model without gradient checkpointing or blocks, an unknown policy, a name in `linear` that no
+            block has, or blocks that are checkpointed already. The model is left as it was.
 
     Example:
         >>> fastac.enable(transformer, policy="long_attn_only")
@@ -379,6 +402,8 @@ def enable(
     prepare()
     check_backends(model, named, selected)
     enabled = Enabled(model, selected, determinism_check, named, by_forward, blocks)
+    policies = {block: enabled.policy_of(block) for block in named.values()}
+    linear.check_names(model, policies, are_guessed=not by_forward and models.row_of(model) is None)
     before = enabled_on(model)
     disable(model)
     try:
@@ -491,10 +516,10 @@ def check_no_part(model: torch.nn.Module, call: str) -> None:
 
 
 def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
-    """The containers of a model's blocks, enabled or not."""
+    """The containers of a model's blocks, enabled or not: of those that it calls fastac for, once it did."""
     enabled = enabled_on(model)
     if enabled is not None:
-        return grouped(enabled.blocks)
+        return grouped(enabled.blocks_called())
     return without_wrappers(models.containers(model, models.row_of(model)))
 
 

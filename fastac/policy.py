@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fastac.errors import FastacError
+from fastac.errors import FastacError, did_you_mean
 
 logger = logging.getLogger("fastac")
 
@@ -23,7 +23,8 @@ class Policy:
 
     Args:
         name: "attn_only" saves the outputs of attention, "linear_only" only those that `linear` names, "full" nothing.
-            "none" does not checkpoint the block: autograd keeps what it needs.
+            "none" does not checkpoint the block: autograd keeps what it needs. "long_attn_only" is "attn_only" with a
+            `min_kv` of 1024 by default.
         min_kv: save only attention over at least this many keys. FLOPs saved per byte kept grow with the number of
             keys alone.
         collectives: "save" keeps the outputs of functional collectives, except for gathers; "recompute" issues them
@@ -52,10 +53,13 @@ class Policy:
     def __post_init__(self) -> None:
         if isinstance(self.linear, list):  # as JSON has it
             object.__setattr__(self, "linear", tuple(self.linear))
+        if self.name == "long_attn_only":
+            object.__setattr__(self, "name", "attn_only")
+            object.__setattr__(self, "min_kv", self.min_kv or LONG_MIN_KV)
         if self.name not in ("none", "full", "attn_only", "linear_only"):
             raise FastacError(
-                f"Policy({self.name!r}): unknown policy. There are {_quoted(NAMED)} and "
-                f'Policy("attn_only", min_kv=..., linear=(...)).'
+                f"Policy({self.name!r}): unknown policy.{did_you_mean(str(self.name), NAMED)} There are "
+                f'{_quoted(NAMED)} and Policy("attn_only", min_kv=..., linear=(...)).'
             )
         if type(self.min_kv) is not int or self.min_kv < 0:
             raise FastacError(f"Policy(min_kv={self.min_kv!r}): expected a number of keys, 0 or more")
@@ -164,7 +168,7 @@ def resolve(policy: str | Policy) -> Policy:
     if isinstance(policy, str):
         if policy not in NAMED:
             raise FastacError(
-                f"policy={policy!r}: unknown policy. There are {_quoted(NAMED)}, "
+                f"policy={policy!r}: unknown policy.{did_you_mean(policy, NAMED)} There are {_quoted(NAMED)}, "
                 f'Policy("attn_only", min_kv=...), and a mapping of block names to these.'
             )
         policy = NAMED[policy]
@@ -174,6 +178,11 @@ def resolve(policy: str | Policy) -> Policy:
             f"these, got {type(policy).__name__}"
         )
     return NAMED["full"] if DISABLED and policy.checkpoints else policy
+
+
+def patterns_of(names: Iterable[str]) -> list[str]:
+    """Patterns of all qualified names that begin alike: "blocks.*" of "blocks.0" and "blocks.1"."""
+    return list(dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in names if "." in name))
 
 
 def of_first(names: Sequence[str], count: int, policy: str | Policy) -> dict[str, str | Policy]:
@@ -205,9 +214,13 @@ def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any
         idle.discard(first)
         policies[getattr(block, "_orig_mod", block)] = resolve(mapping[first])
     if idle:
+        unmatched = [pattern for pattern in sorted(idle) if not fnmatch.filter(blocks, pattern)]
+        meant = ""
+        if unmatched:
+            meant = did_you_mean(unmatched[0], blocks if unmatched[0][-1:].isdigit() else patterns_of(blocks))
         raise FastacError(
             f"policy mapping: {_quoted(sorted(idle))} decides for no block: it matches none, or patterns before it "
-            f"match the same ones. The first match counts. "
+            f"match the same ones. The first match counts.{meant} "
             f"The blocks are {_quoted(list(blocks)[:6])}{', ...' if len(blocks) > 6 else ''}."
         )
     return policies

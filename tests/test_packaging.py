@@ -1,12 +1,14 @@
-"""What gets installed: the whole package, and nothing at top level but `fastac`."""
+"""What gets installed: the whole package, and nothing at top level but `fastac`, with types for the user's code."""
 
 from __future__ import annotations
 
 import configparser
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -57,3 +59,52 @@ def test_root_links(catalogue: str) -> None:
     assert link.is_symlink()
     assert link.readlink() == Path("fastac", catalogue)  # relative: it holds wherever the repository is cloned
     assert (link / "__init__.py").samefile(ROOT / "fastac" / catalogue / "__init__.py")
+
+
+TYPED = """
+    import fastac
+    from typing_extensions import assert_type
+
+    @fastac.checkpoint(policy=fastac.Policy("attn_only", min_kv=1024))
+    def region(count: int, *, factor: float = 2.0) -> float:
+        return count * factor
+
+    class Block:
+        @fastac.checkpoint(policy="full", early_stop=False)
+        def forward(self, count: int) -> str:
+            return str(count)
+
+    def plain(count: int) -> float:
+        return float(count)
+
+    assert_type(region(3, factor=0.5), float)
+    assert_type(Block().forward(3), str)
+    assert_type(fastac.checkpoint(plain, 3, policy="long_attn_only", determinism_check="none"), float)
+    assert_type(fastac.compile_attention(plain, dynamic=False)(3), float)
+    region("3")  # type: ignore[arg-type]
+    Block().forward()  # type: ignore[call-arg]
+    fastac.checkpoint(polcy="full")  # type: ignore[call-overload]
+"""
+CONFIGURATION = """
+    [mypy]
+    strict = true
+    [mypy-torch.*,rich.*]
+    follow_imports = skip
+    [mypy-fastac.*]
+    follow_imports = silent
+"""
+
+
+def test_types_of_user_code(tmp_path: Path) -> None:
+    """A decorated function keeps its parameters and its result, under `mypy --strict`. torch is not read: slow."""
+    for name, text in (("user.py", TYPED), ("mypy.ini", CONFIGURATION)):
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "user.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError, Policy
+from fastac.errors import did_you_mean
+from fastac.policy import NAMED, resolve
 from tests import support
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +37,9 @@ ROOT = Path(__file__).resolve().parent.parent
         (Policy(linear=("ffn.2", "attn1.*")), "attn_only(linear=ffn.2+attn1.*)"),
         (Policy("linear_only", linear=["q"]), "linear_only(linear=q)"),
         (Policy("full", offload=True), "full(offload=True)"),
+        (Policy("long_attn_only"), "long_attn_only"),
+        (Policy("long_attn_only", offload=True), "attn_only(min_kv=1024, offload=True)"),
+        (Policy("long_attn_only", min_kv=77), "attn_only(min_kv=77)"),
         (Policy(offload="inputs", keep=3), "attn_only(offload='inputs', keep=3)"),
     ],
     ids=str,
@@ -41,7 +47,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_a_policy_is_a_frozen_value(policy: Policy, printed: str) -> None:
     """Printed by its name, or by what differs from one."""
     assert str(policy) == printed
-    for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+    written = eval(policy.as_code(), {"fastac": fastac})
+    others = [copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), Policy(**dataclasses.asdict(policy)), written]
+    for other in map(resolve, others):
         assert other == policy
         assert {policy: 1}[other] == 1
     with pytest.raises(AttributeError):
@@ -52,7 +60,8 @@ def test_a_policy_is_a_frozen_value(policy: Policy, printed: str) -> None:
     ("arguments", "message"),
     [
         ({"name": "some"}, r'(?=.*"attn_only")(?=.*min_kv)'),
-        ({"name": "long_attn_only"}, "min_kv"),  # a named value, not a kind
+        ({"name": "attention_only"}, r'Did you mean "attn_only"\?'),
+        ({"name": "long_attn_only", "min_kv": True}, "min_kv"),
         ({"name": ""}, "attn_only"),
         *(({"min_kv": wrong}, "min_kv") for wrong in (-1, "1024", True)),
         ({"collectives": "none"}, "collectives"),
@@ -74,6 +83,14 @@ def test_what_is_no_policy(arguments: dict[str, Any], message: str) -> None:
         Policy(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("attention_only", "attn_only"), ("Full", "full"), ("long-attn-only", "long_attn_only"), ("everything", None)],
+)
+def test_the_name_that_was_meant(name: str, meant: str | None) -> None:
+    assert did_you_mean(name, NAMED) == ("" if meant is None else f' Did you mean "{meant}"?')
+
+
 @pytest.mark.parametrize(("keys", "executions"), [(1023, 2), (1024, 1)])
 def test_long_attn_only_draws_the_line_at_1024_keys(keys: int, executions: int, attention_executions: Any) -> None:
     def region(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -88,6 +105,7 @@ def test_long_attn_only_draws_the_line_at_1024_keys(keys: int, executions: int, 
     ("wrong", "message"),
     [
         ("attention", r"'attention'.*\"full\".*\"attn_only\".*\"long_attn_only\""),
+        ("attn-only", r'Did you mean "attn_only"\?'),
         (None, "a name"),
         (torch.nn.Linear(2, 2), r"got Linear\b"),  # named by its class: a model would fill the screen
         ({}, "no pattern"),
@@ -95,8 +113,9 @@ def test_long_attn_only_draws_the_line_at_1024_keys(keys: int, executions: int, 
         ({"*": "attention"}, "'attention'"),
         ({"blocks.0": "full"}, r"'blocks\.1'"),
         ({"transformer_blocks.0": "full", "*": "attn_only"}, r"transformer_blocks\.0.*blocks\.0"),
-        ({"blocks": "full", "*": "attn_only"}, "no block"),  # patterns are of whole names
-        ({"*": "attn_only", "blocks.0": "full"}, r"first match"),
+        ({"blocks": "full", "*": "attn_only"}, r'no block.* Did you mean "blocks\.\*"\?'),  # of whole names
+        ({"block.0": "full", "*": "attn_only"}, r'Did you mean "blocks\.0"\?'),
+        ({"*": "attn_only", "blocks.0": "full"}, r"first match counts\. The blocks"),
     ],
     ids=str,
 )

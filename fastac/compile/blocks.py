@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -20,6 +20,9 @@ from fastac.compile.flex import INDUCTOR, set_apart
 from fastac.compile.torch_private import InductorWith
 from fastac.engine import releases
 from fastac.errors import class_name
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,7 @@ def compile_blocks(
     return Compilation(class_name(model), policy, _name_of(ready["backend"]), dict(counts), tuple(before), tuple(eager))
 
 
-def compile_attention(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compile_attention(function: Callable[_Parameters, _Result], **options: Any) -> Callable[_Parameters, _Result]:
     """torch.compile for a function that calls flex_attention, such as flex_attention itself, so that it can be saved.
 
     In a checkpointed block fastac sees the call of its kernel, which torch.compile(flex_attention) hides.

@@ -217,6 +217,17 @@ def small_ops(where: str, keys: int, cause: str = "") -> str:
     return f"{where}: an attention over {keys} keys ran as small ops, with no output to save: {cause}"
 
 
+def nothing_known(where: str, policy: Policy, unknown: Sequence[str]) -> str:
+    """A sentence on a region without attention, in which ops and autograd.Functions run that fastac does not know."""
+    more = f" and {len(unknown) - MOST_PROBLEMS} more" if len(unknown) > MOST_PROBLEMS else ""
+    return (
+        f"{where}: {policy} saves nothing in it: no attention was seen, and {', '.join(unknown[:MOST_PROBLEMS])}{more} "
+        f"run again, which fastac does not know.\nIf one of them is attention: "
+        f"fastac.register(fastac.AttentionOp(...)) for an op, fastac.make_visible(TheFunction, layout=...) for an "
+        f'autograd.Function (docs/adding_a_backend.md). If none is: policy="full" does the same here.'
+    )
+
+
 def _problems_seen(observer: Observer, where: str) -> list[str]:
     problems = [small_ops(f"{where}.{one.module}".rstrip("."), one.keys, one.cause) for one in observer.small]
     problems += [

@@ -17,7 +17,7 @@ from fastac.engine.blocks import describe
 from fastac.engine.offload import KeptStorage, KeptTensor
 from fastac.engine.region import Region
 from fastac.engine.tape import Packed
-from fastac.errors import is_out_of_memory, readable_bytes
+from fastac.errors import FastacError, is_out_of_memory, readable_bytes
 from fastac.policy import LONG_MIN_KV, Policy
 
 logger = logging.getLogger("fastac")
@@ -37,7 +37,7 @@ def explain(error: BaseException) -> None:
     if not is_out_of_memory(error) or any("fastac" in note for note in getattr(error, "__notes__", ())):
         return
     try:
-        note = _note()
+        note = _note(error)
     except Exception as problem:  # noqa: BLE001 there is little memory left, and this must not hide the error
         note = (
             f"fastac could not list what its regions hold: {type(problem).__name__}: {problem}. "
@@ -59,7 +59,7 @@ class _Held(NamedTuple):
     keys: int  # of the attention call
 
 
-def _note() -> str:
+def _note(error: BaseException) -> str:
     regions = [one for one in gc.get_objects() if type(one) is Region]  # nobody else lists them: their graphs hold them
     if not regions:
         return "fastac holds nothing now, outside of compiled graphs: weights, the optimizer or a single block fill it."
@@ -72,7 +72,12 @@ def _note() -> str:
                 sizes[f"{one.kind} on {one.place}"] += one.size
         parts = [f"{what} {readable_bytes(size)}" for what, size in sizes.items()]
         lines.append(f"- {container}, {count} region{'s' * (count > 1)}: {', '.join(parts) or 'nothing'}")
-    return "\n".join([*lines, _way_out(regions, held)])
+    if isinstance(error, FastacError):  # of the host's memory; it says what to do
+        return "\n".join(lines)
+    may_be_host = "error: out of memory" in str(error).lower()  # a full device: "CUDA out of memory"
+    if may_be_host:
+        lines.append("torch raises this also if the host has no more memory to pin: then offload and pin less there.")
+    return "\n".join([*lines, _way_out(regions, held, may_be_host)])
 
 
 def _container(region: Region) -> str:
@@ -118,8 +123,11 @@ def _inputs(region: Region) -> Iterable[Any]:
     return torch_private.tree_leaves((args, region.kwargs))
 
 
-def _way_out(regions: Sequence[Region], held: Sequence[_Held]) -> str:
-    """The next policy that holds less on the device, and the line to write for it."""
+def _way_out(regions: Sequence[Region], held: Sequence[_Held], may_be_host: bool) -> str:
+    """The next policy that holds less on the device, and the line to write for it.
+
+    may_be_host: do not move more to the host.
+    """
     policies = {one.tape.policy if one.tape is not None else _FULL for one in regions}
     now = policies.pop() if len(policies) == 1 else _FULL  # of a mixture: "full" throughout
     on_device = [one for one in held if one.place not in (HOST, HOOKS)]
@@ -127,7 +135,7 @@ def _way_out(regions: Sequence[Region], held: Sequence[_Held]) -> str:
     if now.name == "attn_only":
         attention_only = replace(now, linear=())
         steps = [attention_only, replace(attention_only, min_kv=max(now.min_kv, LONG_MIN_KV)), *steps]
-    if any(one.kind == "inputs" and one.place != "cpu" for one in on_device):
+    if not may_be_host and any(one.kind == "inputs" and one.place != "cpu" for one in on_device):
         steps.append(_OFFLOADED)
 
     def size_under(policy: Policy) -> int:

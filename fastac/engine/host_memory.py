@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fastac.errors import FastacError
+from fastac.errors import FastacError, readable_bytes
+from fastac.policy import Policy
 
 _MEMINFO = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
@@ -33,7 +34,7 @@ def available() -> int | None:
     return min(found, default=None)
 
 
-def check(size: int, blocks: int, policy: object) -> None:
+def check(size: int, blocks: int, policy: Policy) -> None:
     """Raise FastacError if the host has too little memory for its ranks.
 
     Args:
@@ -48,6 +49,30 @@ def check(size: int, blocks: int, policy: object) -> None:
         raise FastacError(
             f"{policy}: {blocks} blocks keep {size / 2**30:.1f} GiB in host memory, on {ranks} ranks "
             f"{ranks * size / 2**30:.1f} GiB, and {host / 2**30:.1f} GiB are available.\n"
-            f'Offload less: offload="inputs" or "attention", or policy="full"; or run fewer ranks on a host.'
+            f"{_way_out(policy)}"
         )
     _state.fits = size
+
+
+def exhausted(size: int, where: str, policy: Policy, error: BaseException) -> FastacError:
+    """The error for host memory that cannot be pinned.
+
+    Args:
+        size: bytes that were asked for.
+        where: the block that offloads them.
+        error: what torch raised. It may read like one of the device.
+    """
+    host = available()
+    left = "" if host is None else f" {readable_bytes(host)} are available; the limit of pinned memory may be lower."
+    return FastacError(
+        f"{policy}: the host has no memory left to pin for {readable_bytes(size)} that {where} offloads "
+        f"({type(error).__name__}: {str(error).partition(chr(10))[0]}).{left}\n{_way_out(policy)}"
+    )
+
+
+def _way_out(policy: Policy) -> str:
+    less = 'offload="attention" or "inputs" alone, ' if policy.offload is True and not policy.saves_nothing else ""
+    return (
+        f"Offload less: {less}a larger keep= (now {policy.keep}), offload for fewer blocks (a mapping of block names), "
+        f"or none; or run fewer ranks on a host."
+    )

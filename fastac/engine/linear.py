@@ -7,7 +7,7 @@ Hooks stay on a module until `detach`. Without an open scope they do nothing.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,35 @@ from torch.nn.utils.parametrize import is_parametrized
 from fastac.engine import interception
 from fastac.engine.blocks import known_record
 from fastac.engine.tape import Scope, thread
-from fastac.errors import FastacError, PolicyNotAppliedError, class_name
-from fastac.policy import Policy
+from fastac.errors import FastacError, PolicyNotAppliedError, class_name, did_you_mean
+from fastac.policy import Policy, patterns_of
 
 _NAME = "_fastac_linear"
 """Attribute of a Linear module with hooks: its name in its block."""
+
+
+def check_names(model: torch.nn.Module, policies: Mapping[torch.nn.Module, Policy], are_guessed: bool) -> None:
+    """Raise FastacError for a name in a policy that no Linear module of its blocks has.
+
+    Args:
+        policies: of the model's blocks.
+        are_guessed: the model may checkpoint parts of these blocks, or modules around them. A name that ends like that
+            of any Linear module is accepted: the first region of each kind checks it.
+    """
+    for policy in {one for one in policies.values() if one.linear}:
+        blocks = [block for block, own in policies.items() if own == policy]
+        names = dict.fromkeys(name for block in blocks for name in _linear_modules(block))
+        if are_guessed:
+            parts = [name.split(".") for name in _linear_modules(model)]
+            names |= dict.fromkeys(".".join(one[first:]) for one in parts for first in range(len(one)))
+        for pattern in policy.linear:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                some = [*names][:12]
+                raise FastacError(
+                    f"{policy}: no block of {class_name(model)} under it has a Linear module {pattern!r}."
+                    f"{did_you_mean(pattern, [*names, *patterns_of(names)])} Names are those inside a block: "
+                    f"{', '.join(some) or 'it has none'}{', ...' * (len(names) > len(some))}."
+                )
 
 
 def attach(block: torch.nn.Module, policy: Policy) -> None:

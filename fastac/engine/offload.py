@@ -19,7 +19,7 @@ from fastac.engine import host_memory, torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.calls import Transfers
 from fastac.engine.transport import PIECE, Copies, Pairs, Transport, transport_of
-from fastac.errors import FastacError
+from fastac.errors import FastacError, is_out_of_memory
 from fastac.policy import Policy
 
 SMALLEST = 2**21
@@ -195,7 +195,13 @@ class Stash:
         storages = [one for one in self.storages if one.frees_memory(self)]
         blocks = max(1, self.record.offloading - self.policy.keep)
         host_memory.check(blocks * sum(one.size for one in storages), blocks, self.policy)
-        pairs = [pair for one in storages if one.device is not None for pair in one.pairs(one.device)]
+        try:
+            pairs = [pair for one in storages if one.device is not None for pair in one.pairs(one.device)]
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            size = sum(one.size for one in storages)
+            raise host_memory.exhausted(size, self.record.name or "a block", self.policy, error) from error
         if self.transport is not None and pairs:
             copies = self.transport.begin(pairs, True, (), self.transfers)
             for one in storages:  # no sooner: allocating host memory may fail

@@ -10,7 +10,7 @@ import torch
 
 from fastac.engine.blocks import is_inside
 from fastac.engine.wrappers import inside, plain_name
-from fastac.errors import FastacError, class_name
+from fastac.errors import FastacError, class_name, did_you_mean
 from fastac.models.row import ModelRow
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
@@ -210,7 +210,8 @@ def _by_name(name: str, model: torch.nn.Module, outer: torch.nn.Module) -> torch
             return holder.get_submodule(name)
         except AttributeError:
             pass
-    raise FastacError(f"enable(blocks={name!r}): {class_name(model)} has no such module. {module_lists(model)}")
+    meant = did_you_mean(name, [one for one, _ in model.named_modules()])
+    raise FastacError(f"enable(blocks={name!r}): {class_name(model)} has no such module.{meant} {module_lists(model)}")
 
 
 def module_lists(model: torch.nn.Module) -> str:

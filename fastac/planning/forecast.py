@@ -127,6 +127,16 @@ class Forecast:
             mine += [one for one in candidates if one.name not in ("", EXCHANGED)]
         return found
 
+    def smallest(self, linear: bool = True) -> int | None:
+        """The fewest bytes with which `within` saves something; None where there is nothing to save."""
+        sizes: Counter[tuple[str, int, str]] = Counter()
+        for block, found in self.outputs().items():
+            longest = max((one.keys for one in found), default=0)  # attention over fewer keys is saved with it alone
+            for one in found:
+                if one.flops and one.keys in (longest, 0) and (linear or one.keys):
+                    sizes[block, one.keys, "" if one.keys else one.name] += one.bytes
+        return min(sizes.values(), default=None)
+
     def peak(self, policy: AnyPolicy, step: Timeline | None = None) -> int:
         """The most bytes that are allocated at one time under a policy. step: of these inputs, or on a line to them."""
         return self.states.total + (step or self.step(policy)).peak(self.policies(policy), self.gpus)

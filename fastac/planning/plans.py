@@ -99,11 +99,7 @@ class Plan:
             >>> plan = fastac.plan(transformer, inputs)
             >>> fastac.enable(transformer, plan.within("24GiB"))
         """
-        limit = parse_bytes(saved)
-        chosen = self.forecast.within(limit, linear, offload)
-        if all(policy.saves_nothing for policy in chosen.values()):
-            logger.warning("plan.within(%s): no output of a block is small enough", readable_bytes(limit))
-        return chosen
+        return _within(self.forecast, parse_bytes(saved), linear, offload)
 
     def largest_budget(self, memory: str | int, *, offload: bool = False) -> int | None:
         """The most bytes of saved outputs with which a step fits a memory, by its peak, for `within`.
@@ -255,6 +251,16 @@ def explained(problem: str, advice: str = "") -> Iterator[None]:
         raise FastacError(f"plan: {problem}: {cause}\n{advice}".strip()) from error
 
 
+def _within(forecast: Forecast, limit: int, linear: bool, offload: bool) -> dict[str, Policy]:
+    """The policies of all blocks within a number of bytes, and a warning if they save nothing."""
+    chosen = forecast.within(limit, linear, offload)
+    if all(policy.saves_nothing for policy in chosen.values()):
+        least = forecast.smallest(linear)
+        why = "no output of a block can be saved" if least is None else f"the smallest output takes {least} bytes"
+        logger.warning("plan.within(%s) saves nothing: %s", readable_bytes(limit), why)
+    return chosen
+
+
 def make_plan(
     forecast: Forecast,
     name: str,
@@ -277,7 +283,7 @@ def make_plan(
     if budget is None and memory is not None:
         budget = forecast.largest_budget(memory, offload)
     if budget is not None:
-        blocks = forecast.within(budget, offload=offload)
+        blocks = _within(forecast, budget, True, offload)
         policies.append(forecast.plan(blocks, WITHIN + readable_bytes(budget) + ", offload" * offload))
     return Plan(
         forecast=forecast,

@@ -173,7 +173,8 @@ class Report:
             table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
         for cells in zip(*columns.values(), strict=True):
             table.add_row(*cells)
-        state = f"policy {self.policy}" if self.active else "not enabled by fastac.enable"
+        state = f"policy {self.policy}" + ("" if self.active else ", not active")
+        state = state if self.active or self.policy != "none" else "not enabled by fastac.enable"
         lines = [f"{self.model_class}: {state}", render(table), self.problem, *self.remarks, self.summary]
         lines += [] if self.recompute is None else [str(self.recompute)]
         return "\n".join(filter(None, lines))
@@ -278,14 +279,20 @@ def decided_calls(model: torch.nn.Module, ids: Collection[str] | None = None) ->
 
 
 def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -> str:
+    earlier = ". The table is of the latest step under fastac." if seen else ""
     if enabled is None:
         if seen and not hasattr(model, "enable_gradient_checkpointing"):
             return ""  # it checkpoints itself
-        return "fastac.enable(model) was not called, or was undone; of patch_checkpoint, only modules are shown"
+        return (
+            "fastac.enable(model) was not called, or was undone; of patch_checkpoint, only modules are shown" + earlier
+        )
     if enabled.was_replaced():
-        return "gradient checkpointing was enabled again without fastac: nothing is saved"
+        return "gradient checkpointing was enabled again without fastac: nothing is saved" + earlier
     if enabled.was_switched_off():
-        return "gradient checkpointing was switched off since fastac.enable"
+        return "gradient checkpointing was switched off since fastac.enable" + earlier
     if saves_nothing(enabled.policy):
         return "this policy saves nothing, and attention calls are not watched under it"
+    if not seen and enabled.called:
+        others = ", ".join(dict.fromkeys(map(class_name, enabled.called.values())))
+        return f"{class_name(model)} checkpoints other modules than these: {others}"
     return "" if seen else "no forward with gradients was seen yet"

@@ -117,8 +117,25 @@ def test_the_next_policy_that_holds_less(policy: Any, way_out: str) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="below Python 3.11 an error has no notes")
+def test_memory_that_may_be_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch words it so where pinning fails, of the trainer's offload too: to offload more is no way out."""
+    held = out_of_memory._held
+    monkeypatch.setattr(out_of_memory, "_held", lambda found: [one._replace(place="cuda") for one in held(found)])
+    model = support.stack(layers=5)
+    fastac.enable(model, "full", blocks="blocks")
+    graph = model(**support.stack_inputs())
+    device = notes_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert device.endswith('policy=fastac.Policy("full", offload="inputs"))')
+    assert "pin" not in device
+    either = notes_of(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"))
+    assert "the host has no more memory to pin" in either
+    assert "offload=" not in either
+    del graph
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="below Python 3.11 an error has no notes")
 def test_a_note_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "_note", lambda: 1 // 0)
+    monkeypatch.setattr(out_of_memory, "_note", lambda error: 1 // 0)
     note = notes_of(MemoryError())
     assert note.startswith("fastac could not list what its regions hold: ZeroDivisionError")
     assert "fastac.report" in note

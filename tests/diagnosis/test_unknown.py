@@ -105,6 +105,37 @@ def test_what_is_known_is_not_named(namespace: str, caplog: pytest.LogCaptureFix
     assert not [line for line in caplog.messages if "runs again" in line]
 
 
+@pytest.mark.parametrize("what", ["op", "Function"])
+def test_a_region_in_which_nothing_is_known(what: str, namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A warning, once for a function, if it saves nothing: its attention may have a neutral name."""
+    run, name = (make_op(namespace, "run"), f"{namespace}::run") if what == "op" else (hidden("Neutral"), "Neutral")
+    block = Block(run)
+
+    def region(**named: torch.Tensor) -> torch.Tensor:
+        return block.out(run(*named.values()))
+
+    for keys in (12, 10):
+        for policy in ("none", "full", "attn_only", "long_attn_only"):
+            train_step(functools.partial(fastac.checkpoint, region, policy=policy), inputs(keys))
+    (line,) = caplog.messages
+    assert f"region: attn_only saves nothing in it: no attention was seen, and {name} run" in line
+    for way_out in ("fastac.register(", "fastac.make_visible(", 'policy="full"'):
+        assert way_out in line
+    train(run)  # a block of no enabled model
+    assert caplog.messages[1].startswith("Block: attn_only saves nothing")
+
+
+def test_a_region_without_attention(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No warning where everything is torch's, declared to be no attention, or beside something that is saved."""
+    gate = make_op(namespace, "attn_gate")
+    fastac.register(fastac.Row(namespace=namespace, name="attn_gate", kind="other"))
+    for calls in ([math_of], [gate], [sdpa, hidden("Neutral")]):
+        train_step(functools.partial(fastac.checkpoint, lambda one=calls, **named: Block(*one)(**named)), inputs())
+    linear = fastac.Policy("linear_only", linear=("out",))
+    train_step(functools.partial(fastac.checkpoint, Block(hidden("Neutral")), policy=linear), inputs())
+    assert not caplog.messages
+
+
 # Rows that match nothing
 
 

@@ -24,6 +24,7 @@ from fastac.engine.releases import WHOLE_PRODUCT
 from fastac.errors import readable_bytes
 from tests import support
 from tests.engine.cases import Change, assert_exact, held_bytes, twice
+from tests.hook.hosts import diffuser
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.model_state import state_of
 from tests.support import AttentionBlock, stack, stack_inputs, train_step
@@ -241,6 +242,30 @@ def test_report_and_verify_say_what_is_held() -> None:
 def test_a_name_of_no_linear_module(names: tuple[str, ...]) -> None:
     with pytest.raises(PolicyNotAppliedError, match=r"'to_q'.*qkv"):
         fastac.checkpoint(AttentionBlock(), **stack_inputs(), policy=Policy("attn_only", linear=names))
+
+
+def test_a_name_of_no_block_fails_at_enable() -> None:
+    """A name that only some blocks have is fine there. The model is left as it was."""
+    model = support.stack(layers=2)
+    model.blocks[1].extra = torch.nn.Linear(4, 4)
+    for policy, message in (
+        (Policy(linear=("ffn.0", "to_q")), r"no block of AttentionStack.* 'to_q'\. "),
+        (Policy(linear=("fnn.*",)), r"'fnn\.\*'\. Did you mean \"ffn\.\*\"\? "),
+        ({"blocks.0": Policy(linear=("extra",)), "*": "full"}, "'extra'"),
+    ):
+        before = state_of(model)
+        with pytest.raises(FastacError, match=message):
+            fastac.enable(model, policy, blocks="blocks")
+        assert state_of(model) == before
+    fastac.enable(model, Policy(linear=("extra", "ffn.*")), blocks="blocks")
+
+
+def test_names_in_a_model_whose_blocks_are_guessed() -> None:
+    """It may call parts of them, as a UNet does: these have other names."""
+    model = diffuser()
+    fastac.enable(model, Policy(linear=("0",)))
+    with pytest.raises(FastacError, match="'to_q'"):
+        fastac.enable(model, Policy(linear=("to_q",)))
 
 
 @pytest.mark.parametrize("function", [lambda block: lambda *args: block(*args), functools.partial], ids=["", "partial"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -449,14 +450,48 @@ def test_a_host_without_enough_memory(ranks: str, fits: bool, device: Simulated,
         model(**inputs).sum().backward()
 
 
+def test_host_memory_that_cannot_be_pinned(device: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is an error of the host's memory: more offload would pin more. The next step is exact."""
+    expected = train(stack(layers=LAYERS))
+    model = stack(layers=LAYERS)
+    fastac.enable(model, Policy(offload=True), blocks="blocks")
+    pin = device.host_memory
+
+    def pin_two_blocks(size: int) -> torch.Tensor:
+        if device.in_use > 3 * INPUT:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+        return pin(size)
+
+    video = {name: value * 1 for name, value in stack_inputs().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "host_memory", pin_two_blocks)
+        with pytest.raises(FastacError) as raised:
+            model(**video)
+    message = str(raised.value)
+    assert message.startswith("attn_only(offload=True): the host has no memory left to pin for ")
+    for words in (
+        "AttentionStack.blocks.",
+        "(RuntimeError: CUDA error: out of memory)",
+        'offload="attention"',
+        "keep=",
+    ):
+        assert words in message
+    assert str(raised.value.__cause__).startswith("CUDA error: out of memory")
+    if sys.version_info >= (3, 11):
+        (note,) = raised.value.__notes__
+        assert "attention on the host" in note
+        assert "would hold" not in note, "on the device"
+    assert_same(train(model), expected)
+
+
 def test_what_fitted_before_is_allocated_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer videos need the rest alone."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(host_memory._state, "fits", 60)
     monkeypatch.setattr(host_memory, "available", lambda: 40)
-    host_memory.check(100, 1, "full")
+    host_memory.check(100, 1, Policy("full"))
     with pytest.raises(FastacError, match="are available"):
-        host_memory.check(141, 1, "full")
+        host_memory.check(141, 1, Policy("full"))
 
 
 def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,8 @@ def test_what_blocks_may_be(blocks: Any, count: int) -> None:
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        ("layers", r"Nest.*'listed'"),
+        ("layers", r"Nest has no such module\. Its.*'listed'"),
+        (["first", "lists"], r'Did you mean "listed"\?'),
         ([support.AttentionBlock()], "no module of Nest"),
         (["first", "first.norms"], r"'first\.norms\.0' is inside block 'first'"),
         ("empty", "no block"),

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fastac
 from fastac.errors import FastacError
 from fastac.planning.forecast import MIB, Forecast, states_of
+from fastac.planning.plans import make_plan
 from fastac.planning.subject import subject
 from fastac.policy import Policy
 from tests.hook.hosts import CheckpointsItself, diffuser
@@ -90,9 +91,23 @@ def test_within_takes_bytes_as_people_write_them(caplog: pytest.LogCaptureFixtur
     )
     with pytest.raises(FastacError, match="'much'"):
         plan.within("much")
-    assert set(plan.within(1).values()) == {Policy("full")}
-    assert "no output of a block is small enough" in caplog.text
     assert set(plan.within(1, offload=True).values()) == {Policy("full", offload=True)}
+
+
+def test_bytes_in_which_nothing_can_be_saved(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning, also of `fastac plan --budget`, with the bytes that are needed: one less is not enough."""
+    plan = fastac.plan(*tiny(WAN))
+    assert not caplog.messages
+    assert set(plan.within(1).values()) == {Policy("full")}
+    (said,) = caplog.messages
+    needed = int(said.removeprefix("plan.within(1 B) saves nothing: the smallest output takes ").removesuffix(" bytes"))
+    for size, saves in ((needed, True), (needed - 1, False)):
+        caplog.clear()
+        policies = make_plan(plan.forecast, "Wan", "", budget=size).blocks.values()
+        assert all(policy.saves_nothing for policy in policies) == bool(caplog.messages) == (not saves)
+    plan = fastac.plan(torch.nn.Sequential(torch.nn.Linear(8, 8)), [torch.randn(2, 8)], blocks=["0"])
+    plan.within("1GiB", linear=False)
+    assert caplog.messages[-1] == "plan.within(1.0 GiB) saves nothing: no output of a block can be saved"
 
 
 def test_attention_that_cannot_be_saved(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -145,6 +147,74 @@ def test_a_model_that_is_not_enabled() -> None:
         train_step(model, support.stack_inputs())
         fastac.disable(model)
     assert fastac.report(torch.nn.Linear(2, 2)).rows == ()
+
+
+SMALL = {"norm_num_groups": 4, "layers_per_block": 1}
+UNET = SMALL | {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "cross_attention_dim": 8,
+    "attention_head_dim": 4,
+}
+UNET_2D = SMALL | {
+    "block_out_channels": (8, 8),
+    "down_block_types": ("AttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "AttnUpBlock2D"),
+    "attention_head_dim": 4,
+}
+
+
+def test_models_that_call_fastac_for_other_modules_than_their_lists() -> None:
+    """These are shown, where they hold blocks or are in one: inside of a UNet's lists, around an autoencoder's."""
+    image, time = torch.randn(1, 4, 8, 8), torch.tensor([1])
+    unet = diffusers.UNet2DConditionModel(**UNET)
+    vae = diffusers.AutoencoderKL(**SMALL, block_out_channels=(8,), latent_channels=2)
+    for model, inputs, found in (
+        (unet, (image, time, torch.randn(1, 3, 8)), {"down_blocks.0.attentions.0.transformer_blocks": (1, 2)}),
+        (vae, (torch.randn(1, 3, 8, 8),), {"encoder": (1, 1), "decoder": (1, 1)}),
+    ):
+        fastac.enable(model)
+        assert fastac.report(model).problem == "no forward with gradients was seen yet"
+        copy.deepcopy(model)(*inputs).sample.sum().backward()
+        assert fastac.report(model).problem == "no forward with gradients was seen yet"
+        for _ in range(2):
+            model(*inputs).sample.sum().backward()
+            report = fastac.report(model)
+            assert report.problem == ""
+            rows = {row.container: row for row in report.rows}
+            for name, (blocks, saved) in found.items():
+                row = rows[name]
+                assert (row.blocks, row.blocks_seen, row.saved) == (blocks, blocks, saved)
+        total = sum(row.saved for row in report.rows)
+        assert total == {unet: 8, vae: 2}[model]
+        assert f"{total} of {total} attention forwards are not run again" in str(report)
+        assert all("Resnet" not in row.block_class for row in report.rows)
+    other = diffusers.UNet2DModel(in_channels=4, out_channels=4, **UNET_2D)
+    fastac.enable(other)
+    other(image, time).sample.sum().backward()
+    assert fastac.report(other).problem == "UNet2DModel checkpoints other modules than these: ResnetBlock2D"
+
+
+def test_checkpointing_that_was_switched_off() -> None:
+    """The table of the latest step stays, and says so."""
+    model = diffuser()
+    fastac.enable(model)
+    model.disable_gradient_checkpointing()
+    off = "gradient checkpointing was switched off since fastac.enable"
+    assert fastac.report(model).problem == off
+    model.enable_gradient_checkpointing(fastac.hook.enabled_on(model).function)
+    train_step(model, support.stack_inputs())
+    model.disable_gradient_checkpointing()
+    train_step(model, support.stack_inputs())
+    report = fastac.report(model)
+    assert not report.active
+    assert report.rows[0].saved == 4
+    assert report.problem == off + ". The table is of the latest step under fastac."
+    assert str(report).startswith("Diffuser: policy attn_only, not active\n")
+    fastac.disable(model)
+    assert str(fastac.report(model)).startswith("Diffuser: not enabled by fastac.enable\n")
+    assert "The table is of the latest step under fastac" in fastac.report(model).problem
 
 
 def test_a_model_that_calls_fastac_checkpoint_itself() -> None:
