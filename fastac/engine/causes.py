@@ -6,6 +6,7 @@ does not restore, a setting of the compiler.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import block_of, globals_of, held_by, is_compiled
+from fastac.engine.blocks import MANY, block_of, globals_of, held_by, is_compiled
 
 
 def found(function: Any, modules: Sequence[torch.nn.Module], values: Iterable[Any], stance: str) -> str:
@@ -59,7 +60,7 @@ def _generators(function: Any, modules: Sequence[torch.nn.Module], values: Itera
     forward = type(function).forward if isinstance(function, torch.nn.Module) else function
     places = [("", one) for one in (*values, *held_by(forward), *globals_of(forward))]
     for module in modules:
-        for prefix, inner in module.named_modules():
+        for prefix, inner in itertools.islice(module.named_modules(), MANY):  # a closure may hold the whole model
             places += [(f"{prefix}.{name}".lstrip("."), one) for name, one in vars(inner).items()]
     numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))
