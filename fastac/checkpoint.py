@@ -196,6 +196,8 @@ class _Call:
         is_nested = torch_private.in_backward()  # in the recompute of another region: is itself no step
         is_sampled = not is_nested and record.begin_region() and not _is_captured()
         known, tape, observer, stash = None, None, None, None
+        if is_nested and policy.saves_nothing:  # else the tape raises
+            diagnosis.warn_of_reentrant(function, policy)
         if policy.offload and not is_nested:  # whose backward comes at once
             stash = Stash(policy, function, record, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:

@@ -235,9 +235,28 @@ class Enabled:
         vars(self.model).pop(_ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
-        """Count regions from here on: the model's forward begins."""
+        """Count regions from here on: the model's forward begins. Raises PolicyNotAppliedError."""
         if not torch.compiler.is_compiling():
             self.opened = 0
+            if self.by_forward and torch.is_grad_enabled() and self.was_replaced():
+                self._refuse_second()
+
+    def _refuse_second(self) -> None:
+        """Raise PolicyNotAppliedError for the model's own checkpointing inside the blocks' forward.
+
+        Only warn where the policy saves nothing: all is exact, and a reentrant one costs a third forward.
+        """
+        said = (
+            f"{self.policy}: gradient checkpointing of {class_name(self.model)} was switched on after fastac.enable, "
+            f"so its blocks are checkpointed twice. Switch it off: {_off(self.model)}."
+        )
+        if not saves_nothing(self.policy):
+            raise PolicyNotAppliedError(said)
+        functions = [models.switch_function(one) for one, _, _ in self.switches]
+        if any(getattr(one, "keywords", {}).get("use_reentrant") for one in functions):
+            kinds.warn_once(
+                self.model, "reentrant", f"{said} It is reentrant: their forward runs three times in a step."
+            )
 
     def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError if the model ran, with gradients on, and opened no region or saved nothing."""
@@ -596,4 +615,6 @@ def _refuse_own(model: torch.nn.Module) -> None:
 def _off(model: torch.nn.Module) -> str:
     # transformers has both of the last two until its version 6
     names = ("disable_gradient_checkpointing", "activation_checkpointing_disable", "gradient_checkpointing_disable")
-    return next((f"model.{name}()" for name in names if hasattr(model, name)), "gradient_checkpointing = False")
+    off = next((f"model.{name}()" for name in names if hasattr(model, name)), "gradient_checkpointing = False")
+    by_trainer = " (a Trainer of transformers switches it on: set TrainingArguments(gradient_checkpointing=False))"
+    return off + by_trainer * hasattr(model, "gradient_checkpointing_enable")

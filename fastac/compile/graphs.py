@@ -67,6 +67,8 @@ class Traced:
     may_run: int = 0
     """Number of attention calls that backward may run: those that AOT was asked to recompute, in regions of others as
     well, and those that belong to the backward itself."""
+    has_nested: bool = False
+    """Some graph calls a nested_compile_region, in which AOT saves as it likes."""
 
     def add(self, policy: Policy, op: BoundOp, keys: Any, saved: bool, outputs: Any) -> None:
         """Note the decision about a call that is being traced."""
@@ -82,7 +84,9 @@ class Traced:
     def count(self) -> None:
         """Count the calls that the backward may run, now that the graphs are complete, and drop the graphs."""
         while self.graphs:
-            for node in filter(is_attention, self.graphs.pop().nodes):
+            graph = self.graphs.pop()
+            self.has_nested |= any(node.target is torch_private.NESTED_REGION for node in graph.nodes)
+            for node in filter(is_attention, graph.nodes):
                 again = is_recomputed(node) or torch_private.is_of_backward(node)
                 self.may_run += again and node.name not in self.saved
 
@@ -94,6 +98,7 @@ class _State:
         self.traced: dict[str, Traced] = {}  # by the id of a compilation; other threads add to it
         self.watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()  # called in regions
         self.resets = 0  # of dynamo
+        self.budget = 1.0  # the smallest of AOT's partitioner while regions were traced or first ran, since the reset
         self.thread = threading.local()  # backward: of the graph that runs; again: saved attention that ran in it
 
     def here(self) -> dict[str, Traced]:
@@ -102,6 +107,7 @@ class _State:
         if self.resets != compilations.resets:
             self.resets = compilations.resets
             self.traced.clear()
+            self.budget = 1.0
         return self.traced
 
 
@@ -115,6 +121,7 @@ def reset() -> None:
     """Forget every graph, for tests."""
     _state.traced.clear()
     _state.watched.clear()
+    _state.budget = 1.0
     if _ran_again in engine.listeners:
         engine.listeners.remove(_ran_again)
 
@@ -158,6 +165,8 @@ def ids_among(nodes: Iterable[Any]) -> set[str]:
 
 
 def _watch_backward() -> None:
+    _state.here()
+    _state.budget = min(_state.budget, engine_private.memory_budget())
     if _ran_again not in engine.listeners:
         engine.listeners.append(_ran_again)
 
@@ -183,11 +192,25 @@ def _ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     if thread.again > allowed:
         raise PolicyNotAppliedError(
             f"{policy}: {op.name} over {keys} keys ran again in the backward of a graph that torch.compile made "
-            f"(compilation {torch_private.compile_id_of(function)}): the compiler did not keep what the policy saves. "
-            f"torch._functorch.config.activation_memory_budget below 1 does that, a partitioner of your own, or a "
-            f"graph from torch's cache that was made under either. Remove it, call torch._dynamo.reset(), and train "
-            f"once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
+            f"(compilation {torch_private.compile_id_of(function)}): the compiler did not keep what the policy saves.\n"
+            f"{_why(function)}"
         )
+
+
+def _why(function: type) -> str:
+    """Sentences on why a graph's backward runs attention again, and what to do."""
+    traced = _state.here().get(torch_private.compile_id_of(function))
+    if traced is not None and traced.has_nested:
+        return (
+            "It holds a torch.compiler.nested_compile_region, in which the compiler saves as it likes. Use "
+            "fastac.compile(model) in the place of torch.compile around it, or leave the nested region out."
+        )
+    _watch_backward()
+    cause = "torch._functorch.config.activation_memory_budget below 1 does that, a partitioner of your own, or a graph "
+    cause += "from torch's cache that was made under either. Remove it"
+    if _state.budget < 1:
+        cause = f"torch._functorch.config.activation_memory_budget is, or was, {_state.budget:g}. Set it to 1"
+    return f"{cause}, call torch._dynamo.reset(), and train once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
 
 
 def _known_of(function: type) -> tuple[Iterable[Policy], int]:

@@ -18,6 +18,8 @@ from torch.fx import traceback
 from fastac.engine.torch_private import COMPILED_NODE, function_of, proxy_mode
 
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+NESTED_REGION = torch.ops.higher_order.invoke_subgraph
+"""What torch.compiler.nested_compile_region becomes in a graph."""
 
 
 def compile_id() -> str | None:

@@ -123,6 +123,18 @@ def warn_of_fewer(function: Any) -> None:
     kinds.warn_once(function, "fewer", said)
 
 
+def warn_of_reentrant(function: Any, policy: Policy) -> None:
+    """Warn, once, of a region that a reentrant checkpoint opens in its backward: its forward runs for a third time."""
+    node = torch_private.running_node()
+    checkpoint = None if node is None else torch_private.function_of(node)
+    if checkpoint is not None and not torch_private.in_recompute():
+        said = (
+            f"{describe(function)}: its forward runs three times in a step: {checkpoint.__name__}, a reentrant "
+            f"checkpoint, is around this one of policy {str(policy)!r}. Pass use_reentrant=False, or switch one off."
+        )
+        kinds.warn_once(function, "reentrant", said)
+
+
 def _say_unseen(function: Any, tape: Tape) -> None:
     """Say that compiled code is not run again: a warning if no attention was seen in it."""
     said = (

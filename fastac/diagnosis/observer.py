@@ -200,7 +200,10 @@ class Observer(PassThrough):
             return 'the math kernel is forced (SDPBackend.MATH, backend "_native_math" or torch.backends)'
         mask = self._added
         if isinstance(mask, torch.Tensor) and mask.shape[-2:] == scores.shape[-2:] and mask.requires_grad:
-            return "its mask requires grad: detach it, or keep it out of training"
+            return (
+                'its mask requires grad, as a position bias that is trained: policy="full" trains it. If it is not to '
+                "be trained, detach or freeze it"
+            )
         return ""
 
     def _outside(self, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -170,7 +170,7 @@ def modules_run_by(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]
     module = module_of(function)
     if module is not None:
         return [inside(module)]
-    values = [function, *args, *kwargs.values(), *_globals_of(function)]
+    values = [function, *args, *kwargs.values(), *globals_of(function)]
     found: dict[torch.nn.Module, None] = {}
     levels = _DEPTH
     while values:
@@ -185,7 +185,7 @@ def modules_run_by(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]
     return list(found)
 
 
-def _globals_of(function: Any) -> list[Any]:
+def globals_of(function: Any) -> list[Any]:
     """What a function, or one that it wraps, uses of its module, without other functions."""
     found: list[Any] = []
     while function is not None:

@@ -21,7 +21,7 @@ import re
 import struct
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +86,7 @@ class Difference(NamedTuple):
     again: Fingerprint
     allowed: float  # the noise between the two
     where: str  # the tensor's op and module, in words
+    found: str  # what may explain it, as a line with its break
 
 
 @dataclasses.dataclass
@@ -101,6 +102,8 @@ class Comparison:
     """Of the tensors that the forward saved, if values are compared."""
     ends: types.CodeType
     """Code of the frame that calls the function."""
+    found: Callable[[], str]
+    """What may explain a difference, as a line with its break."""
 
     def __post_init__(self) -> None:
         self._rewritten: set[str] = set()  # as in the record, where it comes once nothing differed
@@ -134,8 +137,9 @@ class Comparison:
             what = f"uses {name} otherwise than the forward did: it was written between forward and backward "
             what += "(optimizer.step, an EMA swap, load_state_dict), or another adapter is active"
         self._error = self._error or RecomputeError(
-            f"{describe(self.function)}: recompute {what}.\nGradients would be wrong. Keep what a block reads besides "
-            f'its arguments unchanged until backward is done; determinism_check="none" switches off this check alone.'
+            f"{describe(self.function)}: recompute {what}.\n{self.found()}Gradients would be wrong. Keep what a block "
+            f"reads besides its arguments unchanged until backward is done (an adapter, a cache, random numbers); "
+            f'determinism_check="none" switches off this check alone.'
         )
 
     def _is_rewritten(self, weight: torch.Tensor) -> bool:
@@ -174,7 +178,9 @@ class Comparison:
             if forward.is_read_later or relative_difference(forward, again) > allowed:
                 where = place(module_of(self.function), tensor, self.ends)
                 if where is not None:
-                    self._differences.append(Difference(describe(self.function), forward, again, allowed, where))
+                    found = self._differences[0].found if self._differences else self.found()
+                    block = describe(self.function)
+                    self._differences.append(Difference(block, forward, again, allowed, where, found))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether the block has written a weight in this recompute."""
@@ -239,15 +245,16 @@ def _read(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
 
 
 def _check(differences: Iterable[Difference]) -> None:
-    for block, forward, again, allowed, where in differences:
+    for block, forward, again, allowed, where, found in differences:
         apart = relative_difference(forward, again)
         if apart > allowed:
             seen = f"relative difference {apart:.1e}, {allowed:.1e} is noise" if allowed else "whole numbers differ"
             raise RecomputeError(
                 f"{block}: recompute does not compute what the forward did. The first difference is {where} "
-                f"({seen}).\nSomething besides its arguments changed before backward: an adapter or its scale, "
-                f"weights, a cache, a context variable, or a state that the block changes itself. Gradients would be "
-                f"wrong, and may have been before: values are compared in steps 0, 1, 2, 4, 8, ...\n"
+                f"({seen}).\n{found}Something besides its arguments changed before backward: an adapter or its scale, "
+                f"weights, a cache, a context variable, random numbers of another generator than the default one, or a "
+                f"state that the block changes itself. Gradients would be wrong, and may have been before: values are "
+                f"compared in steps 0, 1, 2, 4, 8, ...\n"
                 f"Keep it unchanged until backward is done (a LoRA's scale: by set_adapters), or pass it to the block; "
                 f'determinism_check="none" switches off this check alone.'
             )

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastac.engine import torch_private
+from fastac.engine import causes, torch_private
 from fastac.engine.blocks import BlockRecord, describe
 from fastac.engine.buffers import Buffers
 from fastac.engine.comparison import (
@@ -107,6 +107,7 @@ class Region:
         self.in_checkpoint = torch_private.innermost_checkpoint() is not None  # its inputs are slots of that
         self.autocast = _autocast()
         self.default_device = torch_private.default_device()
+        self.stance = torch_private.stance()
 
     @torch_private.without_dynamo
     def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
@@ -223,13 +224,13 @@ class Region:
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                 torch.enable_grad(),
                 self._as_in_forward(),
-                Replay(self.tape) if self.tape is not None else _NOTHING,
+                Replay(self.tape, self.found) if self.tape is not None else _NOTHING,
                 _NOTHING if self.mode is None else self.mode(),
             ):
                 try:
                     self.function(*args, **kwargs)
                 except _MISTAKES as error:
-                    _name_cause(self.function, error)
+                    self._name_cause(error, (*args, *kwargs.values()))
                     raise
             self.record.recomputed = True
             if self.complete or not recompute.surplus:  # else a gradient inside the forward, which recompute ran past
@@ -244,6 +245,27 @@ class Region:
             if isinstance(backward, int):
                 torch_private.at_end_of_backward(functools.partial(_forget, weakref.ref(self), backward))
         return tensors
+
+    def found(self) -> str:
+        """What may explain that recompute differs, as a line with its break; "" for nothing."""
+        return causes.found(self.function, self.modules, self.kwargs.values(), self.stance)
+
+    def _name_cause(self, error: Exception, inputs: Iterable[Any]) -> None:
+        """Raise RecomputeError for an error of a recompute; not for lack of memory, which a trainer may catch."""
+        if type(error) not in _MISTAKES or is_out_of_memory(error):
+            return
+        guess = "The block probably read state that changed in between: a cache, a list, a flag, random numbers, a "
+        guess += "context that was left. Switch caches off in training, or do not"
+        if any(map(torch_private.is_batched, inputs)):
+            guess = (
+                "Its forward ran inside torch.vmap, and recompute runs after that has ended. Give the block a batch "
+            )
+            guess += "in the place of vmap, or do not"
+        # Also an instance of the error's own type, which torch's checkpoint raises.
+        raise type("RecomputeError", (RecomputeError, type(error)), {})(
+            f"{describe(self.function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"
+            f'{self.found()}{guess} checkpoint the block (policy "none", blocks=... without it).'
+        ) from error
 
     def _check_inputs(self, comparison: Comparison) -> None:
         """Raise RecomputeError for an input that was written since the forward, unless values are compared."""
@@ -270,17 +292,6 @@ class Region:
         return stack
 
 
-def _name_cause(function: Any, error: Exception) -> None:
-    """Raise RecomputeError for an error of a recompute; not for lack of memory, which a trainer may catch."""
-    if type(error) in _MISTAKES and not is_out_of_memory(error):
-        # Also an instance of the error's own type, which torch's checkpoint raises.
-        raise type("RecomputeError", (RecomputeError, type(error)), {})(
-            f"{describe(function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"
-            f"The block probably read state that changed in between: a cache, a list, a flag, a context that was left. "
-            f'Switch caches off in training, or do not checkpoint the block (policy "none", blocks=... without it).'
-        ) from error
-
-
 class _Recompute:
     """Finds the tensor of each slot of a region. It does not hold the region: its graph may outlive the region."""
 
@@ -295,7 +306,7 @@ class _Recompute:
         self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
         fingerprints = region.fingerprints if self.has_fingerprints else ()
         ends = Region._run_again.__code__
-        self.comparison = Comparison(self.function, region.modules, region.record, fingerprints, ends)
+        self.comparison = Comparison(self.function, region.modules, region.record, fingerprints, ends, region.found)
 
     @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -323,9 +334,10 @@ class _Recompute:
         if self.surplus or missing:
             raise RecomputeError(
                 f"{describe(self.function)}: recompute saved {self.count - missing + self.surplus} tensors for "
-                f"backward where the forward saved {self.count}: it took another path.\nAn adapter that was switched, "
-                f"disabled or fused before backward does that, another flag, a cache. Keep them until it is done. "
-                f"So does torch.func.jvp with gradients on: run it under torch.no_grad()."
+                f"backward where the forward saved {self.count}: it took another path.\n{self.comparison.found()}"
+                f"An adapter that was switched, disabled or fused before backward does that, another flag, a cache, "
+                f"random numbers, other settings of the compiler. Keep them until it is done. So does torch.func.jvp "
+                f"with gradients on: run it under torch.no_grad()."
             )
         self.comparison.check()
 

@@ -433,9 +433,11 @@ class Replay(Scope):
 
     position = 0
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, found: Callable[[], str]) -> None:
+        """found: what may explain another path, as a line with its break."""
         self.tape = tape
         self.policy = tape.policy
+        self.found = found
 
     def __enter__(self) -> Replay:
         running = torch_private.running_backward()
@@ -450,7 +452,7 @@ class Replay(Scope):
         # An early stop is an exception. A recompute that came to its end must have made the same calls.
         if exception[0] is None and self.position != len(self.tape.entries):
             missing = self.tape.entries[self.position]
-            raise _another_path(f"ended before {readable(missing.op, missing.inputs, missing.product)}", "made it")
+            raise self._another_path(f"ended before {readable(missing.op, missing.inputs, missing.product)}", "made it")
 
     def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         is_issued = op.kind in ("exchange", "gather")
@@ -476,7 +478,7 @@ class Replay(Scope):
         if self.position >= len(self.tape.entries):
             if not self.tape.complete:
                 return Entry(op, 0, inputs)
-            raise _another_path(f"called {readable(op, inputs, product)}", "had ended")
+            raise self._another_path(f"called {readable(op, inputs, product)}", "had ended")
         entry = self.tape.entries[self.position]
         # By name: torch may return another object for the same op once an older definition of it is collected.
         if (
@@ -485,9 +487,16 @@ class Replay(Scope):
             or (entry.op is not op and entry.op.qualified_name != op.qualified_name)
         ):
             forward = readable(entry.op, entry.inputs, entry.product)
-            raise _another_path(f"called {readable(op, inputs, product)}", f"called {forward}")
+            raise self._another_path(f"called {readable(op, inputs, product)}", f"called {forward}")
         self.position += 1
         return entry
+
+    def _another_path(self, recompute: str, forward: str) -> RecomputeError:
+        return RecomputeError(
+            f"recompute {recompute} where the forward {forward}.\n{self.found()}The checkpointed function took another "
+            f"path, or chose otherwise (random numbers do that), or the attention backend changed in between, or a "
+            f"cache (use_cache=True) was filled. Make it depend on its arguments alone."
+        )
 
 
 class RecomputeError(FastacError, CheckpointError):
@@ -495,11 +504,3 @@ class RecomputeError(FastacError, CheckpointError):
 
     def __reduce__(self) -> Any:
         return RecomputeError, self.args, self.__dict__  # whatever else it is an instance of (fastac.engine.region)
-
-
-def _another_path(recompute: str, forward: str) -> RecomputeError:
-    return RecomputeError(
-        f"recompute {recompute} where the forward {forward}: the checkpointed function took another path, or chose "
-        f"otherwise, or the attention backend changed in between, or a cache (use_cache=True) was filled. Make it "
-        f"depend on its arguments alone."
-    )

@@ -83,6 +83,7 @@ _REQUIRED = (
     "_C._autograd._top_saved_tensors_default_hooks",
     "_C._current_autograd_node",
     "_C._current_graph_task_id",
+    "_C._functorch.is_batchedtensor",
     "_C._dispatch_get_all_op_names",
     "_C._dispatch_has_kernel_for_dispatch_key",
     "_C._dispatch_kernel_for_dispatch_key_is_fallthrough",
@@ -255,6 +256,17 @@ def proxy_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
 
 
+def stance() -> str:
+    """The stance of torch.compiler.set_stance. "default" before dynamo is loaded."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return "default" if module is None else module._stance.stance
+
+
+def memory_budget() -> float:
+    """The share of activations that AOT's partitioner may save; 1 before it is loaded."""
+    return getattr(sys.modules.get("torch._functorch.config"), "activation_memory_budget", 1.0)
+
+
 _is_non_strict: Callable[[], bool] = getattr(torch.compiler, "_is_non_strict_tracing", lambda: False)  # since 2.12
 
 
@@ -306,6 +318,11 @@ def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> A
 def has_no_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape and no data, as in a trace or on the meta device."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta
+
+
+def is_batched(value: object) -> bool:
+    """Whether a value is a tensor of torch.vmap, also after that has ended."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_batchedtensor(value)
 
 
 def is_abstract(args: Sequence[object]) -> bool:

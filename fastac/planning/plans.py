@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import re
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -220,7 +221,7 @@ def plan(
         >>> plan = fastac.plan(transformer, inputs)
         >>> fastac.enable(transformer, plan.within("24GiB"))
     """
-    hook.check_module(model, "plan")
+    _refuse_sharded(hook.check_module(model, "plan"))
     args, kwargs = arguments(inputs)
     named = [*(("", value) for value in args), *kwargs.items()]
     tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
@@ -237,6 +238,17 @@ def plan(
             shapes,
         )
     return found
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    """Raise FastacError for a model that FSDP has sharded: FSDP cannot be copied without its data."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+    if any(isinstance(one, kinds) for one in model.modules()):
+        raise FastacError(
+            f"plan: {class_name(model)} is sharded by FSDP. Plan before you shard, with gpus=... for the number of "
+            f"GPUs that share the weights; or from its configuration: fastac plan config.json --gpus ..."
+        )
 
 
 @contextlib.contextmanager

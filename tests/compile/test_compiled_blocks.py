@@ -129,6 +129,45 @@ def test_a_compiled_block_that_makes_fewer_calls(caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("fewer attention calls") == 1
 
 
+STANCES = [("default", "force_eager", "full"), ("eager_on_recompile", "default", "attn_only")]
+
+
+@pytest.mark.parametrize(("forward", "recompute", "policy"), STANCES)
+def test_a_stance_of_the_compiler_on_one_side(forward: str, recompute: str, policy: str) -> None:
+    """Eager and compiled code save other tensors. The error names the stances, not the block's state alone."""
+    model = compile_blocks(small(policy, layers=1), "aot_eager")
+    with torch.compiler.set_stance(forward):
+        loss = support.loss_of(model(**small_inputs()))
+    with (
+        torch.compiler.set_stance(recompute),
+        pytest.raises(FastacError, match=f'"{forward}" in the forward and "{recompute}" in recompute') as error,
+    ):
+        loss.backward()
+    assert len(str(error.value).splitlines()) <= 5
+
+
+def test_a_stance_that_compiles_later() -> None:
+    model = compile_blocks(small("attn_only"), "aot_eager", None)
+
+    def train() -> None:
+        for tokens in (24, 25, 26):
+            train_step(model, small_inputs(tokens))
+
+    with torch.compiler.set_stance("eager_then_compile"), pytest.raises(FastacError, match='"eager_then_compile" in'):
+        train()
+
+
+def test_a_memory_budget_of_the_recompute_alone() -> None:
+    model = compile_blocks(small("attn_only", layers=1), "aot_eager")
+    loss = support.loss_of(model(**small_inputs()))
+    torch._dynamo.reset()
+    with (
+        torch._functorch.config.patch(activation_memory_budget=0),
+        pytest.raises(FastacError, match="activation_memory_budget is 0"),
+    ):
+        loss.backward()
+
+
 def test_blocks_that_enable_was_given() -> None:
     """After `enable(model, blocks=...)` other calls know the blocks."""
     model, inputs = stack(), stack_inputs()

@@ -5,12 +5,14 @@ And code that is compiled anew between forward and recompute.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
+import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
@@ -18,7 +20,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import fastac
 from fastac import PolicyNotAppliedError
 from tests import support
-from tests.compile.steps import EACH_WAY, WAYS, compile_blocks, compile_whole, frozen_inputs, small, small_inputs
+from tests.compile.steps import (
+    EACH_WAY,
+    WAYS,
+    compile_blocks,
+    compile_whole,
+    frozen_inputs,
+    small,
+    small_inputs,
+)
 from tests.compiler import reset
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import assert_same, executions_of, stack, stack_inputs, train_step
@@ -66,8 +76,9 @@ class TestAMemoryBudget:
     @EACH_WAY
     def test_is_an_error_in_the_first_step(self, way: str) -> None:
         model = WAYS[way](small("attn_only", layers=1), "aot_eager")
-        with budget(0.0), RAN_AGAIN:
+        with budget(0.0), RAN_AGAIN as error:
             train_step(model, small_inputs())
+        assert "activation_memory_budget is, or was, 0. Set it to 1" in str(error.value)
 
     def test_in_code_that_was_compiled_later(self) -> None:
         """The block's attention is known by then. Its code is new."""
@@ -89,6 +100,35 @@ class TestAMemoryBudget:
             other = way(stack(layers=1, policy="none"), "aot_eager")
             with budget(0.0):
                 assert executions_of(other, inputs) == 4
+
+
+class Nested(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(support.WIDTH))
+
+    @torch.compiler.nested_compile_region
+    def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        scaled = (video * self.scale)[None]
+        return F.scaled_dot_product_attention(scaled, scaled, scaled)[0]
+
+
+@NEEDS_COMPILED_MODELS
+def test_attention_in_a_nested_region() -> None:
+    """The error names it, and the way that saves."""
+    model = stack(block=Nested)
+    fastac.enable(model, blocks="blocks")
+    with RAN_AGAIN as error:
+        train_step(compile_whole(model, "aot_eager"), small_inputs())
+    assert re.search(r"nested_compile_region.*fastac\.compile", str(error.value))
+    assert "budget" not in str(error.value)
+
+
+def test_a_nested_region_in_compiled_blocks() -> None:
+    model = stack(block=Nested)
+    fastac.compile(model, blocks="blocks", backend="aot_eager")
+    train_step(model, small_inputs())
+    assert executions_of(model, small_inputs(), train_step(stack(block=Nested), small_inputs())) == 2
 
 
 @pytest.mark.parametrize("beside", ["full", LONG_ONLY])

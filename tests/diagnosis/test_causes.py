@@ -80,6 +80,10 @@ def region(attend: Attend, policy: Any = "attn_only") -> Callable[..., torch.Ten
     return functools.partial(fastac.checkpoint, AttentionBlock(attend=attend), policy=policy)
 
 
+def region_of(block: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    return functools.partial(fastac.checkpoint, block)
+
+
 def tensors() -> list[torch.Tensor]:
     return [torch.randn(1, 2, 5, 4).requires_grad_() for _ in range(3)]
 
@@ -135,6 +139,30 @@ def test_math_backend_set_after_enable(steps: int) -> None:
         train_step(model, inputs)
     model.set_attention_backend("_native_math")
     assert re.search(r"blocks\.0.*\n?.*math", error_of(model, **inputs))
+
+
+class Biased(torch.nn.Module):
+    """Attention with a trained bias in the place of a mask, as T5's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(support.VIDEO_TOKENS, support.VIDEO_TOKENS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sdpa(x[None], x[None], x[None], attn_mask=self.bias)[0]
+
+
+def test_a_bias_that_is_trained() -> None:
+    """Detaching it, as for other masks, would end its training. What the message names trains it."""
+    block, inputs = Biased(), {"x": stack_inputs()["video"]}
+    expected = train_step(block, inputs)
+    assert re.search(
+        r'mask requires grad.*bias that is trained: policy="full" trains it', error_of(region_of(block), **inputs)
+    )
+    block.zero_grad()
+    fastac.enable(block, "full", blocks=block)
+    assert_same(train_step(block, inputs), expected)
+    assert any("bias" in name for name in expected)
 
 
 # Attention written out
@@ -415,6 +443,22 @@ def test_parameters_that_get_no_gradient_are_named(caplog: pytest.LogCaptureFixt
     assert "attn1" in said
     assert "to_q" in said
     assert "to_out" not in said
+
+
+# Recompute that differs. By what a block reads: tests/ways/test_changed_before_backward.py
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("policy", ["attn_only", "full"])
+def test_a_backward_outside_vmap(policy: str) -> None:
+    """torch says that a tensor escaped. The block reads no state, and has no cache."""
+    model, (video, text) = stack(policy=policy, layers=1), stack_inputs().values()
+    videos = torch.stack([video, video])
+    outputs = torch.vmap(lambda one: model(one, text))(videos)
+    with pytest.raises(fastac.FastacError, match=r"forward ran inside torch\.vmap") as error:
+        outputs.sum().backward()
+    assert "cache" not in str(error.value)
+    assert len(str(error.value).splitlines()) <= 5
 
 
 # Threads

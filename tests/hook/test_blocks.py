@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from diffusers.hooks import ModelHook as DiffusersHook
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
 from tests import support
+from tests.hook.hosts import CheckpointsItself, diffuser
 from tests.model_state import state_of
 from tests.support import executions_of, stack_inputs, train_step
 
@@ -211,6 +213,52 @@ def test_a_hook_that_takes_the_forward_along_is_noticed() -> None:
         train_step(model, inputs)
     fastac.enable(model, blocks="first")
     train_step(model, inputs)
+
+
+def streamed(model: Any) -> Any:
+    """Weights of each block that are there only while it runs: hooks on the block load them."""
+
+    def unload(block: Any, *_: Any) -> None:
+        for parameter in block.parameters():
+            parameter.data = torch.empty(0)
+
+    def load(weights: dict[str, torch.Tensor], block: Any, _: Any) -> None:
+        for name, parameter in block.named_parameters():
+            parameter.data = weights[name]
+
+    for block in model.requires_grad_(False).blocks:
+        weights = {name: parameter.data for name, parameter in block.named_parameters()}
+        block.register_forward_pre_hook(functools.partial(load, weights))
+        block.register_forward_hook(unload)
+    return model
+
+
+def test_hooks_on_a_block_do_not_run_in_recompute() -> None:
+    """Its forward is checkpointed, inside them. The error names them, and two ways in which they run again."""
+    inputs, expected = stack_inputs(), train_step(diffuser().requires_grad_(False), stack_inputs())
+    model = streamed(diffuser())
+    fastac.enable(model, blocks="blocks")
+    with pytest.raises(FastacError, match=r"hooks on the block \(load, unload\) do not run again") as error:
+        train_step(model, inputs)
+    assert len(str(error.value).splitlines()) <= 5
+    fastac.enable(model := streamed(diffuser()))
+    assert executions_of(model, inputs, expected) == 4
+    model = streamed(diffuser(CheckpointsItself))
+    model.gradient_checkpointing = True
+    with fastac.patch_checkpoint():
+        assert executions_of(model, inputs, expected) == 4
+
+
+def test_hooks_of_fastac_are_not_named() -> None:
+    """A model that is its own block has some."""
+    block = support.AttentionBlock()
+    fastac.enable(block, blocks=block)
+    loss = support.loss_of(block(**stack_inputs()))
+    with torch.no_grad():
+        block.norms[0].weight.mul_(2)
+    with pytest.raises(FastacError, match="written between forward and backward") as error:
+        loss.backward()
+    assert "hooks" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["early_stop", "policy", "function"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -169,6 +171,30 @@ def test_reentrant_checkpoints_around_blocks(own: str, which: str) -> None:
     for _ in range(2):
         with pytest.raises(PolicyNotAppliedError, match=advice):
             train_step(model, stack_inputs())
+
+
+def test_a_reentrant_checkpoint_around_blocks_that_save_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """All is exact, and the blocks run three times: one warning. Twice in any other order is what was asked for."""
+
+    class Around(support.AttentionStack):
+        run = staticmethod(reentrant)
+
+        def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                video = self.run(block, video, text)
+            return video
+
+    model, inputs = Around(), stack_inputs()
+    expected = train_step(model, inputs)
+    fastac.enable(model, "full", blocks="blocks")
+    for _ in range(2):
+        assert support.executions_of(model, inputs, expected) == 12
+    assert re.search(r"blocks\.1: its forward runs three times.*CheckpointFunction.*use_reentrant=False", caplog.text)
+    assert len(caplog.records) == 1
+    model.run = functools.partial(torch_checkpoint, use_reentrant=False)
+    fastac.engine.kinds.state.reset()
+    assert support.executions_of(model, inputs, expected) == 8
+    assert len(caplog.records) == 1
 
 
 # Attention in a backward, outside a replay

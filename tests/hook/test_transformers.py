@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -14,10 +15,12 @@ from transformers import (
     LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    Trainer,
+    TrainingArguments,
 )
 
 import fastac
-from fastac import FastacError
+from fastac import FastacError, PolicyNotAppliedError
 from tests import support
 from tests.model_state import state_of
 from tests.support import assert_same, executions_of, pickled, train_step
@@ -92,7 +95,7 @@ def test_its_own_switch_after_enable() -> None:
     model = made("llama")
     fastac.enable(model)
     model.activation_checkpointing_enable()
-    with pytest.raises(FastacError, match="checkpoint of the block's own"):
+    with pytest.raises(PolicyNotAppliedError, match=r"on after fastac\.enable.*activation_checkpointing_disable"):
         train_step(model, inputs())
     with pytest.raises(FastacError, match=r"on already.*activation_checkpointing_disable\(\)"):
         fastac.enable(model)
@@ -102,3 +105,34 @@ def test_its_own_switch_after_enable() -> None:
     train_step(model, {**inputs(), "use_cache": False})
     found = fastac.report(model)
     assert (found.active, found.rows[0].saved) == (True, 2)
+
+
+def test_its_own_switch_beside_a_policy_that_saves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It is exact. Only a reentrant checkpoint costs another forward, which is said once."""
+    model = made("llama")
+    plain = {**inputs(), "use_cache": False}
+    expected = train_step(model, plain)
+    for use_reentrant, executions in ((False, 4), (True, 6)):
+        fastac.enable(model, "full")
+        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        for _ in range(2):
+            assert executions_of(model, plain, expected) == executions
+        assert caplog.text.count("forward runs three times") == use_reentrant
+        model.activation_checkpointing_disable()
+
+
+def test_a_trainer_that_switches_it_on(tmp_path: Path) -> None:
+    """Its options decide, and the error names that option. Without it the trainer trains."""
+    data = [{"input_ids": inputs()["input_ids"][0], "labels": inputs()["input_ids"][0]}]
+    options = {"max_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    for switched_on in (True, False):
+        model = made("llama")
+        fastac.enable(model)
+        arguments = TrainingArguments(str(tmp_path), gradient_checkpointing=switched_on, **options)
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)
+        if switched_on:
+            with pytest.raises(PolicyNotAppliedError, match=r"TrainingArguments\(gradient_checkpointing=False\)"):
+                trainer.train()
+        else:
+            trainer.train()
+            assert fastac.report(model).rows[0].saved == 2

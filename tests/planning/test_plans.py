@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -268,3 +269,23 @@ def test_what_cannot_be_planned() -> None:
     for args, options, message in cases:
         with pytest.raises(FastacError, match=message):
             fastac.plan(*args, **options)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_a_model_that_is_sharded(tmp_path: Any) -> None:
+    """What is wrong is no input: a plan comes before FSDP, of either kind."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        first, second = stack(), stack()
+        for i, block in enumerate(second.blocks):
+            first.blocks[i] = FullyShardedDataParallel(first.blocks[i], device_id=torch.device("cpu"))
+            fully_shard(block, mesh=mesh)
+        for model in (first, second):
+            with pytest.raises(
+                FastacError, match=r"AttentionStack is sharded by FSDP\. Plan before you shard, with gpus="
+            ):
+                fastac.plan(model, stack_inputs(), blocks="blocks")
+    finally:
+        torch.distributed.destroy_process_group()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -216,9 +218,22 @@ def shuffled(layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
     return hidden[:, order] if layer.training else hidden
 
 
+def noised(layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
+    return (hidden * layer.generator.random()).tanh() if layer.training else hidden
+
+
+def noised_by(generator: Any) -> Layer:
+    """Scaled by a number of a generator of its own."""
+    layer = Layer(noised)
+    layer.generator = generator
+    return layer
+
+
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "counted": lambda: Layer(counted),
     "shuffled": lambda: Layer(shuffled),
+    "numpy": lambda: noised_by(np.random.default_rng(0)),
+    "Python": lambda: noised_by(random.Random(0)),
 }
 
 
@@ -250,4 +265,8 @@ def test_a_state_of_the_block_is_an_error(layer: str, is_last: bool) -> None:
     for _ in range(2):
         loss().backward()
     block.layer.train()
-    assert "a state that the block changes itself" in error_of(loss())
+    message = error_of(loss())
+    assert "a state that the block changes itself" in message
+    assert ("of torch, layer.generator" in message) == (layer == "shuffled")
+    assert ("of numpy, layer.generator" in message) == (layer == "numpy")
+    assert ("of random, layer.generator" in message) == (layer == "Python")
