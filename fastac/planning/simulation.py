@@ -99,6 +99,7 @@ class Meter(TorchDispatchMode):
 
     def begin(self, region: str) -> None:
         """A region begins its forward, or its recompute."""
+        self.linear = ""  # the recompute before may have ended inside a Linear module
         self.candidates.setdefault(region, [])
         self.begins[region].append(Moment(len(self.events), self.flops.total()))
         self.events.append(Event(0))
