@@ -315,6 +315,17 @@ def empty_outputs(op: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> A
     )
 
 
+def efficient_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The memory-efficient attention, which a plan simulates where a CPU has no kernel."""
+    outputs = torch.ops.aten._scaled_dot_product_efficient_attention.default(*args, **kwargs)
+    return outputs[0]  # type: ignore[no-any-return]
+
+
+def softmax_to_fp32(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """The softmax of numbers in fp16, in fp32 without a copy of them, as CUDA has it."""
+    return torch.ops.aten._softmax.default(values, dim, True)  # type: ignore[no-any-return]
+
+
 def has_no_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape and no data, as in a trace or on the meta device."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta

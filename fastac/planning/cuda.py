@@ -19,6 +19,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from fastac.engine import torch_private
+
 Tensors = tuple[torch.Tensor | None, ...]
 
 
@@ -61,7 +63,7 @@ def softmax(values: torch.Tensor, dim: int, *others: Any, dtype: torch.dtype | N
     """One kernel from fp16 to fp32, without a copy of the input in fp32."""
     if values.dtype is not torch.float16 or torch.float32 not in (dtype, *others):
         return NotImplemented
-    return torch.ops.aten._softmax.default(values, dim, True)
+    return torch_private.softmax_to_fp32(values, dim)
 
 
 def attention(
@@ -83,8 +85,7 @@ def attention(
     if attn_mask is not None:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype is torch.bool else attn_mask
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    return torch_private.efficient_attention(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
 
 
 FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
