@@ -417,6 +417,9 @@ def enable(
     if by_forward:
         _refuse_own(model)
     named = {name: block for container in containers for name, block in container.blocks.items()}
+    if isinstance(policy, Mapping) and not by_forward and len(models.switches(model)) > 1:
+        # A UNet checkpoints modules beside the blocks in its lists: a plan has their names.
+        named |= {name: module for name, module in model.named_modules() if name in policy}
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
     prepare()
     check_backends(model, named, selected)

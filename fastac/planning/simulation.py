@@ -268,7 +268,7 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         module = block_of(block)
-        if module not in names:
+        if module is None or module not in names:
             raise FastacError(f"plan: the model checkpoints {describe(block)}, which is no module of it.")
         name = names[module]
         subject.blocks.setdefault(name, module)
