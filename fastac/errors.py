@@ -1,8 +1,10 @@
-"""Errors of fastac, and words of their messages: of a rank, a module's class, a number of bytes."""
+"""Errors of fastac, and words of their messages: of a rank, a module's class, a number of bytes, a name meant."""
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Iterable
 
 _ENGINES = ("FSDP", "DDP", "Replicate")
 """Prefixes that `fully_shard` and `replicate` give to the name of a module's class."""
@@ -32,6 +34,13 @@ def readable_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """' Did you mean "attn_only"?', of the choice that is closest to an unknown name; "" if none is close."""
+    lowered = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), lowered, n=1)
+    return f' Did you mean "{lowered[close[0]]}"?' if close else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

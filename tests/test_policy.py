@@ -17,6 +17,8 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import FastacError, Policy
+from fastac.errors import did_you_mean
+from fastac.policy import NAMED
 from tests import support
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +74,14 @@ def test_a_policy_is_a_frozen_value(policy: Policy, printed: str) -> None:
 def test_what_is_no_policy(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(FastacError, match=message):
         Policy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("attention_only", "attn_only"), ("Full", "full"), ("long-attn-only", "long_attn_only"), ("everything", None)],
+)
+def test_the_name_that_was_meant(name: str, meant: str | None) -> None:
+    assert did_you_mean(name, NAMED) == ("" if meant is None else f' Did you mean "{meant}"?')
 
 
 @pytest.mark.parametrize(("keys", "executions"), [(1023, 2), (1024, 1)])
