@@ -200,8 +200,8 @@ def table_of_figures(
 
 
 def unit_of(sizes: Iterable[int]) -> str:
-    """The unit in which the largest of some numbers of bytes is at least 1."""
-    return readable_bytes(max(sizes, default=0)).split()[1]
+    """The unit in which the smallest of some numbers of bytes that is not 0 is at least 1."""
+    return readable_bytes(min(filter(None, sizes), default=0)).split()[1]
 
 
 def in_unit(size: int, unit: str) -> str:

@@ -7,16 +7,20 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from diffusers.models.attention_dispatch import AttentionBackendName
 
+import fastac
 from fastac import cli
 from fastac.backends import LIBRARIES
 from fastac.cli.backends import _backends_of_diffusers
 from fastac.cli.measuring import version
 from fastac.errors import FastacError
+from fastac.policy import Policy
+from tests import support
 from tests.support import cells_of
 
 
@@ -75,6 +79,46 @@ def test_json_of_the_installed_command_which_imports_no_library(tmp_path: Path) 
     backends = {backend["name"]: backend for backend in found["diffusers_backends"]}
     assert (backends["native"]["can_be_saved"], backends["native"]["missing"]) == (True, None)
     assert (backends["sage"]["can_be_saved"], backends["sage"]["verdict"]) == (False, "not_trainable")
+
+
+def test_everything_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nothing says how wide a terminal is, and nothing is cut off. Tables of plan and bench have tests there."""
+    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
+    model, inputs = support.build("WanTransformer3DModel")
+    fastac.enable(model, {"blocks.0": "full", "*": Policy(min_kv=4, linear=("ffn.*",), offload=True)})
+    verified = fastac.verify(model, **inputs)
+    support.train_step(model, inputs)
+    for columns in (None, 50, 200):
+        width = columns or 80
+        monkeypatch.setenv("COLUMNS", str(width)) if columns else monkeypatch.delenv("COLUMNS")
+        for command in (["backends"], ["backends", "--all"]):
+            assert cli.main(command) == 0
+            text = capsys.readouterr().out
+            assert min(width, 81) - 10 < max(map(len, text.splitlines())) <= width, text
+            assert "…" not in text
+        for text in map(str, (verified, fastac.report(model))):
+            assert min(width, 81) - 20 < max(map(len, text.splitlines())) <= width, text
+            assert "…" not in text
+
+
+def test_a_process_prints_nothing_of_other_libraries() -> None:
+    """Not even what libkineto logs of profiles."""
+    program = """
+import torch, fastac
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)[None]
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+print(fastac.verify(Model(8, 8), torch.ones(1, 4, 8)))
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "KINETO_LOG_LEVEL")}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    run = partial(subprocess.run, env=environment, capture_output=True, text=True, check=False)
+    ran = run([sys.executable, "-c", program])
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert all(line.startswith(("Model: ", "What recompute ran", *"┏┃┡│└")) for line in ran.stdout.splitlines())
+    ran = run([sys.executable, "-m", "fastac", "--version"])
+    assert (ran.stdout, ran.stderr) == (f"fastac {version('fastac')}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [[], ["check"], ["plan", "wan2.1-t2v-1.3b", "--frames", "nine"]])

@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,11 @@ def test_every_way_is_measured() -> None:
     assert cells["attn_only"][:2] == ["1.500", "3 (3-3)"]
     assert cells["attn_only"][4:] == ["4", "bitwise"]
     assert "budget: 52.0 KiB" in str(measured)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS")
+        narrow = str(measured)
+    assert 70 < max(map(len, narrow.splitlines())) <= 80, narrow
+    assert {"long_attn_only", "planned"} < set(cells_of(narrow)), "names are broken between words"
 
 
 def test_no_values_are_compared_in_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +233,28 @@ def test_a_configuration_and_a_video(small: list[str], capsys: pytest.CaptureFix
     assert found["command"].startswith(f"fastac bench {small[0]} --frames 5")
     assert {"processor", "cores", "torch", "fastac"} < found["machine"].keys()
     assert (found["rounds"], found["budget"], found["reference"]) == (1, 20 * 2**10, "none")
+
+
+def test_what_does_not_fit_is_not_run(
+    small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a plan, before the model is built; if nothing fits, sizes are named with which it does."""
+    command = ["bench", *small, "--dtype", "fp32", "--rounds", "1", "--frames", "33"]
+    monkeypatch.setattr(measuring, "VARIANTS", {name: VARIANTS[name] for name in ("none", "full")})
+    monkeypatch.setattr("fastac.engine.host_memory.available", lambda: 600 * 2**10)
+    assert cli.main(command) == 0
+    captured = capsys.readouterr()
+    cells = cells_of(captured.out)
+    assert (cells["none"][-1], cells["full"][-1]) == ("does not fit", "bitwise")
+    assert re.search(r"^none: does not fit: .* are planned, and 600.0 KiB available$", captured.out, re.MULTILINE)
+    assert f"simulating {small[0]} on 33 frames" in captured.err.splitlines()
+
+    monkeypatch.setattr("fastac.engine.host_memory.available", lambda: 250 * 2**10)
+    assert cli.main(command) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "and 250.0 KiB are available on cpu. --layers 1 --frames 17 would fit." in captured.err.splitlines()[-1]
+    assert "full: warm-up" not in captured.err
 
 
 def test_what_cannot_be_measured_is_one_message(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import re
 import sys
@@ -13,9 +15,11 @@ import pytest
 
 import fastac
 from fastac import cli
+from fastac.cli.plan import lines_of
 from fastac.models import published as configurations
-from fastac.planning.plans import ROWS, parse_bytes
-from fastac.planning.video import Training
+from fastac.planning import Plan
+from fastac.planning.plans import ROWS, make_plan, parse_bytes
+from fastac.planning.video import Training, plan_video
 from fastac.policy import Policy
 from tests.support import cells_of
 
@@ -63,10 +67,15 @@ def test_a_plan_as_json(small: list[str], tmp_path: Path, capsys: pytest.Capture
     assert picture.read_bytes().startswith(b"<?xml")
 
 
-def test_a_plan_as_a_table(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """With the line of code for the best that fits: here that is no checkpointing."""
+def test_a_plan_as_a_table(
+    small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In 80 columns. With the line of code for the best that fits: here that is no checkpointing."""
+    monkeypatch.delenv("COLUMNS")
     assert cli.main(["plan", *small, "--memory", "256KiB", "--optimizer", "sgd", "--dtype", "fp32"]) == 0
     table = capsys.readouterr().out
+    assert 70 < max(map(len, table.splitlines())) <= 80, table
+    assert "…" not in table
     cells = cells_of(table)
     title = " ".join(table.split())
     assert "float32, all weights, sgd" in title
@@ -74,6 +83,50 @@ def test_a_plan_as_a_table(small: list[str], capsys: pytest.CaptureFixture[str])
     assert [int(cells[name][-1]) for name in ("none", "full")] == [5, 13]
     assert "best that fits: none, with 0.768 of the FLOPs of full" in title
     assert table.splitlines()[-1] == "# It fits without checkpointing: nothing is to be enabled."
+
+
+def test_the_best_that_fits(small: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all rows and budgets, with host copies only as fast as a usual bus; and the lines of code enable it."""
+    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
+    Path(small[0]).write_text(json.dumps(json.loads(Path(small[0]).read_text()) | {"num_layers": 4}))
+    configuration = configurations.load(small[0])
+    video = dataclasses.replace(configuration.default, frames=33, height=64, width=64, text_tokens=8)
+    found = plan_video(configuration, video, Training(optimizer="sgd"))
+    model: Any = configurations.build(configuration, video.dtype)
+    options = argparse.Namespace(memory="", budget=None, context_parallel=1, checkpointed=2)
+    given = {"fastac": fastac, "transformer": model, "inputs": {}}
+    monkeypatch.setattr(fastac, "plan", lambda *arguments: found)  # it was simulated already
+
+    def enabled(plan: Plan) -> Any:
+        exec("\n".join(lines_of(plan, options)), given)
+        state = fastac.hook.enabled_on(model)
+        fastac.disable(model)
+        return "none" if state is None else state.policy_as_given()
+
+    # The largest budget, in few digits; with offload if that saves more and a bus is fast enough.
+    peak = found.forecast.peak("full")
+    names = []
+    for tflops in (1e-9, 1e9):
+        plan = make_plan(found.forecast, "", "", memory=peak + 50_000, tflops=tflops)
+        assert plan.best is plan.policies[-1]
+        assert plan.best.peak_bytes <= peak + 50_000
+        size, is_offloaded = re.fullmatch(r"within (\S+ KiB)(, offload)?", plan.best.policy).groups()
+        assert parse_bytes(size) == plan.budget >= plan.best.saved_bytes
+        assert enabled(plan) == found.within(size, offload=bool(is_offloaded)) == plan.blocks
+        names.append(plan.best.policy)
+    assert [name.endswith("offload") for name in names] == [True, False]
+
+    rows = [*found.policies, dataclasses.replace(found.policies[0], policy="attn_only, first 2 blocks")]
+    first = {f"blocks.{number}": Policy("attn_only" if number < 2 else "none") for number in range(4)}
+    expected = ROWS | {"none": "none", "attn_only, first 2 blocks": first}
+    for name, policy in expected.items():
+        fits = tuple(dataclasses.replace(one, peak_bytes=1 if one.policy == name else 2) for one in rows)
+        assert enabled(dataclasses.replace(found, policies=fits, memory=1)) == policy
+    # Copies that are waited for are worse than any recompute.
+    waits = dataclasses.replace(found.policies[3], peak_bytes=1, bytes_per_flop=1.0)
+    full = dataclasses.replace(found.policies[1], peak_bytes=1)
+    for fits, best in (((waits, full), full), ((waits,), waits), ((), None)):
+        assert dataclasses.replace(found, policies=fits, memory=1).best is best
 
 
 def test_a_plan_with_offload(
