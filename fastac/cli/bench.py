@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     with telling() as tell, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own
         found, video = sizes_of(options)
-        too_large = does_not_fit(found, video, options.device, budget, tell)
+        too_large = does_not_fit(found, video, options, budget, tell)
         tell(f"building {options.model}")
         subject, workload = workload_of(found, video, options)
         measured = bench(workload, subject, options.rounds, budget, options.offload, tell, too_large)
@@ -80,33 +80,39 @@ def sizes_of(options: argparse.Namespace) -> tuple[Configuration, Video]:
     return found, video
 
 
-def does_not_fit(found: Configuration, video: Video, device: str, budget: int | None, tell: Tell) -> dict[str, str]:
+def does_not_fit(
+    found: Configuration, video: Video, options: argparse.Namespace, budget: int | None, tell: Tell
+) -> dict[str, str]:
     """By way of checkpointing, why it cannot run here: a plan says that its step needs more memory than is available.
 
     Small models are not planned. Raises FastacError if no way can run, and says with which sizes one could.
     """
-    available = host_memory.available() if device == "cpu" else torch.cuda.mem_get_info()[0]
+    is_cpu = options.device == "cpu"
+    available = host_memory.available() if is_cpu else torch.cuda.mem_get_info()[0]
     if available is None or _rough_bytes(found, video) < available:
         return {}
+    usable = available * 9 // 10  # the rest is for what a plan does not count
     try:
         plan = plan_video(found, video, Training(optimizer="sgd"), budget=budget, tell=tell)
     except FastacError as error:  # some models cannot be simulated
         tell(f"not planned, and may run out of memory: {error}")
         return {}
-    peaks = {row.policy: row.peak_bytes for row in plan.policies}
+    tell(f"planned: {plan.policies[1].flops / 1e12:,.4g} TFLOPs in a step under full checkpointing")
+    peaks = {row.policy: row.peak_bytes for row in plan.policies if options.offload or not row.host_bytes}
     peaks |= {"planned": peaks["attn_only"] if budget is None else plan.policies[-1].peak_bytes}
     peaks["torch SAC, by name"] = peaks["attn_only"]
-    if device == "cpu":  # it is the host, too, and holds the gradients that others are compared with
+    if is_cpu:  # it is the host, too, and holds the gradients that others are compared with
         peaks = {name: peaks[name.removesuffix(", offload")] + plan.gradients for name in peaks}
-    if min(peaks.values()) > available:
+    here = f"of {readable_bytes(available)} available, {readable_bytes(usable)} may be used"
+    if (least := min(peaks.values())) > usable:
         raise FastacError(
-            f"bench {found.name}: {video} needs {readable_bytes(min(peaks.values()))} under full checkpointing, and "
-            f"{readable_bytes(available)} are available on {device}. {_what_fits(found, video, available, tell)}"
+            f"bench {found.name}: {video} needs {readable_bytes(least)}, and {here}, on {options.device}. "
+            f"{_what_fits(found, video, usable, tell)}"
         )
     return {
-        name: f"does not fit: {readable_bytes(size)} are planned, and {readable_bytes(available)} available"
+        name: f"does not fit: {readable_bytes(size)} are planned, and {here}"
         for name, size in peaks.items()
-        if size > available
+        if size > usable
     }
 
 
