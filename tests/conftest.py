@@ -43,6 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "ROWS", registry.rows())  # no warning of rows of other tests, whose ops are gone
+    monkeypatch.setenv("COLUMNS", "200")  # nothing in tables is folded, whatever the tests run in
     with as_in_a_fresh_process():
         yield
 

@@ -355,7 +355,7 @@ def backends() -> None:
     with unmoved():
         from fastac.cli import backends
 
-        backends.run(argparse.Namespace(json=False))
+        backends.run(argparse.Namespace(json=False, all=True))
 
 
 def graph() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 after an error, or 2 for a wrong call."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="fastac", description="Selective activation checkpointing for attention.")
+    parser.add_argument("--version", action="version", version=f"fastac {importlib.metadata.version('fastac')}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, purpose in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=purpose)

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,17 +19,15 @@ from fastac.backends.verdicts import Verdict
 from fastac.cli.measuring import version
 from fastac.engine import interception
 from fastac.registry import AttentionOp
-from fastac.verification.tables import console, new_table
+from fastac.verification.tables import new_table, render
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-WIDTH = 100
-"""Columns of the tables where there is no terminal."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fastac backends`."""
+    parser.add_argument("--all", action="store_true", help="also what is not installed, or cannot run here")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
 
 
@@ -41,30 +38,50 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found, indent=2))
         return 0
-    output = console(width=shutil.get_terminal_size((WIDTH, 24)).columns, highlight=False)
+    hidden = 0 if options.all else _leave_out_absent(found)
     for table in _tables(found):
-        output.print(table)
+        print(render(table))
+    if hidden:
+        print(f"not installed, or cannot run here: {hidden} more (--all)")
     return 0
+
+
+def _leave_out_absent(found: dict[str, Any]) -> int:
+    """Leave out libraries that are not installed, and backends that cannot run here. Returns how many these are."""
+    libraries = [one for one in found["libraries"] if one["installed"]]
+    names = ("_native", *(one["backend"] for one in libraries if one["distribution"] != "torch"))
+    kept = {
+        "libraries": libraries,
+        "diffusers_backends": [
+            one
+            for one in found["diffusers_backends"]
+            if one["can_be_saved"]
+            or (not one["missing"] and one["verdict"] != "unknown" and any(name in one["name"] for name in names))
+        ],
+    }
+    hidden = sum(len(found[name]) - len(rows) for name, rows in kept.items())
+    found |= kept
+    return hidden
 
 
 def _tables(found: dict[str, Any]) -> list[Table]:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    libraries = _table(versions, "library", "installed", "ops", "verdict", "how it is saved, what to do")
-    ops = _table("attention ops in this process, saved when they are called", "op", "of")
-    owners: dict[str, list[str]] = {}
+    libraries = _table(versions, "library", "how it is saved, what to do")
+    ops = _table("attention ops in this process, saved when they are called", "by library")
     for library in [*found["libraries"], *found["plugins"]]:
+        here = f"{library['installed']}, {len(library['ops']) or 'no'} ops" if library["installed"] else "not installed"
         how = "; ".join(filter(None, (library["how"], library["advice"])))
-        count = str(len(library["ops"]) or "none")
-        libraries.add_row(library["name"], library["installed"] or "no", count, _words(library["verdict"]), how)
-        for op in library["ops"]:
-            owners.setdefault(op, []).append(library["name"])
-    for op, names in sorted(owners.items()):
-        ops.add_row(op, ", ".join(names))
-    diffusers = _table("attention backends of diffusers", "backend", "on this machine", "verdict", "what, or why not")
+        libraries.add_row(f"{library['name']}\n{here}", f"{_words(library['verdict'])}: {how}")
+        if library["ops"]:
+            ops.add_row("\n".join((library["name"], *(f"  {op}" for op in library["ops"]))))
+    diffusers = _table("attention backends of diffusers", "backend", "on this machine, what it is, or why not")
+    backends: dict[str, list[str]] = {}  # names of those that are alike
     for backend in sorted(found["diffusers_backends"], key=lambda one: (not one["can_be_saved"], one["name"])):
-        here = "can be saved" if backend["can_be_saved"] else "refused"
+        here = "can be saved" if backend["can_be_saved"] else f"refused, {_words(backend['verdict'])}"
         why = "; ".join(filter(None, (backend["what"], backend["missing"])))
-        diffusers.add_row(backend["name"], here, _words(backend["verdict"]), why)
+        backends.setdefault(f"{here}: {why}", []).append(backend["name"])
+    for why, names in backends.items():
+        diffusers.add_row("\n".join(names), why)
     broken = _table("plugins that were left out", "plugin", "why")
     for plugin, problem in found["broken_plugins"].items():
         broken.add_row(plugin, problem)
@@ -72,11 +89,11 @@ def _tables(found: dict[str, Any]) -> list[Table]:
 
 
 def _table(title: str, *headings: str) -> Table:
-    """A table whose first and last columns are folded to the width; names and verdicts in between are not."""
+    """A table with lines between rows, which are of several lines each."""
     table = new_table(title)
+    table.show_lines = True
     for heading in headings:
-        prose = heading in ("library", headings[-1])
-        table.add_column(heading, overflow="fold", no_wrap=not prose)
+        table.add_column(heading, overflow="fold")
     return table
 
 

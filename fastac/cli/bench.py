@@ -15,9 +15,13 @@ import torch
 from fastac import models
 from fastac.cli.measuring import Workload, bench, build, machine
 from fastac.cli.plan import add_video, telling, video_of
-from fastac.errors import FastacError
+from fastac.engine import host_memory
+from fastac.errors import FastacError, readable_bytes
 from fastac.models import published as configurations
+from fastac.models.published import Configuration
+from fastac.models.videos import Video
 from fastac.planning.plans import parse_bytes
+from fastac.planning.video import Tell, Training, plan_video
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,24 +55,98 @@ def run(options: argparse.Namespace) -> int:
         raise FastacError("bench --device cuda: torch finds no GPU here")
     # Read at the first matmul: without it torch's deterministic algorithms refuse every matmul on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    with telling() as status, warnings.catch_warnings():
+    with telling() as tell, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own
-        status.update(f"building {options.model}")
-        subject, workload = workload_of(options)
-        found = bench(workload, subject, options.rounds, budget, options.offload, status.update)
-    print(found)
+        found, video = sizes_of(options)
+        too_large = does_not_fit(found, video, options, budget, tell)
+        tell(f"building {options.model}")
+        subject, workload = workload_of(found, video, options)
+        measured = bench(workload, subject, options.rounds, budget, options.offload, tell, too_large)
+    print(measured)
     if options.json is not None:
-        what = {"command": shlex.join(["fastac", *options.arguments]), "machine": machine()} | dataclasses.asdict(found)
+        what = {"command": shlex.join(["fastac", *options.arguments]), "machine": machine()} | dataclasses.asdict(
+            measured
+        )
         options.json.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def workload_of(options: argparse.Namespace) -> tuple[str, Workload]:
-    """The step of the options, in words and to run. Raises FastacError for a model or sizes that are not possible."""
+def sizes_of(options: argparse.Namespace) -> tuple[Configuration, Video]:
+    """The model and the video of the options. Raises FastacError for an unknown model."""
     found = configurations.load(options.model)
     video = video_of(options, found.default)
     if options.layers is not None:
         found = dataclasses.replace(found, config=configurations.with_layers(found.config, options.layers))
+    return found, video
+
+
+def does_not_fit(
+    found: Configuration, video: Video, options: argparse.Namespace, budget: int | None, tell: Tell
+) -> dict[str, str]:
+    """By way of checkpointing, why it cannot run here: a plan says that its step needs more memory than is available.
+
+    Small models are not planned. Raises FastacError if no way can run, and says with which sizes one could.
+    """
+    is_cpu = options.device == "cpu"
+    available = host_memory.available() if is_cpu else torch.cuda.mem_get_info()[0]
+    if available is None or _rough_bytes(found, video) < available:
+        return {}
+    usable = available * 9 // 10  # the rest is for what a plan does not count
+    try:
+        plan = plan_video(found, video, Training(optimizer="sgd", device=options.device), budget=budget, tell=tell)
+    except FastacError as error:  # some models cannot be simulated
+        tell(f"not planned, and may run out of memory: {error}")
+        return {}
+    tell(f"planned: {plan.policies[1].flops / 1e12:,.4g} TFLOPs in a step under full checkpointing")
+    peaks = {row.policy: row.peak_bytes for row in plan.policies if options.offload or not row.host_bytes}
+    peaks |= {"planned": peaks["attn_only"] if budget is None else plan.policies[-1].peak_bytes}
+    peaks["torch SAC, by name"] = peaks["attn_only"]
+    if is_cpu:  # it is the host, too, and holds the gradients that others are compared with
+        peaks = {name: peaks[name.removesuffix(", offload")] + plan.gradients for name in peaks}
+    here = f"of {readable_bytes(available)} available, {readable_bytes(usable)} may be used"
+    if (least := min(peaks.values())) > usable:
+        raise FastacError(
+            f"bench {found.name}: {video} needs {readable_bytes(least)}, and {here}, on {options.device}. "
+            f"{_what_fits(found, video, usable, tell)}"
+        )
+    return {
+        name: f"does not fit: {readable_bytes(size)} are planned, and {here}"
+        for name, size in peaks.items()
+        if size > usable
+    }
+
+
+def _rough_bytes(found: Configuration, video: Video) -> int:
+    """More than a step without checkpointing holds, without a simulation: for Wan 2.1 1.3B it is 4 times as much."""
+    with torch.device("meta"):
+        model = configurations.build(found, video.dtype)
+    widths = sum(one.in_features + one.out_features for one in model.modules() if isinstance(one, torch.nn.Linear))
+    tokens = video.batch * (video.tokens(found.patch) + video.text_tokens)
+    return video.dtype.itemsize * (6 * tokens * widths + 3 * sum(one.numel() for one in model.parameters()))
+
+
+def _what_fits(found: Configuration, video: Video, available: int, tell: Tell) -> str:
+    """The options for fewer blocks, then for fewer frames, with which full checkpointing fits."""
+    layers = max(value for name in configurations.BLOCK_COUNTS if isinstance(value := found.config.get(name), int))
+    step = video.compression.frames * found.patch[0]
+    while layers > 1 or video.frames > step:
+        if layers > 1:
+            layers //= 2
+        else:
+            video = dataclasses.replace(
+                video, frames=(video.frames - 1) // step // 2 * step + (video.frames - 1) % step + 1
+            )
+        sizes = f"--layers {layers} --frames {video.frames}"
+        tell(f"planning {sizes}")
+        fewer = dataclasses.replace(found, config=configurations.with_layers(found.config, layers))
+        row = plan_video(fewer, video, Training(optimizer="sgd", device=options.device))
+        if row.policies[1].peak_bytes + row.gradients <= available:
+            return f"{sizes} would fit."
+    return "No fewer blocks and frames would fit: try a smaller --height and --width."
+
+
+def workload_of(found: Configuration, video: Video, options: argparse.Namespace) -> tuple[str, Workload]:
+    """The step of the options, in words and to run. Raises FastacError for sizes that are not possible."""
     model, inputs = build(found, video, options.device)
     if options.backend is not None:
         try:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,13 +28,13 @@ from fastac import hook
 from fastac.engine.blocks import record_of
 from fastac.engine.generators import generators_preserved
 from fastac.engine.tape import engine
-from fastac.engine.torch_private import profiled_events, tree_map
+from fastac.engine.torch_private import profiled_events, profiler, tree_map
 from fastac.errors import FastacError, readable_bytes
 from fastac.models import published
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
 from fastac.planning import plan
-from fastac.planning.plans import ROWS, table_of_figures
+from fastac.planning.plans import ROWS, in_unit, table_of_figures, unit_of
 from fastac.policy import Policy
 from fastac.registry import classify
 from fastac.verification.noise import MOST_EQUAL, Tensors, deterministic_kernels, deterministic_runs, two_runs
@@ -128,8 +129,7 @@ def allocated_bytes(
 
 
 def _allocated_on_cpu(run: Callable[[], Any], then: Callable[[Any], object] | None) -> Allocated:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler logs every start and stop
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with profiler(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = run()
         with torch.profiler.record_function(_MARK):
             pass
@@ -371,15 +371,24 @@ class Measurement:
 
 
 @generators_preserved()
-def measure(switch: Switch, look: Callable[[str], Mapping[str, Any]], rounds: int, tell: Tell) -> list[Measurement]:
+def measure(
+    switch: Switch,
+    look: Callable[[str], Mapping[str, Any]],
+    rounds: int,
+    tell: Tell,
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> list[Measurement]:
     """Measure every way of checkpointing. One that is refused, or runs out of memory, becomes a row that says so.
 
     look: is called once with the name of each way, while it is switched on, and returns more fields of its row.
-    The model is left without checkpointing.
+    left_out: ways that are not run, and why. The model is left without checkpointing.
     """
     workload = switch.workload
     rows: dict[str, Measurement] = {}
     for name in switch.variants:
+        if name in left_out:
+            rows[name] = Measurement(name, left_out[name])
+            continue
         tell(f"{name}: warm-up, bytes")
         try:
             switch.to(name)
@@ -409,10 +418,12 @@ def bench(
     budget: int | None = None,
     offload: bool = False,
     tell: Tell = lambda text: None,
+    left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> Measurements:
     """Measure every way of checkpointing, and compare outputs and gradients with those of the first that runs.
 
-    budget, offload: as of Switch. The model is left without checkpointing. Raises FastacError if none could be run.
+    budget, offload: as of Switch. left_out: as of measure. The model is left without checkpointing.
+    Raises FastacError if none could be run.
     """
     references: list[_Reference] = []
 
@@ -422,7 +433,7 @@ def bench(
         return references[0].compare(name)
 
     switch = Switch(workload, budget, offload)
-    rows = measure(switch, compare, rounds, tell)
+    rows = measure(switch, compare, rounds, tell, left_out)
     if not references:
         raise FastacError(f"bench {subject}: no step could be run here: {rows[0].problem}")
     (reference,) = references
@@ -500,14 +511,13 @@ class Measurements:
 
     def __str__(self) -> str:
         captions = [
-            f"medians of {self.rounds} steps each, in turns",
+            f"medians (from - to) of {self.rounds} steps each, in turns; kernels: those of attention in one step",
             f"bytes besides {readable_bytes(self.weights)} of weights; their gradients are in the peak",
         ]
         captions += [f"{self.runs} runs of {self.reference} differ by up to {self.noise:.2g}"] * bool(self.noise)
         captions += [f"budget: {readable_bytes(self.budget)}"] if self.budget is not None else []
-        more = offload_columns(self.rows, self.device)
-        equality = f"outputs and gradients as {self.reference}"
-        return render(table_of(self.rows, self.subject, captions, {equality: self._equality, **more}))
+        captions += [_offloaded(row, self.device) for row in self.rows if row.variant in OFFLOADED and not row.problem]
+        return render(table_of(self.rows, self.subject, captions, {f"results as\n{self.reference}": self._equality}))
 
     def _equality(self, row: Measurement) -> str:
         if row.broken:
@@ -517,16 +527,10 @@ class Measurements:
         return "bitwise, deterministic kernels" if self.is_deterministic else "bitwise"
 
 
-def offload_columns(rows: Sequence[Measurement], device: str) -> dict[str, Callable[[Measurement], str]]:
-    """Columns for bytes on the host and, on a GPU, copies that it waited for; none without rows of OFFLOADED."""
-    if not any(row.variant in OFFLOADED for row in rows):
-        return {}
-    columns: dict[str, Callable[[Measurement], str]] = {"on the host": lambda row: readable_bytes(row.host_bytes)}
-    if device == "cuda":
-        columns["copies waited for"] = lambda row: (
-            f"{len(row.waited_bytes)} of {row.copies} ({readable_bytes(sum(row.waited_bytes))})"
-        )
-    return columns
+def _offloaded(row: Measurement, device: str) -> str:
+    """Bytes on the host and, on a GPU, copies that it waited for."""
+    waited = f"{len(row.waited_bytes)} of {row.copies} copies waited for ({readable_bytes(sum(row.waited_bytes))})"
+    return f"{row.variant}: {readable_bytes(row.host_bytes)} on the host" + f", {waited}" * (device == "cuda")
 
 
 def table_of(
@@ -534,8 +538,11 @@ def table_of(
 ) -> Table:
     """One row for each way, with its figures or its problem. more: the last columns, by heading."""
     problems = [f"{row.variant}: {row.problem}" for row in rows if ": " in row.problem]
-    figures = ("step / full", "seconds (from - to)", "held", "peak", "attention kernels")
-    table = table_of_figures(title, [*captions, *problems], ("checkpointing", *figures, *more))
+    unit = unit_of(row.peak_bytes for row in rows)
+    is_short = max((statistics.median(row.seconds) for row in rows if row.seconds), default=0) < 1
+    times = f"{'milliseconds' if is_short else 'seconds'}\n(from - to)"
+    figures = ("step /\nfull", times, f"held\n{unit}", f"peak\n{unit}", "kernels")
+    table = table_of_figures(title, [*captions, *problems], ("policy", *figures, *more), texts=(times, *more))
     for row in rows:
         if row.problem:
             table.add_row(row.variant, *[""] * len(figures), row.problem.partition(": ")[0])
@@ -543,8 +550,10 @@ def table_of(
         table.add_row(
             row.variant,
             "" if row.relative is None else f"{row.relative:.3f}",
-            f"{statistics.median(row.seconds):.4g} ({min(row.seconds):.4g} - {max(row.seconds):.4g})",
-            *map(readable_bytes, (row.held_bytes, row.peak_bytes)),
+            "{:.4g} ({:.3g}-{:.3g})".format(
+                *(1000**is_short * time(row.seconds) for time in (statistics.median, min, max))
+            ),
+            *(in_unit(size, unit) for size in (row.held_bytes, row.peak_bytes)),
             str(row.attention),
             *(figure(row) for figure in more.values()),
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,14 +19,11 @@ from fastac.errors import FastacError, readable_bytes
 from fastac.models import published as configurations
 from fastac.models.videos import Video
 from fastac.planning import Plan
-from fastac.planning.forecast import OPTIMIZERS
-from fastac.planning.plans import FIXED, WITHIN, parse_bytes
+from fastac.planning.forecast import OPTIMIZERS, PolicyPlan
+from fastac.planning.plans import FIXED, ROWS, TFLOPS, WITHIN, parse_bytes
 from fastac.planning.subject import DEVICES
-from fastac.planning.video import Training, plan_video
+from fastac.planning.video import Tell, Training, plan_video
 from fastac.verification.tables import console
-
-if TYPE_CHECKING:
-    from rich.status import Status
 
 GIB = 2**30
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda", choices=DEVICES, help="that trains (default: %(default)s)")
     parser.add_argument("--budget", metavar="BYTES", help='of saved outputs, for one more row: "40GiB"')
     parser.add_argument("--offload", action="store_true", help="offload the row of the budget to host memory")
-    parser.add_argument("--tflops", type=float, default=400, help="of the device, for the GB/s column (%(default)s)")
+    parser.add_argument("--tflops", type=float, default=TFLOPS, help="of the device, for the GB/s column (%(default)s)")
     parser.add_argument("--checkpointed", type=int, metavar="BLOCKS", help="rows with the first so many checkpointed")
     parser.add_argument("--memory", metavar="BYTES", help="of a device: its longest videos and largest budget")
     parser.add_argument("--json", action="store_true", help="the plan as one JSON object")
@@ -64,8 +64,10 @@ def add_video(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print a plan. Raises FastacError if that is not possible."""
     budget, memory = (None if text is None else parse_bytes(text) for text in (options.budget, options.memory))
+    if options.plot is not None:
+        check_plot(options.plot)
     configuration = configurations.load(options.model)
-    with telling() as status, warnings.catch_warnings():
+    with telling() as tell, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own, about a missing device
         logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # a traceback of an error that is reported
         found = plan_video(
@@ -76,19 +78,15 @@ def run(options: argparse.Namespace) -> int:
             memory=memory,
             checkpointed=options.checkpointed,
             offload=options.offload,
-            tell=status.update,
+            tflops=options.tflops,
+            tell=tell,
         )
-    found = dataclasses.replace(found, tflops=options.tflops)
     if options.json:
         print(json.dumps({"configuration": configuration.source, **found.as_json()}, indent=2))
     else:
         print(found)
-        if found.budget is not None and options.context_parallel == 1:
-            within = f"within({json.dumps(options.budget or found.budget)}{', offload=True' * options.offload})"
-            print(f"fastac.enable(transformer, fastac.plan(transformer, inputs).{within})")
-        if options.checkpointed is not None:
-            print("or" * (found.budget is not None))
-            print(f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}))")
+        for line in lines_of(found, options):
+            print(line)
     if options.plot is not None:
         plot(found, options.plot)
     return 0
@@ -101,20 +99,64 @@ def video_of(options: argparse.Namespace, default: Video) -> Video:
     return dataclasses.replace(default, batch=options.batch, dtype=DTYPES[options.dtype], **changes)
 
 
-def telling() -> Status:
-    """A line that says what is being done, on a terminal; nothing elsewhere."""
-    return console(stderr=True).status("", refresh_per_second=2)  # the thread that refreshes it is timed, too
+def lines_of(found: Plan, options: argparse.Namespace) -> list[str]:
+    """The code for the best that fits the memory; without one, for the budget and the blocks that were asked for."""
+    if options.memory is not None:
+        return [] if found.best is None else code_of(found.best, options)
+    asked = [one for one in found.policies if one.policy.startswith((WITHIN, "attn_only, first"))]
+    lines = [code_of(one, options) for one in reversed(asked)]
+    return [line for number, code in enumerate(lines) for line in ["or"] * bool(number) + code]
+
+
+def code_of(row: PolicyPlan, options: argparse.Namespace) -> list[str]:
+    """The lines of Python that enable the policy of a row."""
+    if row.policy == "none":
+        return ["# It fits without checkpointing: nothing is to be enabled."]
+    if row.policy in ROWS:
+        return [f"fastac.enable(transformer, {ROWS[row.policy].as_code()})"]
+    name, is_offloaded = row.policy.removesuffix(", offload"), row.policy.endswith(", offload")
+    if name.startswith(WITHIN):
+        size = json.dumps(options.budget or name.removeprefix(WITHIN).replace(" ", ""))
+        if options.context_parallel > 1:  # which `fastac.plan` does not know: --json has the policies
+            return []
+        return [
+            "plan = fastac.plan(transformer, inputs)",
+            f"fastac.enable(transformer, plan.within({size}{', offload=True' * is_offloaded}))",
+        ]
+    kind = json.dumps(name.partition(",")[0])
+    return [f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}, {kind}))"]
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[Tell]:
+    """What says on stderr what is being done: in one line that changes on a terminal, else in a line for each stage."""
+    if not sys.stderr.isatty():
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console(stderr=True).status("", refresh_per_second=2) as status:  # its thread is timed, too
+        yield status.update
+
+
+def check_plot(path: Path) -> None:
+    """Raise FastacError if no plot can be written there: without matplotlib, the folder, or a suffix that it knows."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise FastacError("plan: a plot needs matplotlib: pip install matplotlib") from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise FastacError(f"plan --plot {path}: its name must end in one of {', '.join(f'.{one}' for one in known)}")
+    if not path.parent.is_dir():
+        raise FastacError(f"plan --plot {path}: there is no folder {path.parent}")
 
 
 def plot(plan: Plan, path: str | Path) -> None:
-    """Write the frontier of a plan, with the policies on it, as a picture. path: ends in .png, .svg or .pdf.
+    """Write the frontier of a plan, with the policies on it, as a picture. path: one that `check_plot` lets through.
 
-    Raises FastacError if matplotlib is not installed, or cannot write such a file.
+    Raises FastacError if the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FastacError("plan: a plot needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     saved, relative = zip(*((size / GIB, relative) for size, relative in plan.frontier), strict=True)

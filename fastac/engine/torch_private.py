@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import os
 import pkgutil
 import sys
 import types
@@ -577,6 +578,12 @@ def early_stop(given: bool) -> bool:
 def in_debug_mode(given: bool) -> bool:
     """Whether torch.utils.checkpoint's debug mode is on: as given, unless torch's switch is set."""
     return given if (switch := torch.utils.checkpoint._checkpoint_debug_enabled) is None else switch
+
+
+def profiler(**options: Any) -> torch.profiler.profile:
+    """torch's profiler, which logs no start and stop: libkineto reads the level at the first profile of a process."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    return torch.profiler.profile(**options)
 
 
 def profiled_events(profiled: torch.profiler.profile) -> list[Any]:

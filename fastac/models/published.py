@@ -8,13 +8,14 @@ import functools
 import importlib.resources
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastac.errors import FastacError
+from fastac.errors import FastacError, did_you_mean
 from fastac.models import MODELS
 from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, patch_of
@@ -101,8 +102,17 @@ def load(name_or_path: str) -> Configuration:
     try:
         content = json.loads(Path(name_or_path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        if re.fullmatch(r"[\w-]+/[\w.-]+", name_or_path) and not Path(name_or_path).exists():
+            folder = name_or_path.partition("/")[2]
+            advice = (
+                "Plan a model of the Hugging Face Hub from its configuration:\n"
+                f"hf download {name_or_path} transformer/config.json --local-dir {folder}\n"
+                f"fastac plan {folder}/transformer/config.json"
+            )
+        else:
+            advice = did_you_mean(name_or_path, (*shipped(), *known)).strip() or _what_there_is()
         raise FastacError(
-            f"configuration {name_or_path!r}: no such name or class, and no JSON file: {error}. {_what_there_is()}"
+            f"configuration {name_or_path!r}: no such name or class, and no JSON file: {error}. {advice}"
         ) from error
     row = _row(name_or_path, content.get("_class_name") if isinstance(content, dict) else None)
     return _of_class(name_or_path, row, content, name_or_path)

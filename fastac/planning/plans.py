@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,12 @@ ROWS: Mapping[str, Policy] = {name: NAMED[name] for name in FIXED} | {
     f"{name}, offload": dataclasses.replace(NAMED[name], offload=True) for name in FIXED[1:]
 }
 """The first rows of every plan: these policies, and the same with offload."""
+
+TFLOPS = 400.0
+"""TFLOP/s of a usual device: an H100 in bf16."""
+
+BUS = 25e9
+"""Bytes per second of a usual bus between host and device, in each direction: PCIe 4 x16."""
 
 WITHIN = "within "
 """Prefix of the name of a plan for a budget."""
@@ -76,7 +82,7 @@ class Plan:
     largest: Mapping[str, int] = dataclasses.field(default_factory=dict)  # policy -> frames that fit `memory`, or 0
     memory: int | None = None  # bytes of the device
     budget: int | None = None  # bytes of saved outputs: those asked for, or the most with which a step fits `memory`
-    tflops: float = 400  # TFLOP/s of the device, for the bandwidth that hides copies to the host
+    tflops: float = TFLOPS  # TFLOP/s of the device, for the bandwidth that hides copies to the host
 
     def within(self, saved: str | int, *, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
         """The policies of all blocks that avoid the most recompute with so many bytes of saved outputs.
@@ -124,19 +130,27 @@ class Plan:
         return found
 
     def __str__(self) -> str:
-        headings = ["policy", "saved", "held", "host", "peak", "TFLOPs run again", "FLOPs of full", "GB/s"]
-        headings += [f"longest video in {readable_bytes(self.memory or 0)}"] * bool(self.largest)
+        unit = unit_of(one.peak_bytes for one in self.policies)
+        headings = ["policy", *(f"{name}\n{unit}" for name in ("saved", "held", "host", "peak"))]
+        headings += ["FLOPs\nof full", "GB/s"] + ["longest\nvideo"] * bool(self.largest)
         table = table_of_figures(f"{self.subject}: {self.inputs}", self._captions(), headings)
         for one in self.policies:
+            sizes = (one.saved_bytes, one.held_bytes, one.host_bytes, one.peak_bytes)
+            rate = copies_per_second(one, self.tflops) / 1e9
             table.add_row(
                 one.policy,
-                *map(readable_bytes, (one.saved_bytes, one.held_bytes, one.host_bytes, one.peak_bytes)),
-                f"{one.recomputed_flops / 1e12:,.4g}",
+                *(in_unit(size, unit) for size in sizes),
                 f"{one.relative:.3f}",
-                f"{one.bytes_per_flop * self.tflops * 1000:.2g}" if one.bytes_per_flop else "",
+                (f"{rate:.2g}" if rate < 10 else f"{rate:,.0f}") if rate else "",
                 *[_frames(self.largest.get(one.policy))] * bool(self.largest),
             )
         return render(table)
+
+    @property
+    def best(self) -> PolicyPlan | None:
+        """The policy of fewest FLOPs whose peak fits `memory`; with host copies that are not hidden, if it must be."""
+        fitting = [one for one in self.policies if self.memory is not None and one.peak_bytes <= self.memory]
+        return min(fitting, key=lambda one: cost(one, self.tflops), default=None)
 
     def _captions(self) -> list[str]:
         states = self.states
@@ -147,8 +161,10 @@ class Plan:
             lines += [
                 "host: bytes in host memory for each GPU, which are not held on the device",
                 f"GB/s: host copies of at least this rate in each direction are hidden at {self.tflops:g} TFLOP/s; "
-                f"PCIe 4 x16 gives about 25, PCIe 5 x16 about 50",
+                f"PCIe 4 x16 gives about {BUS / 1e9:g}, PCIe 5 x16 about {2 * BUS / 1e9:g}",
             ]
+        if self.largest:
+            lines.append(f"longest video: the most frames with which a step fits {readable_bytes(self.memory or 0)}")
         if self.blocks:
             lines.append(f"{self.policies[-1].policy}: {summary(self.blocks.values())}")
         if self.memory is not None:
@@ -158,21 +174,40 @@ class Plan:
             )
             if min(one.peak_bytes for one in self.policies) > self.memory:
                 lines.append("no policy fits: fewer frames, LoRA, more GPUs or context parallelism would hold less")
+        if (best := self.best) is not None:
+            lines.append(
+                f"best that fits: {best.policy}, with {best.relative:.3f} of the FLOPs of full, "
+                f"{readable_bytes(best.peak_bytes)}"
+                + f" and {readable_bytes(best.host_bytes)} of host memory for each GPU"
+                * bool(best.host_bytes)
+            )
         return lines + list(NOT_MODELLED)
 
 
-def table_of_figures(title: str, captions: Sequence[str], headings: Sequence[str]) -> Table:
-    """A table with words in its first column and figures in the others."""
+def table_of_figures(
+    title: str, captions: Sequence[str], headings: Sequence[str], texts: Collection[str] = ()
+) -> Table:
+    """A table with words in its first column, and those with the headings `texts`, and figures in the others."""
     table = new_table(title, "\n".join(captions))
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        figures = bool(number) and heading not in texts
+        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
+    table.columns[0].min_width = len("long_attn_only")
     return table
 
 
+def unit_of(sizes: Iterable[int]) -> str:
+    """The unit in which the smallest of some numbers of bytes that is not 0 is at least 1."""
+    return readable_bytes(min(filter(None, sizes), default=0)).split()[1]
+
+
+def in_unit(size: int, unit: str) -> str:
+    """A number of bytes in a unit, without it."""
+    return f"{size / parse_bytes(f'1{unit}'):,.1f}" if size else "0"
+
+
 def _frames(count: int | None) -> str:
-    if count is None:
-        return ""
-    return f"{count} frame{'s' * (count > 1)}" if count else "does not fit"
+    return "" if count is None else str(count or "none")
 
 
 def summary(policies: Collection[Policy]) -> str:
@@ -281,22 +316,31 @@ def make_plan(
     memory: int | None = None,
     checkpointed: int | None = None,
     offload: bool = False,
+    tflops: float = TFLOPS,
 ) -> Plan:
     """The plan of a forecast, with a row for a budget of saved bytes: by default the largest that fits `memory`.
 
-    checkpointed: number of blocks that are, in two more rows. offload: whether the row of the budget offloads.
+    checkpointed: number of blocks that are, in two more rows. offload: whether the row of the budget offloads; the
+    largest budget does so as well if that is better on `BUS`, beside a device of so many tflops.
     """
     policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
     if checkpointed is not None:
         for one in ("full", "attn_only"):
             some = of_first(list(forecast.subject.blocks), checkpointed, one)
             policies.append(forecast.plan(some, f"{one}, first {checkpointed} blocks"))
-    blocks: dict[str, Policy] = {}
+    budgets = {offload: (budget, readable_bytes(budget or 0))}
     if budget is None and memory is not None:
-        budget = forecast.largest_budget(memory, offload)
-    if budget is not None:
-        blocks = _within(forecast, budget, True, offload)
-        policies.append(forecast.plan(blocks, WITHIN + readable_bytes(budget) + ", offload" * offload))
+        largest = {way: forecast.largest_budget(memory, way) for way in (offload, True)}
+        budgets = {way: rounded_down(size) for way, size in largest.items() if size is not None}
+    within = []
+    for way, (size, text) in budgets.items():
+        if size is not None:
+            chosen = _within(forecast, size, True, way)
+            within.append((forecast.plan(chosen, WITHIN + text + ", offload" * way), chosen, size))
+    blocks: dict[str, Policy] = {}
+    if within:
+        row, blocks, budget = min(within, key=lambda one: cost(one[0], tflops))
+        policies.append(row)
     return Plan(
         forecast=forecast,
         subject=name,
@@ -308,4 +352,22 @@ def make_plan(
         blocks=blocks,
         memory=memory,
         budget=budget,
+        tflops=tflops,
     )
+
+
+def rounded_down(size: int) -> tuple[int, str]:
+    """A number of bytes that is written in few digits, and how: "7.56 GiB". It is no larger than the one given."""
+    unit = unit_of([size])
+    text = f"{size * 100 // parse_bytes(f'1{unit}') / 100:g} {unit}"
+    return parse_bytes(text), text
+
+
+def cost(row: PolicyPlan, tflops: float) -> tuple[bool, int]:
+    """By which policies are compared: first whether a device waits for host copies on `BUS`, then FLOPs."""
+    return copies_per_second(row, tflops) > BUS, row.flops
+
+
+def copies_per_second(row: PolicyPlan, tflops: float) -> float:
+    """Bytes in each direction from which on a policy's host copies are hidden behind computation."""
+    return row.bytes_per_flop * tflops * 1e12

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -179,23 +181,31 @@ class Timeline:
         All that a step allocates grows linearly with the tokens of a video. None if the two steps do not do the same.
         """
 
-        def outline(step: Timeline) -> Any:
-            names = {region: [one.name for one in found] for region, found in step.candidates.items()}
-            events = [(event.candidate, event.gradient) for event in step.events]
-            return names, events, [(one.inputs_of, one.candidate) for one in step.kept]
-
-        def between(mine: Any, theirs: Any) -> Any:
-            pairs = {name: (size, vars(theirs)[name]) for name, size in vars(mine).items() if type(size) is int}
-            sizes = {name: a + (b - a) * part.numerator // part.denominator for name, (a, b) in pairs.items()}
-            return dataclasses.replace(mine, **sizes)
-
-        if outline(self) != outline(other):
+        if self._outline != other._outline:
             return None
+
+        def between(mine: Any, theirs: Any) -> Any:  # numbers, or arrays of them
+            return mine + (theirs - mine) * part.numerator // part.denominator
+
+        def of_fields(mine: Any, theirs: Any) -> Any:
+            pairs = {name: (size, vars(theirs)[name]) for name, size in vars(mine).items() if type(size) is int}
+            return dataclasses.replace(mine, **{name: between(*pair) for name, pair in pairs.items()})
+
         candidates = {
-            region: list(map(between, found, other.candidates[region])) for region, found in self.candidates.items()
+            region: list(map(of_fields, found, other.candidates[region])) for region, found in self.candidates.items()
         }
-        events, kept = map(between, self.events, other.events), map(between, self.kept, other.kept)
-        return dataclasses.replace(self, events=list(events), candidates=candidates, kept=list(kept))
+        step = copy.copy(self)  # its events are this one's, and only their bytes in arrays are read
+        step.candidates, step.kept = candidates, list(map(of_fields, self.kept, other.kept))
+        step._bytes, step._change = between(self._bytes, other._bytes), between(self._change, other._change)
+        step._gradients = between(self._gradients, other._gradients)
+        return step
+
+    @functools.cached_property
+    def _outline(self) -> Any:
+        """What the step does, without sizes."""
+        names = {region: [one.name for one in found] for region, found in self.candidates.items()}
+        events = [(event.candidate, event.gradient) for event in self.events]
+        return names, events, [(one.inputs_of, one.candidate) for one in self.kept]
 
     def _deltas(self, policies: Policies, gradient_shards: int) -> np.ndarray:
         is_saved = self._unsaved.copy()

@@ -17,7 +17,7 @@ from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
-from fastac.planning.plans import ROWS, WITHIN, Plan, explained, make_plan
+from fastac.planning.plans import ROWS, TFLOPS, WITHIN, Plan, explained, make_plan
 from fastac.planning.simulation import Split
 from fastac.planning.subject import Subject, subject
 from fastac.planning.weights import BREAKS
@@ -59,6 +59,7 @@ def plan_video(
     memory: int | None = None,
     checkpointed: int | None = None,
     offload: bool = False,
+    tflops: float = TFLOPS,
     tell: Tell = lambda text: None,
 ) -> Plan:
     """Plan a step of a published model on a video.
@@ -69,6 +70,7 @@ def plan_video(
             the largest budget with which it does.
         checkpointed: as in `plan`.
         offload: whether the row of the budget offloads.
+        tflops: of the device.
         tell: called with the progress, in words.
 
     Raises:
@@ -81,7 +83,7 @@ def plan_video(
     with explained(f"{configuration.name} cannot be built as it is configured, or does not run on {described}"):
         search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
-        found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload)
+        found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload, tflops)
     if memory is None:
         return found
     largest = {
@@ -129,8 +131,9 @@ class _Search:
         """For a video of so many frames. Raises FastacError where the model takes no such video."""
         if frames not in self.forecasts:
             part, split = self._part(frames)
+            subject = self.subject
             self.tell(f"simulating {self.configuration.name} on {frames} frames")
-            given = self.subject.given(self.configuration.inputs(part))
+            given = subject.given(self.configuration.inputs(part))
             self.forecasts[frames] = Forecast(given, self.training.optimizer, self.training.gpus, split)
         return self.forecasts[frames]
 

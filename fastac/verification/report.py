@@ -18,7 +18,7 @@ from fastac.errors import class_name, readable_bytes
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.verification.recompute import Recompute, latest
-from fastac.verification.tables import new_table, render
+from fastac.verification.tables import new_table, render, wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,12 +133,10 @@ def _linear_of(row: ContainerReport) -> str:
     return f"{row.linear_saved} ({readable_bytes(row.linear_bytes)})" if row.linear_saved else ""
 
 
-_COLUMNS: dict[str, Callable[[ContainerReport], object]] = {
+_FACTS: dict[str, Callable[[ContainerReport], object]] = {
     "blocks": _blocks_of,
     "class": lambda row: row.block_class,
-    "attention calls": lambda row: row.attention_calls,
-    "saved": lambda row: row.saved,
-    "recomputed": lambda row: row.recomputed,
+    "attention calls": lambda row: f"{row.attention_calls}: {row.saved} saved, {row.recomputed} recomputed",
     "bytes saved": _bytes_of,
     "ops": lambda row: "\n".join(row.ops) or "none seen",
     "collectives": _collectives_of,
@@ -146,8 +144,7 @@ _COLUMNS: dict[str, Callable[[ContainerReport], object]] = {
     "offloaded": lambda row: row.offloaded or "",
     "unknown, run again": lambda row: f"{len(row.unknown)}: {', '.join(row.unknown)}" if row.unknown else "",
 }
-"""Of the table of a report. A column that is empty in every row is left out."""
-_NUMBERS = ("attention calls", "saved", "recomputed", "bytes saved")
+"""Of the table of a report, for each container. What is empty is left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,16 +163,16 @@ class Report:
     """What recompute ran in the latest `verify` of the model."""
 
     def __str__(self) -> str:
-        table = new_table()
-        columns = {heading: [str(cell(row)) for row in self.rows] for heading, cell in _COLUMNS.items()}
-        columns = {heading: cells for heading, cells in columns.items() if any(cells)}
-        for heading in columns:
-            table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
-        for cells in zip(*columns.values(), strict=True):
-            table.add_row(*cells)
+        table = new_table(headings=False)
+        for row in self.rows:
+            for name, fact in _FACTS.items():
+                if text := str(fact(row)):
+                    table.add_row(name, text)
+            table.add_section()
         state = f"policy {self.policy}" + ("" if self.active else ", not active")
         state = state if self.active or self.policy != "none" else "not enabled by fastac.enable"
-        lines = [f"{self.model_class}: {state}", render(table), self.problem, *self.remarks, self.summary]
+        below = map(wrapped, (self.problem, *self.remarks, self.summary))
+        lines = [wrapped(f"{self.model_class}: {state}"), render(table), *below]
         lines += [] if self.recompute is None else [str(self.recompute)]
         return "\n".join(filter(None, lines))
 

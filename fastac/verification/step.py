@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, supported_activities
+from torch.profiler import ProfilerActivity, supported_activities
 
 from fastac import registry
 from fastac.compile import graphs
@@ -19,7 +19,7 @@ from fastac.engine.buffers import buffers_preserved
 from fastac.engine.calls import Call, Product, RegionResult
 from fastac.engine.generators import generators_preserved
 from fastac.engine.tape import engine
-from fastac.engine.torch_private import profiled_events, tree_leaves, tree_map
+from fastac.engine.torch_private import profiled_events, profiler, tree_leaves, tree_map
 from fastac.errors import FastacError, class_name
 from fastac.registry.torch_private import name_of
 from fastac.verification.recompute import Recompute, recompute_of
@@ -46,7 +46,7 @@ def executed_attention(on_device: bool = False) -> Iterator[Executed]:
     answered: Counter[str] = Counter()
     engine.answered.append(answered)
     try:
-        with profile(activities=supported_activities() if on_device else [ProfilerActivity.CPU]) as profiled:
+        with profiler(activities=supported_activities() if on_device else [ProfilerActivity.CPU]) as profiled:
             yield ran
     finally:
         engine.answered[:] = [one for one in engine.answered if one is not answered]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import io
+import shutil
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from fastac.engine.generators import generators_preserved
@@ -25,10 +27,21 @@ def _rich() -> tuple[type[Console], type[Table]]:
     return Console, Table
 
 
-def new_table(title: str | None = None, caption: str | None = None) -> Table:
+def width() -> int:
+    """Columns of the terminal; 80 where there is none, as in a pipe, a log or a notebook."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def wrapped(text: str) -> str:
+    """A text whose lines are broken between words where they are wider than the terminal."""
+    lines = (textwrap.wrap(line, width(), break_on_hyphens=False) or [line] for line in text.splitlines())
+    return "\n".join(part for parts in lines for part in parts)
+
+
+def new_table(title: str | None = None, caption: str | None = None, headings: bool = True) -> Table:
     """A table without columns and rows, its title and caption on the left."""
     _, table = _rich()
-    return table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    return table(title=title, title_justify="left", caption=caption, caption_justify="left", show_header=headings)
 
 
 def console(**options: Any) -> Console:
@@ -38,7 +51,7 @@ def console(**options: Any) -> Console:
 
 
 def render(table: Table) -> str:
-    """A table as plain text, as wide as it needs: nothing in it is cut off."""
+    """A table as plain text, no wider than the terminal: what is too long for its column goes on in the next line."""
     text = io.StringIO()
-    console(file=text, width=1000, force_terminal=False, color_system=None).print(table)
+    console(file=text, width=width(), force_terminal=False, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

@@ -29,7 +29,7 @@ from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, Tensors, determi
 from fastac.verification.recompute import Recompute, latest
 from fastac.verification.report import Offloaded, decided_calls, records_of
 from fastac.verification.step import Step, fresh, run_step
-from fastac.verification.tables import new_table, render
+from fastac.verification.tables import new_table, render, wrapped
 
 logger = logging.getLogger("fastac")
 
@@ -102,7 +102,7 @@ class Verification:
             table.add_row("offloaded", "", str(self.offloaded), "")
         title = f"{self.subject}: {self.policy} against {self.reference}{would}"
         recompute = "" if self.recompute is None else str(self.recompute)
-        return "\n".join(filter(None, (title, render(table), recompute, self.remark)))
+        return "\n".join(filter(None, (wrapped(title), render(table), recompute, wrapped(self.remark))))
 
     @property
     def _equality(self) -> str:

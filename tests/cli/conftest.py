@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastac.cli.backends import WIDTH
 from tests.models.tiny import TINY
-
-
-@pytest.fixture(autouse=True)
-def _without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables are as wide as where they are piped to a file, whatever these tests are run in."""
-    monkeypatch.setenv("COLUMNS", str(WIDTH))
 
 
 @pytest.fixture

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 
 import pytest
 from diffusers.models.attention_dispatch import AttentionBackendName
 
+import fastac
 from fastac import cli
 from fastac.backends import LIBRARIES
-from fastac.cli.backends import WIDTH, _backends_of_diffusers
+from fastac.cli.backends import _backends_of_diffusers
+from fastac.cli.measuring import version
 from fastac.errors import FastacError
+from fastac.policy import Policy
+from tests import support
 from tests.support import cells_of
 
 
 def test_every_library_and_backend_and_what_this_machine_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["backends", "--all"]) == 0
+    cells = cells_of(capsys.readouterr().out)
+    assert {backend.value for backend in AttentionBackendName} <= set(cells)
+    assert cells["native"][0].startswith("can be saved: ")
+    assert cells["_native_math"][0].startswith("refused, decomposed: ")
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in cells
+    assert {library.name for library in LIBRARIES} <= set(cells)
     assert cli.main(["backends"]) == 0
     table = capsys.readouterr().out
-    assert max(map(len, table.splitlines())) <= WIDTH
-    cells = cells_of(table)
-    assert {backend.value for backend in AttentionBackendName} <= set(cells)
-    assert cells["native"][0] == "can be saved"
-    assert cells["_native_math"][1] == "decomposed"
-    assert cells["sage"][0] == "refused"
-    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in cells
-    text = " ".join(" ".join(line.split("│")[1].split()) for line in table.splitlines() if "│" in line)
-    for library in LIBRARIES:
-        assert library.name in text, "names are whole, on as many lines as they need"
+    here = cells_of(table)
+    assert {"native", "_native_math", "scaled_dot_product_attention"} <= set(here)
+    absent = {library.name for library in LIBRARIES if version(library.distribution or "torch") is None}
+    assert not {"sage", "_native_npu", *absent} & set(here), "they are not installed"
+    assert re.fullmatch(r"not installed, or cannot run here: \d+ more \(--all\)", table.splitlines()[-1])
 
 
 def test_what_another_diffusers_does_not_have_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +79,46 @@ def test_json_of_the_installed_command_which_imports_no_library(tmp_path: Path) 
     backends = {backend["name"]: backend for backend in found["diffusers_backends"]}
     assert (backends["native"]["can_be_saved"], backends["native"]["missing"]) == (True, None)
     assert (backends["sage"]["can_be_saved"], backends["sage"]["verdict"]) == (False, "not_trainable")
+
+
+def test_everything_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nothing says how wide a terminal is, and nothing is cut off. Tables of plan and bench have tests there."""
+    monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
+    model, inputs = support.build("WanTransformer3DModel")
+    fastac.enable(model, {"blocks.0": "full", "*": Policy(min_kv=4, linear=("ffn.*",), offload=True)})
+    verified = fastac.verify(model, **inputs)
+    support.train_step(model, inputs)
+    for columns in (None, 50, 200):
+        width = columns or 80
+        monkeypatch.setenv("COLUMNS", str(width)) if columns else monkeypatch.delenv("COLUMNS")
+        for command in (["backends"], ["backends", "--all"]):
+            assert cli.main(command) == 0
+            text = capsys.readouterr().out
+            assert min(width, 81) - 10 < max(map(len, text.splitlines())) <= width, text
+            assert "…" not in text
+        for text in map(str, (verified, fastac.report(model))):
+            assert min(width, 81) - 20 < max(map(len, text.splitlines())) <= width, text
+            assert "…" not in text
+
+
+def test_a_process_prints_nothing_of_other_libraries() -> None:
+    """Not even what libkineto logs of profiles."""
+    program = """
+import torch, fastac
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)[None]
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+print(fastac.verify(Model(8, 8), torch.ones(1, 4, 8)))
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "KINETO_LOG_LEVEL")}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    run = partial(subprocess.run, env=environment, capture_output=True, text=True, check=False)
+    ran = run([sys.executable, "-c", program])
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert all(line.startswith(("Model: ", "What recompute ran", *"┏┃┡│└")) for line in ran.stdout.splitlines())
+    ran = run([sys.executable, "-m", "fastac", "--version"])
+    assert (ran.stdout, ran.stderr) == (f"fastac {version('fastac')}\n", "")
 
 
 @pytest.mark.parametrize("arguments", [[], ["check"], ["plan", "wan2.1-t2v-1.3b", "--frames", "nine"]])

@@ -72,9 +72,14 @@ def test_every_way_is_measured() -> None:
 
     cells = cells_of(str(measured))
     assert list(cells) == NAMES
-    assert cells["attn_only"][:2] == ["1.500", "3 (3 - 3)"]
+    assert cells["attn_only"][:2] == ["1.500", "3 (3-3)"]
     assert cells["attn_only"][4:] == ["4", "bitwise"]
     assert "budget: 52.0 KiB" in str(measured)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS")
+        narrow = str(measured)
+    assert 70 < max(map(len, narrow.splitlines())) <= 80, narrow
+    assert {"long_attn_only", "planned"} < set(cells_of(narrow)), "names are broken between words"
 
 
 def test_no_values_are_compared_in_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +162,10 @@ def test_what_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert offloaded.held_bytes == saved.held_bytes
     assert offloaded.held_bytes > offloaded.host_bytes > rows["full, offload"].host_bytes > 0 == saved.host_bytes
     assert (offloaded.copies, offloaded.waited_bytes, offloaded.different) == (4, (), 0), "two blocks, out and back"
-    assert cells_of(str(found))["attn_only, offload"][6] == readable_bytes(offloaded.host_bytes)
-    assert "copies waited for" not in str(found)
+    waiting = f"attn_only, offload: {readable_bytes(offloaded.host_bytes)} on the host"
+    assert waiting in str(found).splitlines()
     gpu = dataclasses.replace(found, device="cuda", rows=(dataclasses.replace(offloaded, waited_bytes=(1024,)),))
-    assert cells_of(str(gpu))["attn_only, offload"][7] == "1 of 4 (1.0 KiB)"
+    assert f"{waiting}, 1 of 4 copies waited for (1.0 KiB)" in str(gpu).splitlines()
 
 
 def test_a_budget_of_ones_own_on_a_model_that_is_left_plain() -> None:
@@ -216,17 +221,43 @@ def test_a_configuration_and_a_video(small: list[str], capsys: pytest.CaptureFix
     command = ["bench", *small, "--dtype", "fp32", "--rounds", "1", "--layers", "2", "--batch", "2", "--offload"]
     assert cli.main([*command, "--budget", "20KiB", "--json", str(written)]) == 0
     captured = capsys.readouterr()
-    assert captured.err == "", "what is being done is told to a terminal alone"
+    assert captured.err.splitlines()[:2] == [f"building {small[0]}", "none: warm-up, bytes"], "nothing is planned"
     title = " ".join(captured.out.split())  # it is folded to the width of the table
     assert "2 x 5 frames of 32 x 48, 8 tokens of text, blocks x 2, fp32 on cpu" in title
     cells = cells_of(captured.out)
     assert [cells[name][4] for name in ("none", "full", "attn_only", "torch SAC, by name")] == ["4", "8", "4", "4"]
     assert {row[5] for row in cells.values()} == {"bitwise", "refused"}
-    assert (cells["full"][6], "attn_only, offload" in cells) == ("0 B", True)
+    assert "full, offload: 0 B on the host" in captured.out.splitlines()
     found = json.loads(written.read_text())
     assert found["command"].startswith(f"fastac bench {small[0]} --frames 5")
     assert {"processor", "cores", "torch", "fastac"} < found["machine"].keys()
     assert (found["rounds"], found["budget"], found["reference"]) == (1, 20 * 2**10, "none")
+
+
+def test_what_does_not_fit_is_not_run(
+    small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a plan, before the model is built; if nothing fits, sizes are named with which it does."""
+    command = ["bench", *small, "--dtype", "fp32", "--rounds", "1", "--frames", "33"]
+    monkeypatch.setattr(measuring, "VARIANTS", {name: VARIANTS[name] for name in ("none", "full")})
+    monkeypatch.setattr("fastac.engine.host_memory.available", lambda: 600 * 2**10)
+    assert cli.main(command) == 0
+    captured = capsys.readouterr()
+    cells = cells_of(captured.out)
+    assert (cells["none"][-1], cells["full"][-1]) == ("does not fit", "bitwise")
+    assert "none: does not fit: " in captured.out
+    assert " are planned, and of 600.0 KiB available, 540.0 KiB may be used" in " ".join(captured.out.split())
+    assert f"simulating {small[0]} on 33 frames" in captured.err.splitlines()
+
+    monkeypatch.setattr("fastac.engine.host_memory.available", lambda: 250 * 2**10)
+    assert cli.main(command) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert (
+        "250.0 KiB available, 225.0 KiB may be used, on cpu. --layers 1 --frames 17 would fit."
+        in captured.err.splitlines()[-1]
+    )
+    assert "full: warm-up" not in captured.err
 
 
 def test_what_cannot_be_measured_is_one_message(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,8 +271,9 @@ def test_what_cannot_be_measured_is_one_message(small: list[str], capsys: pytest
         assert cli.main(["bench", *small, *options]) == 1, options
         captured = capsys.readouterr()
         assert captured.out == "", options
-        assert captured.err.startswith("fastac: "), captured.err
-        assert message in captured.err, captured.err
+        *_, said = captured.err.splitlines()
+        assert said.startswith("fastac: "), captured.err
+        assert message in said, captured.err
 
 
 def test_fewer_layers() -> None:

@@ -23,6 +23,7 @@ from fastac.planning.forecast import Forecast
 from fastac.planning.plans import ROWS
 from fastac.planning.simulation import Split
 from fastac.planning.subject import subject
+from fastac.planning.timeline import Event
 from fastac.planning.video import Training, most_steps, plan_video, without_weights
 from fastac.policy import Policy
 from tests.marks import needs_diffusers
@@ -103,7 +104,7 @@ def test_a_step_of_any_length_lies_on_a_line(small: Configuration, which: str, m
         assert [one.bytes for one in copies] == [one.bytes for one in expected.copies(policies)]
         assert len(copies) == (2 if which == "full" else 0)
     assert [one.keys for one in found.candidates["blocks.0"]] == [one.keys for one in expected.candidates["blocks.0"]]
-    far.events[5].gradient = True
+    far = dataclasses.replace(far, events=[*far.events[:5], Event(0, gradient=True), *far.events[6:]])
     assert near.on_line(far, Fraction(2)) is None
 
 

@@ -1,4 +1,4 @@
-"""python -m fastac.cli: the command `fastac`."""
+"""python -m fastac: the command `fastac`."""
 
 import sys
 
