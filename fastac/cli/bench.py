@@ -87,13 +87,13 @@ def does_not_fit(
 
     Small models are not planned. Raises FastacError if no way can run, and says with which sizes one could.
     """
-    is_cpu = options.device == "cpu"
+    is_cpu, training = options.device == "cpu", Training(optimizer="sgd", device=options.device)
     available = host_memory.available() if is_cpu else torch.cuda.mem_get_info()[0]
     if available is None or _rough_bytes(found, video) < available:
         return {}
     usable = available * 9 // 10  # the rest is for what a plan does not count
     try:
-        plan = plan_video(found, video, Training(optimizer="sgd", device=options.device), budget=budget, tell=tell)
+        plan = plan_video(found, video, training, budget=budget, tell=tell)
     except FastacError as error:  # some models cannot be simulated
         tell(f"not planned, and may run out of memory: {error}")
         return {}
@@ -107,7 +107,7 @@ def does_not_fit(
     if (least := min(peaks.values())) > usable:
         raise FastacError(
             f"bench {found.name}: {video} needs {readable_bytes(least)}, and {here}, on {options.device}. "
-            f"{_what_fits(found, video, usable, tell)}"
+            f"{_what_fits(found, video, training, usable, tell)}"
         )
     return {
         name: f"does not fit: {readable_bytes(size)} are planned, and {here}"
@@ -125,7 +125,7 @@ def _rough_bytes(found: Configuration, video: Video) -> int:
     return video.dtype.itemsize * (6 * tokens * widths + 3 * sum(one.numel() for one in model.parameters()))
 
 
-def _what_fits(found: Configuration, video: Video, available: int, tell: Tell) -> str:
+def _what_fits(found: Configuration, video: Video, training: Training, available: int, tell: Tell) -> str:
     """The options for fewer blocks, then for fewer frames, with which full checkpointing fits."""
     layers = max(value for name in configurations.BLOCK_COUNTS if isinstance(value := found.config.get(name), int))
     step = video.compression.frames * found.patch[0]
@@ -139,7 +139,7 @@ def _what_fits(found: Configuration, video: Video, available: int, tell: Tell) -
         sizes = f"--layers {layers} --frames {video.frames}"
         tell(f"planning {sizes}")
         fewer = dataclasses.replace(found, config=configurations.with_layers(found.config, layers))
-        row = plan_video(fewer, video, Training(optimizer="sgd", device=options.device))
+        row = plan_video(fewer, video, training)
         if row.policies[1].peak_bytes + row.gradients <= available:
             return f"{sizes} would fit."
     return "No fewer blocks and frames would fit: try a smaller --height and --width."

@@ -80,7 +80,7 @@ def test_a_plan_as_a_table(
     title = " ".join(table.split())
     assert "float32, all weights, sgd" in title
     assert "the most frames with which a step fits 256.0 KiB" in title
-    assert [int(cells[name][-1]) for name in ("none", "full")] == [5, 13]
+    assert [int(cells[name][-1]) for name in ("none", "full")] == [9, 17]
     assert "best that fits: none, with 0.768 of the FLOPs of full" in title
     assert table.splitlines()[-1] == "# It fits without checkpointing: nothing is to be enabled."
 
