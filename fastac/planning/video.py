@@ -8,8 +8,10 @@ import functools
 import logging
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac.engine import torch_private
 from fastac.engine.generators import generators_preserved
@@ -17,6 +19,7 @@ from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
+from fastac.planning.known_values import KnownValues
 from fastac.planning.plans import ROWS, TFLOPS, WITHIN, Plan, explained, make_plan
 from fastac.planning.simulation import Split
 from fastac.planning.subject import Subject, subject
@@ -106,6 +109,17 @@ def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int 
     return model
 
 
+class _Knowing(TorchDispatchMode):
+    """Runs operations on fake tensors, and on their values where these are known."""
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.known.run(func, args, kwargs or {})
+
+
 @dataclasses.dataclass(eq=False)
 class _Search:
     """Plans of one model for videos of several lengths."""
@@ -176,6 +190,21 @@ class _Search:
         self.taken = max(self.taken, frames)
         return peak
 
+    def _takes(self, frames: int) -> bool:
+        """Whether the model takes so many frames: only its forward runs."""
+        self.tell(f"forward of {self.configuration.name} on {frames} frames")
+        try:
+            part, _ = self._part(frames)
+            given = self.subject.given(self.configuration.inputs(part))
+            given.attach(lambda block, *args, **kwargs: block(*args, **kwargs))
+            with torch.no_grad(), given.known.mode, _Knowing(given.known):
+                given.model(*given.args, **given.kwargs)
+        except (FastacError, *BREAKS) as error:
+            logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
+            return False
+        self.taken = max(self.taken, frames)
+        return True
+
     def _peak_on_line(self, frames: int, policy: str) -> int | None:
         """The same from the line through two simulations, if they do the same; else from one of its own."""
         # FLOPs, by which outputs are chosen within a budget, are on no line.
@@ -200,7 +229,7 @@ class _Search:
             return 0 if steps < 0 else first + steps * self.step
 
         found = longest_by(self._peak_on_line)
-        if found <= self.taken or self._peak(found, policy) is not None:
+        if found <= self.taken or self._takes(found):
             return found
         return longest_by(self._peak)  # the model itself refuses it, which only a simulation shows
 
