@@ -93,7 +93,7 @@ def _table(title: str, *headings: str) -> Table:
     table = new_table(title)
     table.show_lines = True
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading)
     return table
 
 

@@ -102,7 +102,7 @@ def load(name_or_path: str) -> Configuration:
     try:
         content = json.loads(Path(name_or_path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        if re.fullmatch(r"[\w-]+/[\w.-]+", name_or_path) and not Path(name_or_path).exists():
+        if re.fullmatch(r"[\w-]+/[\w.-]+(?<!\.json)", name_or_path) and not Path(name_or_path).exists():
             folder = name_or_path.partition("/")[2]
             advice = (
                 "Plan a model of the Hugging Face Hub from its configuration:\n"
@@ -110,7 +110,7 @@ def load(name_or_path: str) -> Configuration:
                 f"fastac plan {folder}/transformer/config.json"
             )
         else:
-            advice = did_you_mean(name_or_path, (*shipped(), *known)).strip() or _what_there_is()
+            advice = f"{did_you_mean(name_or_path, (*shipped(), *known))} {_what_there_is()}".strip()
         raise FastacError(
             f"configuration {name_or_path!r}: no such name or class, and no JSON file: {error}. {advice}"
         ) from error

@@ -191,7 +191,7 @@ def table_of_figures(
     table = new_table(title, "\n".join(captions))
     for number, heading in enumerate(headings):
         figures = bool(number) and heading not in texts
-        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
+        table.add_column(heading, justify="right" if figures else "left", no_wrap=figures)
     table.columns[0].min_width = len("long_attn_only")
     return table
 

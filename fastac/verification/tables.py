@@ -52,6 +52,8 @@ def console(**options: Any) -> Console:
 
 def render(table: Table) -> str:
     """A table as plain text, no wider than the terminal: what is too long for its column goes on in the next line."""
+    for column in table.columns:
+        column.overflow = "fold"
     text = io.StringIO()
     console(file=text, width=width(), force_terminal=False, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
