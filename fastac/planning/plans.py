@@ -320,27 +320,21 @@ def make_plan(
 ) -> Plan:
     """The plan of a forecast, with a row for a budget of saved bytes: by default the largest that fits `memory`.
 
-    checkpointed: number of blocks that are, in two more rows. offload: whether the row of the budget offloads; the
-    largest budget does so as well if that is better on `BUS`, beside a device of so many tflops.
+    checkpointed: number of blocks that are, in two more rows. offload: whether the row of the budget offloads.
+    tflops: of the device, by which rows with offload are compared with others.
     """
     policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
     if checkpointed is not None:
         for one in ("full", "attn_only"):
             some = of_first(list(forecast.subject.blocks), checkpointed, one)
             policies.append(forecast.plan(some, f"{one}, first {checkpointed} blocks"))
-    budgets = {offload: (budget, readable_bytes(budget or 0))}
-    if budget is None and memory is not None:
-        largest = {way: forecast.largest_budget(memory, way) for way in (offload, True)}
-        budgets = {way: rounded_down(size) for way, size in largest.items() if size is not None}
-    within = []
-    for way, (size, text) in budgets.items():
-        if size is not None:
-            chosen = _within(forecast, size, True, way)
-            within.append((forecast.plan(chosen, WITHIN + text + ", offload" * way), chosen, size))
+    written = readable_bytes(budget or 0)
+    if budget is None and memory is not None and (largest := forecast.largest_budget(memory, offload)) is not None:
+        budget, written = rounded_down(largest)
     blocks: dict[str, Policy] = {}
-    if within:
-        row, blocks, budget = min(within, key=lambda one: cost(one[0], tflops))
-        policies.append(row)
+    if budget is not None:
+        blocks = _within(forecast, budget, True, offload)
+        policies.append(forecast.plan(blocks, WITHIN + written + ", offload" * offload))
     return Plan(
         forecast=forecast,
         subject=name,
