@@ -30,7 +30,7 @@ logger = logging.getLogger("fastac")
 NOT_MODELLED = (
     "counted are the tensors that operators return; not what the allocator rounds up or cannot use, workspaces inside "
     "kernels (attention backward, matrix products), temporaries of the optimizer, the CUDA context, other models",
-    "fused norms or rotary kernels hold less than the operators that are simulated",
+    "a trainer's fused norms or rotary kernels hold less than the operators that are simulated",
 )
 
 FIXED = ("none", "full", "long_attn_only", "attn_only")
