@@ -295,6 +295,8 @@ def explained(problem: str, advice: str = "") -> Iterator[None]:
         raise
     except BREAKS as error:
         cause, _, _ = f"{type(error).__name__}: {error}".partition("\n")
+        if "type" in str(error) and "bfloat16" in str(error).lower():  # a product of two dtypes
+            advice = "If it trains under torch.autocast, plan under it: with torch.autocast(device, torch.bfloat16)."
         raise FastacError(f"plan: {problem}: {cause}\n{advice}".strip()) from error
 
 

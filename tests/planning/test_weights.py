@@ -136,6 +136,20 @@ def test_what_cannot_be_planned_says_when_it_can() -> None:
         assert caught.value.__cause__ is not None
 
 
+def test_what_trains_under_autocast_is_planned_under_it() -> None:
+    """Layerwise casting to fp32 leaves what its patterns skip as it is: in bf16."""
+    model, inputs = tiny("HunyuanVideoTransformer3DModel", torch.bfloat16, lora=4)
+    model.enable_layerwise_casting(storage_dtype=torch.bfloat16, compute_dtype=torch.float32)
+    inputs = {name: one.float() if one.is_floating_point() else one for name, one in inputs.items()}
+    with pytest.raises(
+        FastacError, match=r"RuntimeError[^\n]*type[^\n]*\nIf it trains under torch.autocast, plan under it"
+    ):
+        fastac.plan(model, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        fastac.plan(model, inputs)
+        planned.step(model, inputs)
+
+
 def test_a_linear_module_of_a_class_of_its_own_is_not_chosen() -> None:
     model: Any = stack()
     for block in model.blocks:
