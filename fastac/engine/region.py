@@ -305,8 +305,13 @@ class _Recompute:
         self.surplus = 0  # tensors that the forward did not save
         self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
         fingerprints = region.fingerprints if self.has_fingerprints else ()
-        ends = Region._run_again.__code__
-        self.comparison = Comparison(self.function, region.modules, region.record, fingerprints, ends, region.found)
+        ends, region_of = Region._run_again.__code__, weakref.ref(region)
+
+        def found() -> str:
+            region = region_of()
+            return "" if region is None else region.found()
+
+        self.comparison = Comparison(self.function, region.modules, region.record, fingerprints, ends, found)
 
     @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
