@@ -12,6 +12,8 @@ from diffusers import UNet2DConditionModel, UNetMotionModel, UNetSpatioTemporalC
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fastac
+from fastac.planning.forecast import Forecast
+from fastac.planning.subject import subject
 from tests.planning import planned
 
 Model = tuple[torch.nn.Module, dict[str, Any]]
@@ -105,6 +107,11 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
             held, peak = planned.live(trained, inputs)
             assert row.held_bytes == pytest.approx(held, rel=0.02), row.policy
             assert row.peak_bytes - plan.states.total == pytest.approx(peak, rel=0.02), row.policy
+
+
+def test_a_recompute_that_ends_inside_a_linear_module() -> None:
+    """The next recompute calls a product of no Linear module that has a name yet: none of the first one's."""
+    assert Forecast(subject(*unet(8))).step("full").flops["recompute"] > 0
 
 
 @pytest.mark.parametrize("make", [unet, animate_diff])
