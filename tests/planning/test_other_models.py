@@ -124,4 +124,4 @@ def test_what_is_within_can_be_enabled(make: Callable[[int], Model]) -> None:
     fastac.enable(model, chosen)
     planned.step(model, inputs)
     report = fastac.report(model)
-    assert 0 < sum(row.bytes_saved for row in report.rows) <= saved // 2
+    assert 0 < sum(row.saved_bytes for row in report.rows) <= saved // 2
