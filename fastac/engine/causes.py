@@ -1,4 +1,7 @@
-"""Sentences on what may explain a recompute that differs from its forward. They are made when that is an error.
+"""Sentences on what may explain a recompute that differs from its forward.
+
+They are made when that is an error; on an accelerator, whose errors come at the end of a backward, in every region that
+is compared.
 
 Each says what was found there, not what is likely: hooks of the block that recompute does not run, a generator that it
 does not restore, a setting of the compiler.

@@ -111,8 +111,9 @@ def load(name_or_path: str) -> Configuration:
             )
         else:
             advice = f"{did_you_mean(name_or_path, (*shipped(), *known))} {_what_there_is()}".strip()
+        why = "" if isinstance(error, FileNotFoundError) else f" ({error})"
         raise FastacError(
-            f"configuration {name_or_path!r}: no such name or class, and no JSON file: {error}. {advice}"
+            f"configuration {name_or_path!r}: no such name or class, and no JSON file{why}. {advice}"
         ) from error
     row = _row(name_or_path, content.get("_class_name") if isinstance(content, dict) else None)
     return _of_class(name_or_path, row, content, name_or_path)

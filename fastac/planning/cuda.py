@@ -43,27 +43,33 @@ class FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(values) if of_values else None, None, torch.empty_like(weight) if of_weight else None
 
 
+# Their arguments have torch's names.
+
+
 def rms_norm(
-    values: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+    input: torch.Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
 ) -> Any:
     """One kernel, unless the weight has another dtype."""
-    if values.is_complex() or (weight is not None and weight.dtype != values.dtype):
+    if input.is_complex() or (weight is not None and weight.dtype != input.dtype):
         return NotImplemented
-    return FusedRmsNorm.apply(values, shape, weight)  # type: ignore[no-untyped-call]
+    return FusedRmsNorm.apply(input, normalized_shape, weight)  # type: ignore[no-untyped-call]
 
 
-def dropout(values: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:  # noqa: A002
     """One kernel, whose mask has a byte for each number."""
     if inplace or not training or not 0 < p < 1:
         return NotImplemented
-    return torch.native_dropout(values, p, True)[0]
+    return torch.native_dropout(input, p, True)[0]
 
 
-def softmax(values: torch.Tensor, dim: int, *others: Any, dtype: torch.dtype | None = None, **named: Any) -> Any:
+def softmax(input: torch.Tensor, dim: int | None = None, *others: Any, **named: Any) -> Any:  # noqa: A002
     """One kernel from fp16 to fp32, without a copy of the input in fp32."""
-    if values.dtype is not torch.float16 or torch.float32 not in (dtype, *others):
+    if input.dtype is not torch.float16 or torch.float32 not in (named.get("dtype"), *others) or dim is None:
         return NotImplemented
-    return torch_private.softmax_to_fp32(values, dim)
+    return torch_private.softmax_to_fp32(input, dim)
 
 
 def attention(

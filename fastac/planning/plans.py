@@ -296,7 +296,8 @@ def explained(problem: str, advice: str = "") -> Iterator[None]:
     except BREAKS as error:
         cause, _, _ = f"{type(error).__name__}: {error}".partition("\n")
         if "type" in str(error) and "bfloat16" in str(error).lower():  # a product of two dtypes
-            advice = "If it trains under torch.autocast, plan under it: with torch.autocast(device, torch.bfloat16)."
+            advice = "If it trains under torch.autocast, plan under it; without a GPU under that of the CPU: "
+            advice += 'with torch.autocast("cpu", torch.bfloat16).'
         raise FastacError(f"plan: {problem}: {cause}\n{advice}".strip()) from error
 
 
@@ -327,8 +328,9 @@ def make_plan(
     """
     policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
     if checkpointed is not None:
+        called = [name for name in forecast.subject.blocks if name in forecast.full.begins]
         for one in ("full", "attn_only"):
-            some = of_first(list(forecast.subject.blocks), checkpointed, one)
+            some = of_first(called, checkpointed, one)
             policies.append(forecast.plan(some, f"{one}, first {checkpointed} blocks"))
     written = readable_bytes(budget or 0)
     if budget is None and memory is not None and (largest := forecast.largest_budget(memory, offload)) is not None:

@@ -265,6 +265,9 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
     meter = Meter([*subject.model.parameters(), *subject.model.buffers(), *inputs], subject, split)
     calls: Counter[str] = Counter()
     on_device = OneKernel if subject.as_on_cuda else contextlib.nullcontext
+    precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if subject.as_on_cuda and torch.is_autocast_enabled("cuda"):
+        precision = torch.autocast("cpu", torch.get_autocast_dtype("cuda"))  # of these tensors
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         module = block_of(block)
@@ -301,7 +304,7 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
     for parameter in subject.model.parameters():
         parameter.grad = None
     with subject.known.mode, subject.known.readable(), _named_linear(meter, subject.blocks.values()), meter:
-        with on_device():
+        with on_device(), precision:
             found = tree_leaves(subject.model(*subject.args, **subject.kwargs))
         outputs = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         del found

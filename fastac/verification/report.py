@@ -283,7 +283,8 @@ def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -
         if seen and not hasattr(model, "enable_gradient_checkpointing"):
             return ""  # it checkpoints itself
         return (
-            "fastac.enable(model) was not called, or was undone; of patch_checkpoint, only modules are shown" + earlier
+            "fastac.enable(model) was not called, or was undone; under patch_checkpoint the log says what is saved"
+            + earlier
         )
     if enabled.was_replaced():
         return "gradient checkpointing was enabled again without fastac: nothing is saved" + earlier

@@ -80,6 +80,7 @@ def attend(values: torch.Tensor, width: int = 16, dropout: float = 0.0, masked: 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rms_norm": lambda values: norm(values, values.dtype),
     "rms_norm without a weight": lambda values: torch.rms_norm(values, (values.shape[-1],)),
+    "rms_norm, by name": lambda values: torch.rms_norm(input=values, normalized_shape=[values.shape[-1]], eps=1e-6),
     "rms_norm, weight in fp64": lambda values: norm(values, torch.float64),
     "dropout": lambda values: F.dropout(values, 0.1),
     "dropout in place": lambda values: F.dropout(values * 2, 0.1, inplace=True),
@@ -87,6 +88,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dropout in evaluation": lambda values: F.dropout(values, 0.1, training=False),
     "softmax in fp32": lambda values: values.softmax(-1, dtype=torch.float32),
     "softmax in fp32, by position": lambda values: torch.softmax(values, -1, torch.float32),
+    "softmax in fp32, by name": lambda values: torch.softmax(input=values, dim=-1, dtype=torch.float32),
     "softmax": lambda values: F.softmax(values, -1),
     "layer_norm": lambda values: F.layer_norm(values, (values.shape[-1],)),
     "group_norm": lambda values: F.group_norm(values.transpose(1, 2), 4),
@@ -192,6 +194,22 @@ def test_the_device_that_trains() -> None:
     assert none["meta"] == none["cpu, cuda"] < 0.95 * none["cpu"] == pytest.approx(0.95 * none["meta, cpu"])
     with pytest.raises(FastacError, match=r"device='tpu'.*'cuda' and 'cpu'"):
         fastac.plan(model, inputs, device="tpu")
+
+
+def test_autocast_of_the_device() -> None:
+    """torch applies that of CUDA to no tensor on the CPU, and switches it off where there is no GPU."""
+    model, inputs = AttentionStack(), stack_inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = fastac.plan(model, inputs, blocks="blocks", device="cuda").policies
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        found = fastac.plan(model, inputs, blocks="blocks", device="cuda").policies
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    plain = fastac.plan(model, inputs, blocks="blocks", device="cuda").policies
+    assert found[0].held_bytes == pytest.approx(expected[0].held_bytes, rel=0.02)
+    assert found[0].held_bytes < 0.9 * plain[0].held_bytes
 
 
 def test_attention_with_dropout_is_saved_on_cuda() -> None:

@@ -118,7 +118,8 @@ def test_a_recompute_that_ends_inside_a_linear_module() -> None:
 def test_what_is_within_can_be_enabled(make: Callable[[int], Model]) -> None:
     """A UNet checkpoints modules beside those in its lists: a plan names them, and `enable` knows the names."""
     model, inputs = make(8)
-    plan = fastac.plan(model, inputs)
+    plan = fastac.plan(model, inputs, checkpointed=3)
+    assert plan.policies[-1].recomputed_flops > 0  # of the first three that it calls
     saved = plan.policies[3].saved_bytes
     chosen = plan.within(saved // 2)
     fastac.enable(model, chosen)
