@@ -48,7 +48,8 @@ import fastac
 import host_time
 from common import allocated_bytes, build_model, parser, positive, write_result
 from fastac import registry
-from fastac.cli.measuring import Workload, take_turns, version
+from fastac.cli import version
+from fastac.cli.measuring import Workload, take_turns
 from fastac.engine.flops import register_formulas
 from fastac.engine.torch_private import profiled_events
 from held_bytes import LiveStorages

@@ -22,11 +22,19 @@ COMMANDS = {
 """Command -> its purpose. Its module, of the same name, has add_arguments(parser) and run(options)."""
 
 
+def version(distribution: str) -> str | None:
+    """The installed version of a distribution; None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 after an error, or 2 for a wrong call."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="fastac", description="Selective activation checkpointing for attention.")
-    parser.add_argument("--version", action="version", version=f"fastac {importlib.metadata.version('fastac')}")
+    parser.add_argument("--version", action="version", version=f"fastac {version('fastac')}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, purpose in COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=purpose)

@@ -16,7 +16,7 @@ from fastac import registry
 from fastac.backends import LIBRARIES, availability, plugins
 from fastac.backends.diffusers import BACKENDS, DiffusersBackend
 from fastac.backends.verdicts import Verdict
-from fastac.cli.measuring import version
+from fastac.cli import version
 from fastac.engine import interception
 from fastac.registry import AttentionOp
 from fastac.verification.tables import new_table, render

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import importlib.metadata
 import os
 import platform
 import random
@@ -25,6 +24,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fastac import hook
+from fastac.cli import version
 from fastac.engine.blocks import record_of
 from fastac.engine.generators import generators_preserved
 from fastac.engine.tape import engine
@@ -85,14 +85,6 @@ def _processor() -> str:
     lines = information.read_text().splitlines() if information.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
-
-
-def version(distribution: str) -> str | None:
-    """The installed version of a distribution; None where it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 # Bytes

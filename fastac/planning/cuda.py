@@ -6,8 +6,8 @@ tensors of CUDA's kernel.
 
 Where torch decides this: `_fused_rms_norm` has a CUDA kernel beside a composite one (native_functions.yaml);
 `dropout`, `softmax` and `scaled_dot_product_attention` ask for the device (aten/src/ATen/native: Dropout.cpp,
-SoftMax.cpp, transformers/attention.cpp). tests/planning/test_cuda.py compares these, and every sample of torch's own op
-tests, with a GPU.
+SoftMax.cpp, transformers/attention.cpp). tests/planning/test_cuda.py reads torch's table of ops, and compares what
+autograd records with a GPU.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Recompute:
     def __str__(self) -> str:
         table = new_table(f"What recompute ran, dearest first, by {'device' if self.on_device else 'op'} time")
         for heading in ("op or autograd.Function", "share", "status"):
-            table.add_column(heading, justify="right" if heading == "share" else "left", overflow="fold")
+            table.add_column(heading, justify="right" if heading == "share" else "left")
         for name, share in list(self.shares().items())[:MOST_LISTED]:
             table.add_row(name, f"{share:.0%}", self.marks[name])
         return render(table)

@@ -164,8 +164,6 @@ class Report:
 
     def __str__(self) -> str:
         table = new_table(headings=False)
-        for _ in ("name", "fact"):
-            table.add_column(overflow="fold")
         for row in self.rows:
             for name, fact in _FACTS.items():
                 if text := str(fact(row)):

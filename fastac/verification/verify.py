@@ -82,7 +82,7 @@ class Verification:
         would = "" if self.is_enabled else " (not enabled: this is what fastac.enable would do)"
         table = new_table()
         for heading in ("promise", self.reference, self.policy, "kept"):
-            table.add_column(heading, overflow="fold")
+            table.add_column(heading)
         equal = f"{self.compared - len(self.different)} of {self.compared} bitwise equal"
         table.add_row("outputs and gradients", "", equal, self._equality)
         if self.compared_kernels != self.kernels:

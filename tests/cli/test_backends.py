@@ -16,8 +16,8 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 import fastac
 from fastac import cli
 from fastac.backends import LIBRARIES
+from fastac.cli import version
 from fastac.cli.backends import _backends_of_diffusers
-from fastac.cli.measuring import version
 from fastac.errors import FastacError
 from fastac.policy import Policy
 from tests import support
