@@ -260,7 +260,7 @@ def proxy_mode() -> Any:
 def stance() -> str:
     """The stance of torch.compiler.set_stance. "default" before dynamo is loaded."""
     module = sys.modules.get("torch._dynamo.eval_frame")
-    return "default" if module is None else module._stance.stance
+    return str(getattr(getattr(module, "_stance", None), "stance", "default"))
 
 
 def memory_budget() -> float:

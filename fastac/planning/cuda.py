@@ -7,7 +7,7 @@ tensors of CUDA's kernel.
 Where torch decides this: `_fused_rms_norm` has a CUDA kernel beside a composite one (native_functions.yaml);
 `dropout`, `softmax` and `scaled_dot_product_attention` ask for the device (aten/src/ATen/native: Dropout.cpp,
 SoftMax.cpp, transformers/attention.cpp). tests/planning/test_cuda.py reads torch's table of ops, and compares what
-autograd records with a GPU.
+autograd records of all of `torch.nn.functional` with a GPU.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ Tensors = tuple[torch.Tensor | None, ...]
 class FusedRmsNorm(torch.autograd.Function):
     """What aten's `_fused_rms_norm` allocates and saves on CUDA."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None) -> torch.Tensor:
-        """An output like the input. Saved: input, weight and one fp32 number for each norm."""
+    def forward(values: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None) -> torch.Tensor:
+        """An output like the input."""
+        return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        """Save input, weight and one fp32 number for each norm."""
+        values, shape, weight = inputs
         statistics = values.new_empty(values.shape[: values.dim() - len(shape)], dtype=torch.float32)
         ctx.save_for_backward(values, weight, statistics)
-        return torch.empty_like(values, memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable

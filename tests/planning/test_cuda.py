@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from functools import partial
@@ -19,14 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastac
 from fastac.engine import torch_private
+from fastac.engine.torch_private import NEEDS_VALUES
 from fastac.errors import FastacError
 from fastac.models.published import load, with_layers
 from fastac.planning.cuda import OneKernel
 from fastac.planning.forecast import Forecast
+from fastac.planning.known_values import KnownValues
 from fastac.planning.subject import subject
 from fastac.planning.video import without_weights
 from fastac.policy import Policy
 from tests.planning.planned import WAN, tiny
+from tests.planning.test_known_values import Following
 from tests.support import AttentionBlock, AttentionStack, stack_inputs
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/gpu_wan_nvidia_h100_80gb_hbm3.json"
@@ -126,6 +131,60 @@ def test_autograd_records_what_it_does_on_the_device(name: str, dtype: torch.dty
     assert planned == truly
 
 
+VALUES_DECIDE = {"nn.functional.ctc_loss", "nn.functional.gaussian_nll_loss"}
+
+OTHER_KERNELS = {
+    "nn.functional.batch_norm": "cuDNN's, which saves as much and a small reserve",
+    "nn.functional.instance_norm": "the same",
+    "nn.functional.grid_sample": "cuDNN's, which saves the same",
+    "nn.functional.multi_head_attention_forward": "what it calls is not replaced: it is one function of torch",
+    "nn.functional.scaled_dot_product_attention": "small ops for some sizes, on either device; FUNCTIONS has the usual",
+}
+"""Functions that may record something else on CUDA, with the reason."""
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_no_other_function_asks_for_the_device(device: str) -> None:
+    """Samples of torch's own tests for all of `torch.nn.functional`: one that is not in these lists is new."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found, count = set(), 0
+    for op in [op for op in op_db if op.name.startswith("nn.functional.")]:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32) if device == "cuda" else (torch.float32,):
+            if not op.supports_dtype(dtype, device):
+                continue
+            for sample in itertools.islice(op.sample_inputs(device, dtype, requires_grad=True), 3):
+                given = ((sample.input, *sample.args), sample.kwargs)
+                try:
+                    truly = recorded(op.op, *given)
+                except (RuntimeError, ValueError):
+                    continue  # it is one that must raise
+                mode = torch_private.fake_mode()
+                with mode, OneKernel() if device == "cuda" else contextlib.nullcontext():
+                    try:
+                        planned = recorded(op.op, *torch_private.tree_map(faked, given))
+                    except NEEDS_VALUES:
+                        planned = None
+                found |= {op.name} if planned != truly else set()
+                count += 1
+    assert count > 250
+    assert found - (OTHER_KERNELS.keys() if device == "cuda" else set()) == VALUES_DECIDE
+
+
+def recorded(function: Callable[..., Any], args: Any, kwargs: Any) -> list[set[str]]:
+    outputs = torch_private.tree_leaves(function(*args, **kwargs))
+    return [nodes(output) for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad]
+
+
+def faked(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    return empty.requires_grad_(value.requires_grad)
+
+
 class Ops(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -219,3 +278,24 @@ def test_attention_with_dropout_is_saved_on_cuda() -> None:
     plans = {device: fastac.plan(model, stack_inputs(), blocks="blocks", device=device) for device in ("cpu", "cuda")}
     saved = {device: plan.policies[3].saved_bytes for device, plan in plans.items()}
     assert saved["cpu"] == 0 < saved["cuda"]
+
+
+def test_kernels_of_cuda_on_known_values() -> None:
+    """Inputs with values: what a CPU cannot compute, or does not compute, is not known afterwards."""
+    known = KnownValues(torch_private.fake_mode())
+    half = known.mode.from_tensor(torch.ones(2, 4, dtype=torch.float16))
+    known.learn(half, torch.ones(2, 4, dtype=torch.float16))
+    with known.mode, torch.no_grad(), OneKernel(), Following(known):
+        for unknown in (half.softmax(-1, dtype=torch.float32), F.rms_norm(half, (4,)), torch.empty_like(half)):
+            with pytest.raises(NEEDS_VALUES):
+                unknown.sum().item()
+        assert (half + 1).sum().item() == 16
+
+
+def test_a_norm_inside_vmap() -> None:
+    with torch_private.fake_mode(), OneKernel():
+        values = torch.empty(3, 2, 8, requires_grad=True)
+        output = torch.vmap(lambda one: F.rms_norm(one, (8,)))(values)
+        assert output.shape == values.shape
+        output.sum().backward()
+        assert values.grad is not None
