@@ -45,7 +45,7 @@ def text(tokens: int, masked: bool = False) -> dict[str, Any]:
     return inputs
 
 
-SMALL: dict[str, Any] = {"block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 16}
+SMALL: dict[str, Any] = {"block_out_channels": (32,), "layers_per_block": 1, "cross_attention_dim": 16}
 
 
 def unet(size: int) -> Model:
@@ -53,8 +53,8 @@ def unet(size: int) -> Model:
     model = UNet2DConditionModel(
         **SMALL,
         attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
     )
     return model, {**latents(1, 4, size, size), "encoder_hidden_states": torch.randn(1, 7, 16)}
 
@@ -62,9 +62,9 @@ def unet(size: int) -> Model:
 def stable_video_diffusion(size: int) -> Model:
     model = UNetSpatioTemporalConditionModel(
         **SMALL,
-        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        num_attention_heads=(2, 2),
+        down_block_types=("CrossAttnDownBlockSpatioTemporal",),
+        up_block_types=("CrossAttnUpBlockSpatioTemporal",),
+        num_attention_heads=(2,),
         addition_time_embed_dim=16,
         projection_class_embeddings_input_dim=48,
     )
@@ -76,8 +76,8 @@ def animate_diff(size: int) -> Model:
     model = UNetMotionModel(
         **SMALL,
         num_attention_heads=2,
-        down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
-        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
+        down_block_types=("CrossAttnDownBlockMotion",),
+        up_block_types=("CrossAttnUpBlockMotion",),
     )
     return model, {**latents(1, 4, 2, size, size), "encoder_hidden_states": torch.randn(2, 7, 16)}
 
