@@ -48,15 +48,19 @@ def run(options: argparse.Namespace) -> int:
 
 def _leave_out_absent(found: dict[str, Any]) -> int:
     """Leave out libraries that are not installed, and backends that cannot run here. Returns how many these are."""
-    libraries = [one for one in found["libraries"] if one["installed"]]
-    names = ("_native", *(one["backend"] for one in libraries if one["distribution"] != "torch"))
+    libraries = [library for library in found["libraries"] if library["installed"]]
+    names = ("_native", *(library["backend"] for library in libraries if library["distribution"] != "torch"))
     kept = {
         "libraries": libraries,
         "diffusers_backends": [
-            one
-            for one in found["diffusers_backends"]
-            if one["can_be_saved"]
-            or (not one["missing"] and one["verdict"] != "unknown" and any(name in one["name"] for name in names))
+            backend
+            for backend in found["diffusers_backends"]
+            if backend["can_be_saved"]
+            or (
+                not backend["missing"]
+                and backend["verdict"] != "unknown"
+                and any(name in backend["name"] for name in names)
+            )
         ],
     }
     hidden = sum(len(found[name]) - len(rows) for name, rows in kept.items())

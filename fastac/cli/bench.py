@@ -120,9 +120,10 @@ def _rough_bytes(found: Configuration, video: Video) -> int:
     """More than a step without checkpointing holds, without a simulation: for Wan 2.1 1.3B it is 4 times as much."""
     with torch.device("meta"):
         model = configurations.build(found, video.dtype)
-    widths = sum(one.in_features + one.out_features for one in model.modules() if isinstance(one, torch.nn.Linear))
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    widths = sum(module.in_features + module.out_features for module in linear)
     tokens = video.batch * (video.tokens(found.patch) + video.text_tokens)
-    return video.dtype.itemsize * (6 * tokens * widths + 3 * sum(one.numel() for one in model.parameters()))
+    return video.dtype.itemsize * (6 * tokens * widths + 3 * sum(weight.numel() for weight in model.parameters()))
 
 
 def _what_fits(found: Configuration, video: Video, training: Training, available: int, tell: Tell) -> str:

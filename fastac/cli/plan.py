@@ -103,8 +103,8 @@ def lines_of(found: Plan, options: argparse.Namespace) -> list[str]:
     """The code for the best that fits the memory; without one, for the budget and the blocks that were asked for."""
     if options.memory is not None:
         return [] if found.best is None else code_of(found.best, options)
-    asked = [one for one in found.policies if one.policy.startswith((WITHIN, "attn_only, first"))]
-    lines = [code_of(one, options) for one in reversed(asked)]
+    asked = [row for row in found.policies if row.policy.startswith((WITHIN, "attn_only, first"))]
+    lines = [code_of(row, options) for row in reversed(asked)]
     return [line for number, code in enumerate(lines) for line in ["or"] * bool(number) + code]
 
 
@@ -145,7 +145,9 @@ def check_plot(path: Path) -> None:
         raise FastacError("plan: a plot needs matplotlib: pip install matplotlib") from error
     known = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
-        raise FastacError(f"plan --plot {path}: its name must end in one of {', '.join(f'.{one}' for one in known)}")
+        raise FastacError(
+            f"plan --plot {path}: its name must end in one of {', '.join(f'.{suffix}' for suffix in known)}"
+        )
     if not path.parent.is_dir():
         raise FastacError(f"plan --plot {path}: there is no folder {path.parent}")
 

@@ -33,17 +33,18 @@ def check_names(model: torch.nn.Module, policies: Mapping[torch.nn.Module, Polic
     """
     for policy in {one for one in policies.values() if one.linear}:
         blocks = [block for block, own in policies.items() if own == policy]
-        names = dict.fromkeys(name for block in blocks for name in _linear_modules(block))
+        inside = dict.fromkeys(name for block in blocks for name in _linear_modules(block))
+        names = dict(inside)
         if are_guessed:
             parts = [name.split(".") for name in _linear_modules(model)]
             names |= dict.fromkeys(".".join(one[first:]) for one in parts for first in range(len(one)))
         for pattern in policy.linear:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                some = [*names][:12]
+                some = [*inside][:12]
                 raise FastacError(
                     f"{policy}: no block of {class_name(model)} under it has a Linear module {pattern!r}."
                     f"{did_you_mean(pattern, [*names, *patterns_of(names)])} Names are those inside a block: "
-                    f"{', '.join(some) or 'it has none'}{', ...' * (len(names) > len(some))}."
+                    f"{', '.join(some) or 'it has none'}{', ...' * (len(inside) > len(some))}."
                 )
 
 

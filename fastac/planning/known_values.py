@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastac.engine import torch_private
@@ -95,8 +96,10 @@ class KnownValues:
 
     def _is_known(self, func: Any, args: Any, kwargs: Any) -> bool:
         name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
-        if name in LIKE or "empty" in name:  # an empty tensor has no values, whatever it is made like
-            return name in LIKE
+        if name in LIKE:
+            return True
+        if "empty" in name:  # its output has no values, whatever tensor it is made like
+            return False
         has_tensors = False
         for tensor in _tensors((args, kwargs)):
             if tensor not in self._values:
@@ -120,6 +123,17 @@ class KnownValues:
             fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
         self.learn(fake, value)
         return fake
+
+
+class Following(TorchDispatchMode):
+    """Runs operations on fake tensors, and on their values where these are known."""
+
+    def __init__(self, known: KnownValues) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.known.run(func, args, kwargs or {})
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:

@@ -69,12 +69,12 @@ def subject(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, device: 
 
     Raises FastacError for a model whose blocks are unknown, or that cannot be copied, and for an unknown device.
     """
+    if device not in (None, *DEVICES):
+        raise FastacError(f"plan(device={device!r}): there are {' and '.join(map(repr, DEVICES))}")
     known = KnownValues(torch_private.fake_mode())
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     like = max(tensors, key=torch.is_floating_point, default=torch.empty(0))
     trains_on = device or _device_of(runs_on(model), like.device.type)
-    if trains_on not in (DEVICES if device else (trains_on,)):
-        raise FastacError(f"plan(device={device!r}): there are {' and '.join(map(repr, DEVICES))}")
     place = like.device if like.device.type == trains_on else torch.device("cpu")
     copied = faked(models.unwrapped(model), known, torch.empty(0, dtype=like.dtype, device=place))
     blocks = hook.blocks_given(copied, blocks)
@@ -83,7 +83,7 @@ def subject(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, device: 
     for module in models.switches(copied):
         module.gradient_checkpointing = False
     named = {name: block for container in containers for name, block in container.blocks.items()}
-    as_on_cuda = trains_on == "cuda" != place.type
+    as_on_cuda = trains_on == "cuda" and place.type != "cuda"
     found = Subject(copied, named, models.is_by_forward(copied, blocks), known, place, as_on_cuda)
     return found.given(inputs)
 

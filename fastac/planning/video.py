@@ -8,10 +8,8 @@ import functools
 import logging
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac.engine import torch_private
 from fastac.engine.generators import generators_preserved
@@ -19,7 +17,7 @@ from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
 from fastac.planning.forecast import Forecast
-from fastac.planning.known_values import KnownValues
+from fastac.planning.known_values import Following
 from fastac.planning.plans import ROWS, TFLOPS, WITHIN, Plan, explained, make_plan
 from fastac.planning.simulation import Split
 from fastac.planning.subject import Subject, subject
@@ -109,17 +107,6 @@ def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int 
     return model
 
 
-class _Knowing(TorchDispatchMode):
-    """Runs operations on fake tensors, and on their values where these are known."""
-
-    def __init__(self, known: KnownValues) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.known = known
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.known.run(func, args, kwargs or {})
-
-
 @dataclasses.dataclass(eq=False)
 class _Search:
     """Plans of one model for videos of several lengths."""
@@ -197,7 +184,7 @@ class _Search:
             part, _ = self._part(frames)
             given = self.subject.given(self.configuration.inputs(part))
             given.attach(lambda block, *args, **kwargs: block(*args, **kwargs))
-            with torch.no_grad(), given.known.mode, _Knowing(given.known):
+            with torch.no_grad(), given.known.mode, Following(given.known):
                 given.model(*given.args, **given.kwargs)
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)

@@ -26,12 +26,11 @@ from fastac.errors import FastacError
 from fastac.models.published import load, with_layers
 from fastac.planning.cuda import OneKernel
 from fastac.planning.forecast import Forecast
-from fastac.planning.known_values import KnownValues
+from fastac.planning.known_values import Following, KnownValues
 from fastac.planning.subject import subject
 from fastac.planning.video import without_weights
 from fastac.policy import Policy
 from tests.planning.planned import WAN, tiny
-from tests.planning.test_known_values import Following
 from tests.support import AttentionBlock, AttentionStack, stack_inputs
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/gpu_wan_nvidia_h100_80gb_hbm3.json"

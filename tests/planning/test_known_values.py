@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastac.engine import torch_private
 from fastac.engine.torch_private import NEEDS_VALUES
-from fastac.planning.known_values import KnownValues
-
-
-class Following(TorchDispatchMode):
-    """Runs every operation as the simulation does."""
-
-    def __init__(self, known: KnownValues) -> None:
-        super().__init__()
-        self.known = known
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.known.run(func, args, kwargs or {})
+from fastac.planning.known_values import Following, KnownValues
 
 
 @pytest.fixture
