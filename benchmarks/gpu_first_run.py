@@ -29,7 +29,7 @@ from diffusers import WanTransformer3DModel
 
 import fastac
 from fastac.cli.measuring import enable_torch_sac
-from fastac.engine.blocks import known_record
+from fastac.engine.blocks import known_state
 from peers import remat
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,8 +127,8 @@ def measure(
             optimizer.step()
         model.zero_grad(set_to_none=True)
     for block in model.blocks:  # like most steps: none of those that follow compares values
-        if (record := known_record(block)) is not None:
-            record.step = 2**20 + 1
+        if (state := known_state(block)) is not None:
+            state.step = 2**20 + 1
     synchronize()
     gc.collect()
     before = allocated()

@@ -46,15 +46,15 @@ from common import COPIES, RESULTS, grouped, hidden_seconds, parser, running_and
 from fastac.cli import measuring
 from fastac.cli.measuring import FAILURES, allocated_bytes, build, enable_torch_sac, failure, relative, take_turns
 from fastac.engine import offload
-from fastac.engine.blocks import record_of
+from fastac.engine.blocks import state_of
 from fastac.engine.transport import transport_of
 from fastac.errors import readable_bytes
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
+from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import AnyPolicy, Forecast
 from fastac.planning.plans import ROWS, parse_bytes, table_of_figures
-from fastac.planning.subject import subject
 from fastac.verification.report import offloaded_by
 from fastac.verification.step import executed_attention
 
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def published(self) -> Configuration:
-        return configurations.load(self.model)
+        return configurations.load_configuration(self.model)
 
     @property
     def sizes(self) -> Video:
@@ -232,7 +232,7 @@ class Training(measuring.Workload):
     @functools.cached_property
     def forecast(self) -> Forecast:
         """That of fastac.plan, without its table."""
-        return Forecast(subject(self.model, self.inputs))
+        return Forecast(fake_model(self.model, self.inputs))
 
     def policy(self, way: str) -> AnyPolicy:
         """The policy of one of fastac's ways, by the names of the plan's rows or for its bytes of saved outputs."""
@@ -265,7 +265,7 @@ class Training(measuring.Workload):
             for block in self.model.blocks if options is not None else ():
                 block.compile(**options)
         for block in self.switch.blocks():
-            record_of(block).step = 2**20 + 1
+            state_of(block).step = 2**20 + 1
         start = time.perf_counter()
         self.step() if self.case.warm_up == "step" else self.forward()
         self.release()

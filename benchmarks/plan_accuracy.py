@@ -28,8 +28,8 @@ from common import allocated_bytes, finish, parser, positive
 from fastac.cli.measuring import build
 from fastac.engine.tape import Replay
 from fastac.models import published as configurations
+from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
-from fastac.planning.subject import subject
 from fastac.policy import NAMED, Policy
 
 HELD, PEAK = 0.01, 0.03
@@ -102,7 +102,7 @@ class Row:
 
 def built(pair: Pair) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model with random weights, and the keyword arguments of one call."""
-    found = configurations.load(pair.configuration)
+    found = configurations.load_configuration(pair.configuration)
     sizes = {name: getattr(pair, name) for name in ("frames", "height", "width", "batch", "text_tokens", "dtype")}
     found = dataclasses.replace(found, config={**found.config, **pair.change})
     model, inputs = build(found, dataclasses.replace(found.default, **sizes))
@@ -124,20 +124,20 @@ def step(model: torch.nn.Module, inputs: dict[str, Any]) -> None:
 def replayed_flops() -> Iterator[list[int]]:
     """FLOPs of the calls that are replayed and not run."""
     found: list[int] = []
-    meet = Replay.meet
+    handle = Replay.handle
 
     def counted(self: Replay, op: Any, keyset: Any, args: Any, kwargs: Any, product: str) -> Any:
         position = self.position
-        outputs = meet(self, op, keyset, args, kwargs, product)
-        if self.position > position and self.tape.entries[position].kept is not None:
+        outputs = handle(self, op, keyset, args, kwargs, product)
+        if self.position > position and self.tape.entries[position].stored is not None:
             found.append(flop_registry[op.op.overloadpacket](*args, **kwargs, out_val=outputs))
         return outputs
 
-    Replay.meet = counted  # type: ignore[method-assign]
+    Replay.handle = counted  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Replay.meet = meet  # type: ignore[method-assign]
+        Replay.handle = handle  # type: ignore[method-assign]
 
 
 def measure(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[int, int, int]:
@@ -161,7 +161,7 @@ def measure(model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[int, int, i
 def compare(pair: Pair) -> Iterator[Row]:
     """Every policy on one pair."""
     model, inputs = built(pair)
-    forecast = Forecast(subject(model, inputs))
+    forecast = Forecast(fake_model(model, inputs))
     tokens = f"{pair.frames}x{pair.height}x{pair.width}"
     policies: dict[str, Any] = {
         "none": "none",

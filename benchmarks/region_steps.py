@@ -26,7 +26,7 @@ import fastac
 from common import parser, positive, write_result
 from fastac.cli.measuring import take_turns
 from fastac.engine import generators, offload, region, torch_private
-from fastac.engine.blocks import BlockRecord
+from fastac.engine.blocks import BlockState
 from fastac.engine.comparison import metadata
 from fastac.policy import Policy
 from host_time import hooks_alone
@@ -123,7 +123,7 @@ def steps_of_a_region(measured: dict[str, tuple[float, float]]) -> dict[str, flo
         return fastac.checkpoint(torch.nn.Identity.forward, None, tensor, policy="full")
 
     def frame() -> Any:
-        return region.Region(torch.nn.Identity.forward, (None, tensor), {}, BlockRecord(), None).forward((None, tensor))
+        return region.Region(torch.nn.Identity.forward, (None, tensor), {}, BlockState(), None).forward((None, tensor))
 
     return {
         "early stop": measured["full"][0] - measured["full, no early stop"][0],
@@ -144,9 +144,9 @@ def offloaded(count: int = 8) -> float:
 
     def offload_and_reload() -> None:
         inputs = [torch.empty(1, dtype=torch.uint8) for _ in range(count)]
-        stash = offload.Stash(policy, None, BlockRecord(), inputs)
-        kept = [stash.keep_input(one) for one in inputs]
-        stash.hold()
+        stash = offload.Stash(policy, None, BlockState(), inputs)
+        kept = [stash.take_input(one) for one in inputs]
+        stash.end_forward()
         inputs.clear()
         stash.offload()
         held = stash.reload()

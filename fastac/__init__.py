@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastac.checkpoint import checkpoint, patch_checkpoint
-    from fastac.compile.blocks import Compilation, compile_attention
+    from fastac.checkpointing import checkpoint, patch_checkpoint
+    from fastac.compiled.blocks import Compilation, compile_attention
     from fastac.engine.opaque import make_visible
     from fastac.errors import FastacError, PolicyNotAppliedError, UnsupportedBackendError
     from fastac.hook import compile, disable, enable, first_blocks  # noqa: A004 as torch.compile
@@ -53,8 +52,8 @@ __all__ = [
 ]
 
 _ROOMS = (
-    "checkpoint",
-    "compile.blocks",
+    "checkpointing",
+    "compiled.blocks",
     "engine.opaque",
     "errors",
     "hook",
@@ -82,18 +81,8 @@ def _load() -> None:
     torch_private.run_eagerly([one for name, one in sys.modules.copy().items() if name.startswith("fastac.")])
 
 
-class _Package(types.ModuleType):
-    """A package in which a function, not the module that defines it, has the name that both share."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module 'fastac' has no attribute {name!r}")
-        _load()
-        return vars(self)[name]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in __all__ or not isinstance(value, types.ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'fastac' has no attribute {name!r}")
+    _load()
+    return globals()[name]

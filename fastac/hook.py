@@ -20,14 +20,14 @@ import torch
 from fastac import diagnosis, models
 from fastac.backends.availability import check_backends, ignored_backends
 from fastac.backends.plugins import prepare
-from fastac.checkpoint import check_determinism, run
-from fastac.compile import graphs
-from fastac.compile.blocks import Compilation, compile_blocks
+from fastac.checkpointing import check_determinism, run
+from fastac.compiled import graphs
+from fastac.compiled.blocks import Compilation, compile_blocks
 from fastac.diagnosis import out_of_memory
 from fastac.diagnosis.autograd_graph import nodes_between
-from fastac.engine import kinds, linear, wrappers
-from fastac.engine.blocks import BlockRecord, block_of, describe, is_inside, record_of
-from fastac.engine.wrappers import inside, is_wrapper, wrappers_around
+from fastac.engine import checkpoint_wrappers, kinds, linear
+from fastac.engine.blocks import BlockState, block_of, describe, is_inside, state_of
+from fastac.engine.checkpoint_wrappers import inside, is_wrapper, wrappers_around
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models import BlockContainer, grouped, select, without_wrappers
 from fastac.policy import BlockPolicies, Policy, of_first, resolve, resolve_blocks, saves_nothing
@@ -129,7 +129,7 @@ class Enabled:
 
     def blocks_called(self) -> dict[str, torch.nn.Module]:
         """The blocks by qualified name; where the model calls modules in them or around them instead, these."""
-        unseen = [name for name, block in self.blocks.items() if record_of(block).latest is None]
+        unseen = [name for name, block in self.blocks.items() if state_of(block).latest is None]
         called = {name: one for name, one in self.called.items() if _overlaps(name, unseen)}
         replaced = {name for name in unseen if _overlaps(name, called)}
         return {name: block for name, block in self.blocks.items() if name not in replaced} | called
@@ -178,7 +178,7 @@ class Enabled:
         found = models.transformers_switches(self.model, set(self.blocks.values()))
         self.switches = list(map(models.switch_of, found))
         for module, _, _ in self.switches:
-            models.set_switch(module, True, wrappers.call_plainly)
+            models.set_switch(module, True, checkpoint_wrappers.call_plainly)
         variants = [one for module in self.model.modules() for one in getattr(module, "lora_variant", {}).values()]
         if self.switches and any("ALora" in class_name(one) for one in variants):
             # The hooks of activated LoRA end with the backward of a layer: without input gradients, before recompute.
@@ -205,9 +205,9 @@ class Enabled:
         """Make a CheckpointWrapper around a block call fastac. Raises FastacError for one with options of its own."""
         if is_ours(wrapper.checkpoint_fn):
             return
-        wrappers.check_default(wrapper, describe(inside(wrapper)))
+        checkpoint_wrappers.check_default(wrapper, describe(inside(wrapper)))
         self.wrappers.append((wrapper, wrapper.checkpoint_fn))
-        wrapper.checkpoint_fn = wrappers.call_plainly if self.by_forward else self.function
+        wrapper.checkpoint_fn = checkpoint_wrappers.call_plainly if self.by_forward else self.function
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
@@ -313,7 +313,7 @@ class Enabled:
 
     def check_once_all_ran(self) -> None:
         """`check_saved` for a trainer that calls the blocks itself, and no forward of the model."""
-        if all(record_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
+        if all(state_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
             self.check_saved()
 
     def check_saved(self) -> None:
@@ -321,7 +321,7 @@ class Enabled:
         if self.saved:
             return
         policies = {block: self.policy_of(block) for block in self.blocks.values()}
-        ran = {block for block in policies if record_of(block).latest}
+        ran = {block for block in policies if state_of(block).latest}
         for container in grouped(self.blocks) if self.by_forward and ran else ():
             if not any(one in ran or policies[one].saves_nothing for one in container.blocks.values()):
                 remark = f"{class_name(self.model)}: none of the blocks in {container.name!r} was called"
@@ -413,7 +413,7 @@ def enable(
     if isinstance(blocks, Iterable) and not isinstance(blocks, (str, torch.nn.Module)):
         blocks = list(blocks)
     by_forward = models.is_by_forward(model, blocks)
-    containers = choose(model, blocks, outer)
+    containers = choose_blocks(model, blocks, outer)
     if by_forward:
         _refuse_own(model)
     named = {name: block for container in containers for name, block in container.blocks.items()}
@@ -437,8 +437,8 @@ def enable(
         raise
     offloading = sum(bool(enabled.policy_of(block).offload) for block in named.values())
     for name, block in named.items():
-        vars(record_of(block)).update(vars(BlockRecord(f"{class_name(model)}.{name}", offloading)))
-        kinds.forget(block)  # regions of its class are observed anew
+        vars(state_of(block)).update(vars(BlockState(f"{class_name(model)}.{name}", offloading)))
+        kinds.forget_kinds(block)  # regions of its class are observed anew
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
         kinds.warn_once(model, remark, f"{class_name(model)}: {remark}")
@@ -507,7 +507,7 @@ def first_blocks(
     """
     outer, model = model, check_module(model, "first_blocks")
     enabled = enabled_on(model)
-    containers = grouped(enabled.blocks) if enabled and blocks is None else choose(model, blocks, outer)
+    containers = grouped(enabled.blocks) if enabled and blocks is None else choose_blocks(model, blocks, outer)
     return of_first([name for container in containers for name in container.blocks], count, policy)
 
 
@@ -547,7 +547,9 @@ def containers_of(model: torch.nn.Module) -> list[BlockContainer]:
 
 def is_ours(function: object) -> bool:
     """Whether a gradient checkpointing function is one that `enable` sets."""
-    return function is wrappers.call_plainly or (isinstance(function, functools.partial) and function.func is _run)
+    return function is checkpoint_wrappers.call_plainly or (
+        isinstance(function, functools.partial) and function.func is _run
+    )
 
 
 def check_module(model: object, call: str) -> torch.nn.Module:
@@ -581,7 +583,7 @@ def _is_another_on(modules: Iterable[Any]) -> bool:
     return any(one.gradient_checkpointing and not is_ours(models.switch_function(one)) for one in modules)
 
 
-def choose(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
+def choose_blocks(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
     """The containers of a model's blocks, as `enable` takes `blocks`. Raises FastacError for an ambiguous model."""
     if blocks is not None:
         return select(model, blocks, outer)

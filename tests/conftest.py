@@ -14,7 +14,7 @@ import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
 from fastac import backends, registry
-from fastac.compile import graphs
+from fastac.compiled import graphs
 from fastac.diagnosis import ran_again
 from fastac.engine import opaque, releases
 from fastac.engine.kinds import state as kinds
@@ -66,7 +66,7 @@ def as_in_a_fresh_process() -> Iterator[None]:
     graphs.reset()
     left = ["scope"] if engine.thread.scope else []
     left += ["listeners"] if set(engine.listeners) - {ran_again} else []
-    left += ["counts of what was answered"] if engine.answered else []
+    left += ["counts of what was answered"] if engine.replayed_calls else []
     left += ["hook on dynamo's guards"] if set_guard_complete_hook(None) is not None else []
     left += ["dispatch modes"] if torch._C._len_torch_dispatch_stack() else []
     engine.reset()

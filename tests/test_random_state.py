@@ -324,7 +324,7 @@ def plan_video() -> None:
 
         path = Path(folder, "config.json")
         path.write_text(json.dumps({"_class_name": WAN, **TINY[WAN].config}))
-        configuration = published.load(str(path))
+        configuration = published.load_configuration(str(path))
         video = dataclasses.replace(configuration.default, frames=5, height=32, width=48, text_tokens=8)
         found = plan_video(configuration, video, budget=2**20)
         str(found)
@@ -346,7 +346,7 @@ def build() -> None:
         from fastac.cli import measuring
         from fastac.models import published
 
-        configuration = published.load(WAN)
+        configuration = published.load_configuration(WAN)
         config = {**configuration.config, **TINY[WAN].config}
         measuring.build(dataclasses.replace(configuration, config=config), configuration.default)
 

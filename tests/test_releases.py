@@ -43,7 +43,7 @@ STEPS = """if True:
     x = torch.randn(1, 2, 16, 8, requires_grad=True)
     model(x).sum().backward()
     for given in ({}, {"backend": None}):
-        ready = sys.modules["fastac.compile.blocks"]._ready(given)
+        ready = sys.modules["fastac.compiled.blocks"]._ready(given)
         assert ready["backend"] == "inductor", "ours needs a newer torch"
 
     def on_fakes():

@@ -1,6 +1,6 @@
 """torch.nn.attention.flex_attention: a higher-order op in eager mode. NABLA is such a call, with a block mask.
 
-`fastac.compile` and `fastac.compile_attention` compile it by inductor and keep it an op (fastac/compile/flex.py). If
+`fastac.compile` and `fastac.compile_attention` compile it by inductor and keep it an op (fastac/compiled/flex.py). If
 only torch compiles it, no call is left to see, and the region is refused. In a model compiled as a whole, checkpointing
 is part of the graph and saves it. A tensor that requires grad and is used by a `score_mod` gets a wrong gradient in
 eager mode under any checkpointing, torch's own included (torch 2.13).

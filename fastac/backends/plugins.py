@@ -53,7 +53,7 @@ _loading = threading.RLock()
 _begun = _done = False
 
 
-def load() -> None:
+def load_plugins() -> None:
     """Register the rows of the installed plugins, once. Other threads wait for it.
 
     If it is interrupted (Ctrl-C in a slow plugin), the next call loads what is left.
@@ -76,7 +76,7 @@ def load() -> None:
 
 def installed() -> tuple[Plugin, ...]:
     """Every plugin of this environment, including broken ones. Loads them if they are not loaded yet."""
-    load()
+    load_plugins()
     return tuple(_plugins)
 
 
@@ -98,7 +98,7 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
         functions = tuple(item for item in found if isinstance(item, OpaqueFunction))
         rows = tuple(item for item in found if not isinstance(item, OpaqueFunction))
         for function in functions:
-            registry.check(function, "OpaqueFunction")
+            registry.check_row(function, "OpaqueFunction")
         registry.register(*rows)  # all of them or none
         opaque.know(*functions)
     except FastacError as error:
@@ -127,6 +127,6 @@ def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
 
 def prepare() -> None:
     """Load plugins, make known kernels visible, and intercept every op with a row that this process has."""
-    load()
+    load_plugins()
     opaque.make_known_visible()
     interception.install()

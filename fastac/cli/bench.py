@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 def sizes_of(options: argparse.Namespace) -> tuple[Configuration, Video]:
     """The model and the video of the options. Raises FastacError for an unknown model."""
-    found = configurations.load(options.model)
+    found = configurations.load_configuration(options.model)
     video = video_of(options, found.default)
     if options.layers is not None:
         found = dataclasses.replace(found, config=configurations.with_layers(found.config, options.layers))

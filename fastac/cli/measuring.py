@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fastac import hook
 from fastac.cli import version
-from fastac.engine.blocks import record_of
+from fastac.engine.blocks import state_of
 from fastac.engine.generators import generators_preserved
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, profiler, tree_map
@@ -274,7 +274,7 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
         if not is_saved(op):
             return CheckpointPolicy.PREFER_RECOMPUTE
         # Recompute gets the saved output, so that no kernel runs. torch before 2.13 asks again then.
-        for counter in engine.answered if classify(op) is not None and not context.is_recompute else ():
+        for counter in engine.replayed_calls if classify(op) is not None and not context.is_recompute else ():
             counter[op._schema.name] += 1
         return CheckpointPolicy.MUST_SAVE
 
@@ -310,7 +310,7 @@ class Switch:
         self.workload.step()
         self.workload.release()
         for block in self.blocks():
-            record_of(block).step = 2**20 + 1
+            state_of(block).step = 2**20 + 1
 
     def blocks(self) -> list[torch.nn.Module]:
         """The blocks, if the way that is switched on is one of fastac's."""

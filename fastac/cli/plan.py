@@ -19,9 +19,9 @@ from fastac.errors import FastacError, readable_bytes
 from fastac.models import published as configurations
 from fastac.models.videos import Video
 from fastac.planning import Plan
+from fastac.planning.fake_model import DEVICES
 from fastac.planning.forecast import OPTIMIZERS, PolicyPlan
 from fastac.planning.plans import FIXED, ROWS, TFLOPS, WITHIN, parse_bytes
-from fastac.planning.subject import DEVICES
 from fastac.planning.video import Tell, Training, plan_video
 from fastac.verification.tables import console
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     budget, memory = (None if text is None else parse_bytes(text) for text in (options.budget, options.memory))
     if options.plot is not None:
         check_plot(options.plot)
-    configuration = configurations.load(options.model)
+    configuration = configurations.load_configuration(options.model)
     with telling() as tell, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the models' own, about a missing device
         logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # a traceback of an error that is reported

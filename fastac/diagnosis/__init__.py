@@ -29,8 +29,8 @@ from fastac.diagnosis.observer import Observer
 from fastac.diagnosis.recognition import no_attention, suggested_visible
 from fastac.diagnosis.unknown import check_rows, unknown_calls
 from fastac.engine import kinds, opaque, releases, torch_private
-from fastac.engine.blocks import block_of, describe, known_record
-from fastac.engine.calls import RegionResult
+from fastac.engine.blocks import block_of, describe, known_state
+from fastac.engine.results import RegionResult
 from fastac.engine.tape import Tape, engine, thread
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
@@ -72,12 +72,12 @@ def judge(
     where = describe(function)
     problems = [] if observer is None else _problems_seen(observer, where)
     # Eager flex_attention compiles itself.
-    compiled = calls > sum(op.is_higher_order for op, _ in tape.made)
+    compiled = calls > sum(op.is_higher_order for op, _ in tape.attention_calls)
     compiled = compiled or observer is None or any(node.name() == torch_private.COMPILED_NODE for node in nodes)
     watched = None if compiled else observer  # the whole of the region
     runs: list[tuple[Sequence[Any], Observer | None, Tape]] = [(nodes, observer, tape)]
     if compiled and earlier is not None:
-        if len(tape.made) < len(earlier.made):
+        if len(tape.attention_calls) < len(earlier.attention_calls):
             warn_of_fewer(function)
     elif compiled and (seen := look(function, args, kwargs, tape)) is not None:
         watched, eager_nodes = seen
@@ -99,7 +99,7 @@ def judge(
         if isinstance(op.row, AttentionOp)
     ]
     if problems:
-        raise not_applied(function, policy, problems, len(tape.made))
+        raise not_applied(function, policy, problems, len(tape.attention_calls))
     if cut_off := parameters_cut_off(block_of(function), nodes):
         logger.warning(
             "%s: %d attention parameters require grad and get no gradient, such as %s: its output does not depend on "
@@ -138,10 +138,11 @@ def warn_of_reentrant(function: Any, policy: Policy) -> None:
 def _say_unseen(function: Any, tape: Tape) -> None:
     """Say that compiled code is not run again: a warning if no attention was seen in it."""
     said = (
-        f"{describe(function)}: compiled, with {len(tape.made)} attention calls. As ranks may communicate in it, it is "
-        f"not run again eagerly: attention that compiled code hides is not found (fastac.verify in one process tells)"
+        f"{describe(function)}: compiled, with {len(tape.attention_calls)} attention calls. As ranks may communicate "
+        f"in it, it is not run again eagerly: attention that compiled code hides is not found (fastac.verify in one "
+        f"process tells)"
     )
-    if tape.made:
+    if tape.attention_calls:
         logger.info("%s", said)
     else:
         kinds.warn_once(function, "unseen", said)
@@ -157,11 +158,11 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
     Raises:
         PolicyNotAppliedError: regions ran, and nothing was saved in any.
     """
-    records = [record for record in map(known_record, blocks) if record is not None]
-    results = [record.latest for record in records if record.latest is not None]
+    states = [state for state in map(known_state, blocks) if state is not None]
+    results = [state.latest for state in states if state.latest is not None]
     ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
     saved = any(one.products or any(call.saved for call in one.calls) for one in results) or any(
-        record.communication is not None and record.communication.saved for record in records
+        state.communication is not None and state.communication.saved for state in states
     )
     if not ran and any(one.saves(sys.maxsize) for one in blocks.values()):
         saved = False  # attention was to be saved, and none was seen
@@ -262,9 +263,9 @@ def _problems_seen(observer: Observer, where: str) -> list[str]:
 def _missing(eager: Tape, tape: Tape, where: str) -> list[str]:
     """Sentences on calls that the eager run made and the compiled one did not."""
     # By backend: compiled flex_attention is an op of its own.
-    made = collections.Counter(op.backend for op, _ in tape.made)
+    made = collections.Counter(op.backend for op, _ in tape.attention_calls)
     problems = []
-    for op, _ in eager.made:
+    for op, _ in eager.attention_calls:
         made[op.backend] -= 1
         if made[op.backend] >= 0:
             continue

@@ -84,16 +84,16 @@ class _Watch(Observer):
 class _Unkept(Tape):
     """Records which calls are made, and keeps none of their outputs."""
 
-    def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
+    def handle(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         if op.kind == "decomposition":
-            return super().meet(op, keyset, args, kwargs, product)
+            return super().handle(op, keyset, args, kwargs, product)
         if not op.is_attention:
-            return self.run(op, keyset, args, kwargs)
+            return self.pass_on(op, keyset, args, kwargs)
         self.callers = [*(self.callers or ()), caller()]
         if op.is_higher_order:
             # Eagerly it would take the memory that it is compiled to save, and its numbers do not matter here.
             outputs = torch_private.empty_outputs(op.op, args, kwargs)
         else:
-            outputs = self.run(op, keyset, args, kwargs)
-        self.made.append((op, op.keys(args, kwargs)))
+            outputs = self.pass_on(op, keyset, args, kwargs)
+        self.attention_calls.append((op, op.keys(args, kwargs)))
         return outputs

@@ -121,7 +121,7 @@ class Observer(PassThrough):
                 self.silent.append(name)
 
     def _seen(self) -> int:
-        recorded = len(self.tape.made) + len(self.tape.decomposed)
+        recorded = len(self.tape.attention_calls) + len(self.tape.decomposed)
         found = len(self.small) + len(self.unknown) + len(self.elsewhere) + len(self.late)
         return recorded + found + self._softmax_attention.products
 
@@ -169,7 +169,7 @@ class Observer(PassThrough):
 
     def passed_by(self) -> list[str]:
         """Attention ops that were called and did not arrive at the region."""
-        arrived = {op.qualified_name for op, _ in self.tape.made}
+        arrived = {op.qualified_name for op, _ in self.tape.attention_calls}
         return [op.name for op in self._called if op.qualified_name not in arrived]
 
     def _recognize(self, op: torch._ops.OpOverload, args: Sequence[Any], outputs: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from fastac.engine import torch_private
 from fastac.engine.blocks import describe
-from fastac.engine.offload import KeptStorage, KeptTensor
+from fastac.engine.offload import StashedStorage, StashedTensor
 from fastac.engine.region import Region
 from fastac.engine.tape import Packed
 from fastac.errors import FastacError, is_out_of_memory, readable_bytes
@@ -100,11 +100,11 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
         values += [("buffers", 0, one.value) for one in region.buffers.buffers] if region.buffers is not None else []
         for kind, keys, value in values:
             key: object
-            storage = value.storage if isinstance(value, KeptTensor) else value
-            tensor = storage.device if isinstance(storage, KeptStorage) else value
+            storage = value.storage if isinstance(value, StashedTensor) else value
+            tensor = storage.device if isinstance(storage, StashedStorage) else value
             if isinstance(value, Packed):  # the hooks decide where it is
                 key, place, size = id(value), HOOKS, value.nbytes
-            elif isinstance(storage, KeptStorage) and tensor is None:
+            elif isinstance(storage, StashedStorage) and tensor is None:
                 key, place, size = id(storage), HOST, storage.size
             elif isinstance(tensor, torch.Tensor) and torch_private.has_storage(tensor):
                 key, place = torch_private.memory(tensor), tensor.device.type

@@ -1,6 +1,6 @@
 """Tells the block that a checkpointed function runs: it may be a module, a method of one, or any other callable.
 
-The `BlockRecord` of a block is an attribute of the block, and is copied and pickled with it.
+The `BlockState` of a block is an attribute of the block, and is copied and pickled with it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 
 import torch
 
-from fastac.engine.calls import RegionResult, Transfers
+from fastac.engine.checkpoint_wrappers import inside
 from fastac.engine.collectives import Communication
+from fastac.engine.results import RegionResult, Transfers
 from fastac.engine.torch_private import shape_of
-from fastac.engine.wrappers import inside
 from fastac.errors import class_name
 
 MANY = 256
 """Input signatures that are remembered for a block's class. With more of them, all are forgotten."""
 
-_RECORD = "_fastac_record"
+_STATE = "_fastac_state"
 _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
 """The last one is a partial by which hooks of diffusers before 0.40 replace a forward."""
 
 
 @dataclasses.dataclass(eq=False)
 class KnownBuffer:
-    """A buffer of a block. It refers to the dict of a module's buffers: the module refers to the block's record."""
+    """A buffer of a block. It refers to the dict of a module's buffers: the module refers to the block's state."""
 
     buffers: dict[str, torch.Tensor | None]
     name: str
@@ -46,7 +46,7 @@ class KnownBuffer:
 
 
 @dataclasses.dataclass
-class BlockRecord:
+class BlockState:
     """Knowledge of one block. Copies of the block keep its name and `offloading` alone."""
 
     name: str = ""
@@ -103,7 +103,7 @@ class BlockRecord:
         return bool(self.doubts) and not self.doubts.get(key, True)
 
     def __reduce__(self) -> Any:
-        return BlockRecord, (self.name, self.offloading)
+        return BlockState, (self.name, self.offloading)
 
 
 def is_inside(name: str, block: str) -> bool:
@@ -129,23 +129,23 @@ def block_of(function: Any) -> torch.nn.Module | None:
     return module_of(function) if getattr(function, "__name__", "") in _RUNS_ITS_BLOCK else None
 
 
-def record_of(block: torch.nn.Module) -> BlockRecord:
-    """The record of a block, made if there is none."""
+def state_of(block: torch.nn.Module) -> BlockState:
+    """The state of a block, made if there is none."""
     own = vars(block)
-    record: BlockRecord | None = own.get(_RECORD)
-    if record is None:
-        record = own[_RECORD] = BlockRecord()
-    return record
+    state: BlockState | None = own.get(_STATE)
+    if state is None:
+        state = own[_STATE] = BlockState()
+    return state
 
 
-def known_record(block: torch.nn.Module) -> BlockRecord | None:
-    """The record of a block; None if no region of it was seen and `enable` did not name it."""
-    return vars(block).get(_RECORD)
+def known_state(block: torch.nn.Module) -> BlockState | None:
+    """The state of a block; None if no region of it was seen and `enable` did not name it."""
+    return vars(block).get(_STATE)
 
 
-def forget(block: torch.nn.Module) -> None:
-    """Remove the record of a block."""
-    vars(block).pop(_RECORD, None)
+def forget_state(block: torch.nn.Module) -> None:
+    """Remove the state of a block."""
+    vars(block).pop(_STATE, None)
 
 
 def kind_of(function: Any) -> Any:
@@ -257,9 +257,9 @@ def describe(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     block = block_of(function)
-    record = known_record(block) if block is not None else None
-    if record is not None and record.name:
-        return record.name
+    state = known_state(block) if block is not None else None
+    if state is not None and state.name:
+        return state.name
     return getattr(function, "__qualname__", None) or class_name(block if block is not None else function)
 
 

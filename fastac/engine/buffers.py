@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import BlockRecord, KnownBuffer, record_of
+from fastac.engine.blocks import BlockState, KnownBuffer, state_of
 from fastac.errors import FastacError, readable_bytes
 
 logger = logging.getLogger("fastac")
@@ -80,8 +80,8 @@ class Buffers:
 
     def __init__(self, modules: Sequence[torch.nn.Module], looks: bool) -> None:
         self.looks, self.modules = looks, modules if looks else ()
-        self.lock = record_of(modules[0]).lock
-        known = [one for module in modules for one in record_of(module).buffers or ()]
+        self.lock = state_of(modules[0]).lock
+        known = [one for module in modules for one in state_of(module).buffers or ()]
         small = SMALL if len(known) <= FEW else -1
         self.buffers = [_begin(one, sys.maxsize if looks or one.is_written else small) for one in known]
 
@@ -91,7 +91,7 @@ class Buffers:
         Raises FastacError for a large buffer that they begin to write in a later step.
         """
         for module in self.modules:  # what was registered since
-            self.buffers += [_Buffer(known, _ABSENT, None, None) for known in _find(module, record_of(module))]
+            self.buffers += [_Buffer(known, _ABSENT, None, None) for known in _find(module, state_of(module))]
         self.modules = ()
         found = [one for one in self.buffers if not one.known.is_written and one.was_written(self.looks)]
         for one in found:
@@ -130,30 +130,30 @@ def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Buffers | None:
 
     looks: compare the values of all of them. A module that was never looked at is looked at.
     """
-    records = [record_of(module) for module in modules]
-    looks = looks or any(record.buffers is None for record in records)
-    for module, record in zip(modules, records, strict=True):
-        if looks or any(one.is_written for one in record.buffers or ()):  # another module may stand in its place
-            _find(module, record)
-    if not (modules and (looks or any(record.buffers for record in records))):
+    states = [state_of(module) for module in modules]
+    looks = looks or any(state.buffers is None for state in states)
+    for module, state in zip(modules, states, strict=True):
+        if looks or any(one.is_written for one in state.buffers or ()):  # another module may stand in its place
+            _find(module, state)
+    if not (modules and (looks or any(state.buffers for state in states))):
         return None
     return Buffers(modules, looks)
 
 
-def _find(module: torch.nn.Module, record: BlockRecord) -> list[KnownBuffer]:
-    """Bring the record of a module up to date. Returns the buffers that it did not name."""
-    before = {(id(one.buffers), one.name): one for one in record.buffers or ()}
-    record.buffers, new = [], []
-    owners, record.owners = record.owners, set()
+def _find(module: torch.nn.Module, state: BlockState) -> list[KnownBuffer]:
+    """Bring the state of a module up to date. Returns the buffers that it did not name."""
+    before = {(id(one.buffers), one.name): one for one in state.buffers or ()}
+    state.buffers, new = [], []
+    owners, state.owners = state.owners, set()
     for owner in module.modules():
         buffers = _dict_of(owner)
-        record.owners.add(id(buffers))
+        state.owners.add(id(buffers))
         for name in buffers:
             known = before.get((id(buffers), name))
             if known is None:
                 known = KnownBuffer(buffers, name)
                 new += [known] if id(buffers) in owners else []  # a module that was made since stays as it is
-            record.buffers.append(known)
+            state.buffers.append(known)
     return new
 
 

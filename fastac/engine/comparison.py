@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastac.engine import torch_private
-from fastac.engine.blocks import BlockRecord, describe, held_by, module_of
+from fastac.engine.blocks import BlockState, describe, held_by, module_of
 from fastac.engine.generators import tensors_in
 from fastac.engine.tape import RecomputeError, engine
 from fastac.errors import class_name
@@ -96,7 +96,7 @@ class Comparison:
     function: Any
     modules: Sequence[torch.nn.Module]
     """The block, or those that the function may run."""
-    record: BlockRecord
+    block_state: BlockState
     """Of the block. The first recompute notes there whether the block writes weights of its own."""
     fingerprints: Sequence[Fingerprint | None]
     """Of the tensors that the forward saved, if values are compared."""
@@ -106,13 +106,13 @@ class Comparison:
     """What may explain a difference, as a line with its break."""
 
     def __post_init__(self) -> None:
-        self._rewritten: set[str] = set()  # as in the record, where it comes once nothing differed
+        self._rewritten: set[str] = set()  # as in the state, where it comes once nothing differed
         self._position = -1
         self._settling = Settling()
         self._allowed = 0.0  # the noise of the coarsest dtype so far, which is in all that follows
         self._error: RecomputeError | None = None  # of the first tensor whose metadata differ
         self._differences: list[Difference] = []
-        weights = [] if self.record.writes is False else _weights(self.function, self.modules)
+        weights = [] if self.block_state.writes is False else _weights(self.function, self.modules)
         self._versions = {one: one._version for one in weights if not one.is_inference()}
 
     def add_metadata(self, forward: Metadata, tensor: torch.Tensor) -> None:
@@ -145,7 +145,7 @@ class Comparison:
     def _is_rewritten(self, weight: torch.Tensor) -> bool:
         """Whether a weight was written with the values that it had, here or in a step that compared them."""
         if not self.fingerprints:
-            return "weights" in self.record.rewritten
+            return "weights" in self.block_state.rewritten
         before = self.fingerprints[self._position + 1]
         again = fingerprint(weight)
         if before is None or again is None or _differ(before, again):
@@ -158,7 +158,7 @@ class Comparison:
         if self.fingerprints:
             self._rewritten.add("inputs")
             return True
-        return "inputs" in self.record.rewritten
+        return "inputs" in self.block_state.rewritten
 
     def add_values(self, tensor: torch.Tensor | None) -> None:
         """Compare the values of the next tensor that is saved; None for one that no autograd node needs any longer."""
@@ -188,13 +188,13 @@ class Comparison:
 
     def check(self) -> None:
         """Raise RecomputeError if something differs; for values on an accelerator, at the end of this backward."""
-        if self.record.writes is None:
-            self.record.writes = any(map(self._is_written, self._versions))
+        if self.block_state.writes is None:
+            self.block_state.writes = any(map(self._is_written, self._versions))
         self._compare(self._settling.end()[0])
         if self._error is not None:
             raise self._error
         _check(one for one in self._differences if not one.forward.is_read_later)
-        self.record.rewritten |= self._rewritten
+        self.block_state.rewritten |= self._rewritten
         if self._differences:
             _check_at_end_of_backward(self._differences)
 
@@ -324,7 +324,7 @@ COMPARISON = "fastac::comparison"
 
 
 def _named() -> contextlib.AbstractContextManager[Any]:
-    return torch.profiler.record_function(COMPARISON) if engine.answered else contextlib.nullcontext()
+    return torch.profiler.record_function(COMPARISON) if engine.replayed_calls else contextlib.nullcontext()
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:

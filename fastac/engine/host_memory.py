@@ -34,7 +34,7 @@ def available() -> int | None:
     return min(found, default=None)
 
 
-def check(size: int, blocks: int, policy: Policy) -> None:
+def check_available(size: int, blocks: int, policy: Policy) -> None:
     """Raise FastacError if the host has too little memory for its ranks.
 
     Args:

@@ -6,8 +6,8 @@ import logging
 import weakref
 from typing import Any
 
-from fastac.engine.blocks import MANY, BlockRecord, block_of, kind_of
-from fastac.engine.calls import RegionResult
+from fastac.engine.blocks import MANY, BlockState, block_of, kind_of
+from fastac.engine.results import RegionResult
 
 logger = logging.getLogger("fastac")
 
@@ -23,7 +23,7 @@ class _State:
         # Warnings already logged, by block class (or code).
         self.warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         # Records of functions that are no block, by their code.
-        self.functions: weakref.WeakKeyDictionary[Any, BlockRecord] = weakref.WeakKeyDictionary()
+        self.functions: weakref.WeakKeyDictionary[Any, BlockState] = weakref.WeakKeyDictionary()
         self.said: set[str] = set()  # what is logged once in a process
         self.of_one_block = False  # kinds are by block, not by its class (fastac.verify)
 
@@ -31,9 +31,9 @@ class _State:
 state = _State()
 
 
-def record_of_function(function: Any) -> BlockRecord:
-    """The record of a function that is no block."""
-    return state.functions.setdefault(kind_of(function), BlockRecord())
+def state_of_function(function: Any) -> BlockState:
+    """The state of a function that is no block."""
+    return state.functions.setdefault(kind_of(function), BlockState())
 
 
 def first_result(function: Any, key: Any) -> RegionResult | None:
@@ -65,10 +65,10 @@ def compiled_result(function: Any, key: Any) -> RegionResult | None:
 def made_before() -> set[str]:
     """Qualified names of the attention ops that regions called so far."""
     results = [result for kinds in state.results.values() for result in kinds.values()]
-    return {op.qualified_name for result in results for op, _ in result.made}
+    return {op.qualified_name for result in results for op, _ in result.attention_calls}
 
 
-def forget(function: Any) -> None:
+def forget_kinds(function: Any) -> None:
     """Make the next region of each kind of a block's class (or code) the first."""
     state.results.pop(kind_of(function), None)
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from fastac.engine import interception
-from fastac.engine.blocks import known_record
+from fastac.engine.blocks import known_state
 from fastac.engine.tape import Scope, thread
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, did_you_mean
 from fastac.policy import Policy, patterns_of
@@ -71,8 +71,8 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
 def detach(model: torch.nn.Module) -> None:
     """Remove the hooks from every Linear module of a model."""
     for module in model.modules():
-        if (record := known_record(module)) is not None:
-            record.key = None  # so that its next region attaches them again
+        if (state := known_state(module)) is not None:
+            state.key = None  # so that its next region attaches them again
         if vars(module).pop(_NAME, None) is None:
             continue
         for hooks, mine in ((module._forward_pre_hooks, _begin), (module._forward_hooks, _end)):

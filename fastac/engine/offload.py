@@ -16,8 +16,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.engine import host_memory, torch_private
-from fastac.engine.blocks import BlockRecord, describe
-from fastac.engine.calls import Transfers
+from fastac.engine.blocks import BlockState, describe
+from fastac.engine.results import Transfers
 from fastac.engine.transport import PIECE, Copies, Pairs, Transport, transport_of
 from fastac.errors import FastacError, is_out_of_memory
 from fastac.policy import Policy
@@ -27,7 +27,7 @@ SMALLEST = 2**21
 GB/s copy 2.1 MB (benchmarks/region_steps.py)."""
 
 
-class KeptStorage:
+class StashedStorage:
     """A storage that regions keep: its bytes on the device, or on the host."""
 
     last: weakref.ref[Stash] | None = None
@@ -85,13 +85,13 @@ class ReloadedStorage:
         self.device, self.copies = device, copies
 
 
-Reloaded = dict[KeptStorage, ReloadedStorage]
+Reloaded = dict[StashedStorage, ReloadedStorage]
 
 
-class KeptTensor:
+class StashedTensor:
     """A tensor that a region keeps, wherever its storage is."""
 
-    def __init__(self, tensor: torch.Tensor, storage: KeptStorage, version: int) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: StashedStorage, version: int) -> None:
         self.storage, self.version = storage, version  # when it was kept
         self.nbytes, self.shape, self.requires_grad = tensor.nbytes, tensor.shape, tensor.requires_grad
         self._counter = torch_private.version_counter(tensor)
@@ -135,56 +135,56 @@ class Stash:
 
     Args:
         function: that the region runs, for messages.
-        record: of its block.
+        state: of its block.
         inputs: of the region, when it begins.
 
     Raises:
         FastacError: saved_tensors_hooks of the user are open; the host has too little memory.
     """
 
-    def __init__(self, policy: Policy, function: Any, record: BlockRecord, inputs: Iterable[Any]) -> None:
+    def __init__(self, policy: Policy, function: Any, state: BlockState, inputs: Iterable[Any]) -> None:
         if torch_private.saved_tensors_hooks() is not None:
             raise FastacError(
                 f"{policy}: {describe(function)} runs under saved_tensors_hooks of yours (save_on_cpu?), which would "
                 f"move what offload moves. Leave them out, or leave offload out."
             )
-        self.policy, self.record = policy, record
+        self.policy, self.block_state = policy, state
         self.reference = weakref.ref(self)
         self.takes_inputs = policy.offloads_inputs and torch_private.innermost_checkpoint() is None
         self.versions = {one: one._version for one in inputs if torch_private.is_plain(one)}
-        self.storages: list[KeptStorage] = []
+        self.storages: list[StashedStorage] = []
         self.transport: Transport | None = None  # of all of these: tensors on another device stay there
         self.prefetched: dict[int, Reloaded] = {}  # for a recompute, by the thread that began it
         self.previous: weakref.ref[Stash] | None = None  # of the region before this one in the forward
-        self.transfers = record.transfers = Transfers()
+        self.transfers = state.transfers = Transfers()
         _state.on_device = [one for one in _state.on_device if one() is not None]
         while len(_state.on_device) >= policy.keep:
             earlier = _state.on_device.pop(0)()
             if earlier is not None:
                 earlier.offload()
 
-    def keep_input(self, value: Any) -> Any:
-        """Keep an input of the region. Returns a KeptTensor, or the input itself if it cannot move."""
-        return self.keep(value, self.versions[value], True) if torch_private.is_plain(value) else value
+    def take_input(self, value: Any) -> Any:
+        """Keep an input of the region. Returns a StashedTensor, or the input itself if it cannot move."""
+        return self.take(value, self.versions[value], True) if torch_private.is_plain(value) else value
 
-    def keep(self, tensor: torch.Tensor, version: int, is_input: bool = False) -> Any:
-        """Keep a tensor. Returns a KeptTensor, or the tensor itself if it cannot move."""
+    def take(self, tensor: torch.Tensor, version: int, is_input: bool = False) -> Any:
+        """Keep a tensor. Returns a StashedTensor, or the tensor itself if it cannot move."""
         transport, untyped = transport_of(tensor.device), tensor.untyped_storage()
         self.transport = self.transport or transport
         if transport is None or transport is not self.transport or untyped.nbytes() < SMALLEST:
             return tensor
         storage = transport.storages.get(torch_private.memory(tensor))
         if storage is None:
-            storage = KeptStorage(untyped, transport, self.transfers)
+            storage = StashedStorage(untyped, transport, self.transfers)
         storage.last = self.reference
         if is_input:
             storage.is_common |= storage.input_of not in (None, self.reference)
             storage.input_of = self.reference
         if storage not in self.storages:
             self.storages.append(storage)
-        return KeptTensor(tensor, storage, version)
+        return StashedTensor(tensor, storage, version)
 
-    def hold(self) -> None:
+    def end_forward(self) -> None:
         """The forward has ended, and `keep` was called for everything that the region keeps."""
         self.versions = {}
         self.previous, _state.latest = _state.latest, self.reference
@@ -193,15 +193,15 @@ class Stash:
     def offload(self) -> None:
         """Begin to copy to the host what frees memory of the device. Raises FastacError if the host has too little."""
         storages = [one for one in self.storages if one.frees_memory(self)]
-        blocks = max(1, self.record.offloading - self.policy.keep)
-        host_memory.check(blocks * sum(one.size for one in storages), blocks, self.policy)
+        blocks = max(1, self.block_state.offloading - self.policy.keep)
+        host_memory.check_available(blocks * sum(one.size for one in storages), blocks, self.policy)
         try:
             pairs = [pair for one in storages if one.device is not None for pair in one.pairs(one.device)]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             size = sum(one.size for one in storages)
-            raise host_memory.exhausted(size, self.record.name or "a block", self.policy, error) from error
+            raise host_memory.exhausted(size, self.block_state.name or "a block", self.policy, error) from error
         if self.transport is not None and pairs:
             copies = self.transport.begin(pairs, True, (), self.transfers)
             for one in storages:  # no sooner: allocating host memory may fail
@@ -230,9 +230,9 @@ class Stash:
         return reloaded
 
 
-def _reload(storages: Sequence[KeptStorage], prefetched: Reloaded, transfers: Transfers) -> Reloaded:
+def _reload(storages: Sequence[StashedStorage], prefetched: Reloaded, transfers: Transfers) -> Reloaded:
     """Begin to copy back those that are on the host alone. Returns all that were offloaded."""
-    found: dict[KeptStorage, Any] = {
+    found: dict[StashedStorage, Any] = {
         one: one.reloaded() or prefetched.get(one) for one in storages if one.device is None
     }
     away = [one for one, again in found.items() if again is None]
@@ -244,7 +244,7 @@ def _reload(storages: Sequence[KeptStorage], prefetched: Reloaded, transfers: Tr
     return found
 
 
-def unpack_input(kept: KeptTensor) -> torch.Tensor:
+def unpack_input(kept: StashedTensor) -> torch.Tensor:
     """An input of a region. Raises FastacError if it was changed in place since it was kept, as autograd does."""
     if kept.was_changed:
         raise FastacError(
@@ -257,6 +257,6 @@ def unpack_input(kept: KeptTensor) -> torch.Tensor:
 def unpack_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a region, with tensors for the KeptTensors among them."""
     return {
-        name: unpack_input(value).requires_grad_(value.requires_grad) if isinstance(value, KeptTensor) else value
+        name: unpack_input(value).requires_grad_(value.requires_grad) if isinstance(value, StashedTensor) else value
         for name, value in values.items()
     }

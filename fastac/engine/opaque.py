@@ -26,7 +26,7 @@ from fastac import registry
 from fastac.engine import interception, torch_private
 from fastac.engine.flops import add_formula, named_arguments, products
 from fastac.engine.generators import tensors_in
-from fastac.engine.tape import engine, held_bytes, thread
+from fastac.engine.tape import engine, storage_bytes, thread
 from fastac.errors import FastacError
 from fastac.registry import ALWAYS, OPAQUE_NAMESPACE, AttentionOp, Flops, OpaqueFunction, may_draw, number_of_keys
 
@@ -95,11 +95,11 @@ class Companion:
     def extra_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
         """Bytes of the tensors that are not among the outputs."""
         outputs = torch_private.tree_leaves(self.outputs)
-        return held_bytes([one for number, one in enumerate(tensors) if _Place(False, number) not in outputs])
+        return storage_bytes([one for number, one in enumerate(tensors) if _Place(False, number) not in outputs])
 
 
 @dataclasses.dataclass
-class _Call:
+class _KernelCall:
     """A call on its way through the dispatcher, which takes tensors and numbers only."""
 
     forward: Callable[..., Any]
@@ -157,7 +157,7 @@ def _check_outputs(context: Any, outputs: Any, dirty: Sequence[Any]) -> None:
 
 
 def _kernel(first: torch.Tensor, others: list[torch.Tensor], keys: int, draws: bool, handle: int) -> list[torch.Tensor]:
-    call: _Call = engine.opaque[handle]
+    call: _KernelCall = engine.opaque[handle]
     return call.run()
 
 
@@ -219,7 +219,7 @@ def make_visible(
     op = _op(name)
 
     def formula(*args: Any, out_val: Any) -> int:
-        call: _Call = engine.opaque[args[-1]]
+        call: _KernelCall = engine.opaque[args[-1]]
         named = named_arguments(defaults, call.args)
         return products(row, named, out_val[0], _key_of(row, named, call.tensors)).forward()
 
@@ -243,7 +243,7 @@ def make_visible(
         keys = number_of_keys(row, named.get(max_kv or ""), _key_of(row, named, tensors), function.__qualname__)
         draws = dropout == ALWAYS or (dropout is not None and may_draw(named[dropout]))
         handle = next(_numbers)
-        call = engine.opaque[handle] = _Call(original, ctx, args, tensors)
+        call = engine.opaque[handle] = _KernelCall(original, ctx, args, tensors)
         try:
             flat = op(tensors[0], tensors[1:], keys, draws, handle)
         finally:
@@ -258,7 +258,7 @@ def make_visible(
 
 
 def _check(function: type[torch.autograd.Function], row: OpaqueFunction, parameters: Mapping[str, Any]) -> None:
-    registry.check(row, "make_visible")
+    registry.check_row(row, "make_visible")
     if function.setup_context is not torch.autograd.Function.setup_context:
         raise FastacError(
             f"make_visible: {function.__qualname__} has a setup_context, which gets at the context apart from the "
@@ -291,7 +291,7 @@ def _is_watched(tensors: Sequence[Any]) -> bool:
     for tensor in tensors:
         if torch_private.is_fake(tensor) or is_traceable_wrapper_subclass(tensor):
             return False  # without data, or a subclass such as DTensor, for which the op has no rule
-    listening = thread.scope is not None or bool(engine.listeners) or bool(engine.answered)
+    listening = thread.scope is not None or bool(engine.listeners) or bool(engine.replayed_calls)
     return listening or torch_private.in_dispatch_mode()
 
 
@@ -319,7 +319,7 @@ def know(*functions: OpaqueFunction) -> None:
     Raises FastacError for one that is malformed.
     """
     for function in functions:
-        registry.check(function, "OpaqueFunction")
+        registry.check_row(function, "OpaqueFunction")
     state.known.extend(function for function in functions if function not in state.known)
     state.modules = None
 

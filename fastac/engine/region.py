@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastac.engine import causes, torch_private
-from fastac.engine.blocks import BlockRecord, describe
+from fastac.engine.blocks import BlockState, describe
 from fastac.engine.buffers import Buffers
 from fastac.engine.comparison import (
     Comparison,
@@ -78,7 +78,7 @@ class Region:
     args: Any  # saved as autograd saves them
     kwargs: dict[str, Any]
     modules: Sequence[torch.nn.Module]  # the block, or those that the function may run
-    record: BlockRecord  # of the block
+    block_state: BlockState  # of the block
     tape: Tape | None  # None under a policy that saves nothing
     _: dataclasses.KW_ONLY
     preserve_rng_state: bool = True
@@ -100,7 +100,7 @@ class Region:
         # The state in which a recompute begins.
         self.generators = current_states((*self.args, *self.kwargs.values())) if self.preserve_rng_state else []
         # Python's and numpy's take long to read: in sampled steps, and in all of a block that drew from them there.
-        reads = self.preserve_rng_state and (self.is_sampled or self.record.draws)
+        reads = self.preserve_rng_state and (self.is_sampled or self.block_state.draws)
         self.drawn = python_states() if reads else b""
         self.versions = _versions(self.args, self.kwargs)  # of inputs
         self.args = torch_private.save(self.args)
@@ -134,14 +134,14 @@ class Region:
 
     def _note_state(self) -> None:
         """The forward has ended: note which state the function changed."""
-        record = self.record
-        if self.drawn and not record.draws:
-            record.draws = self.drawn != python_states()
-            self.drawn = self.drawn if record.draws else b""
+        state = self.block_state
+        if self.drawn and not state.draws:
+            state.draws = self.drawn != python_states()
+            self.drawn = self.drawn if state.draws else b""
         if self.settling is not None:
             settled, written = self.settling.end()
             self._take_fingerprints(settled)
-            record.saves_early |= written
+            state.saves_early |= written
             self.settling = None
         if self.buffers is not None:
             self.buffers = self.buffers.keep_written(describe(self.function))
@@ -154,9 +154,9 @@ class Region:
             for entry in self.tape.entries:
                 entry.offload(stash)
         if stash.takes_inputs:
-            torch_private.register_hooks(self.args, args, stash.keep_input, unpack_input)
-            self.kwargs = {name: stash.keep_input(value) for name, value in self.kwargs.items()}
-        stash.hold()
+            torch_private.register_hooks(self.args, args, stash.take_input, unpack_input)
+            self.kwargs = {name: stash.take_input(value) for name, value in self.kwargs.items()}
+        stash.end_forward()
 
     @torch_private.as_checkpoint_hook
     def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
@@ -220,7 +220,7 @@ class Region:
                 set_python_states(self.drawn)
             with (
                 contextlib.suppress(_Stop),
-                torch.profiler.record_function(RECOMPUTE) if engine.answered else _NOTHING,
+                torch.profiler.record_function(RECOMPUTE) if engine.replayed_calls else _NOTHING,
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                 torch.enable_grad(),
                 self._as_in_forward(),
@@ -232,7 +232,7 @@ class Region:
                 except _MISTAKES as error:
                     self._name_cause(error, (*args, *kwargs.values()))
                     raise
-            self.record.recomputed = True
+            self.block_state.recomputed = True
             if self.complete or not recompute.surplus:  # else a gradient inside the forward, which recompute ran past
                 recompute.check()
         finally:
@@ -301,7 +301,7 @@ class _Recompute:
         self.reloaded: object = None  # what offload brought back for it
         self.count = len(region.slots)
         self.slots = iter(region.slots)
-        self.last = region.slots[-1] if region.early_stop and not region.record.saves_early else None
+        self.last = region.slots[-1] if region.early_stop and not region.block_state.saves_early else None
         self.surplus = 0  # tensors that the forward did not save
         self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
         fingerprints = region.fingerprints if self.has_fingerprints else ()
@@ -311,7 +311,7 @@ class _Recompute:
             region = region_of()
             return "" if region is None else region.found()
 
-        self.comparison = Comparison(self.function, region.modules, region.record, fingerprints, ends, found)
+        self.comparison = Comparison(self.function, region.modules, region.block_state, fingerprints, ends, found)
 
     @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:

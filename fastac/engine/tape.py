@@ -20,10 +20,10 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from fastac.engine import releases, sparse, torch_private
-from fastac.engine.calls import Call, Product, RegionResult, described, inputs_of, readable
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import Draws, States, devices_of, generator_state, set_states
-from fastac.engine.offload import KeptTensor, Stash
+from fastac.engine.offload import Stash, StashedTensor
+from fastac.engine.results import Call, Product, RegionResult, described, inputs_of, readable
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
@@ -60,7 +60,9 @@ class Engine:
 
     def reset(self) -> None:
         """Close what a test left open. Interception stays: removing it crashes other threads."""
-        self.answered: list[collections.Counter[str]] = []  # each counts attention calls that ran no kernel (verify)
+        self.replayed_calls: list[
+            collections.Counter[str]
+        ] = []  # each counts attention calls that ran no kernel (verify)
         self.collectors: list[list[RegionResult]] = []  # each gets the result of every region that succeeds (verify)
         self.listeners: list[Listener] = []  # called with attention that runs while no region is open in its thread
         # By backward: what fastac.engine.comparison reads from an accelerator when it ends.
@@ -125,7 +127,7 @@ class Entry:
     """One call of a region."""
 
     ran = False
-    kept: Sequence[Any] | None = None
+    stored: Sequence[Any] | None = None
     """The outputs of the call; None where it is recomputed."""
     single = False
     """The call returns one tensor, not a sequence."""
@@ -146,82 +148,82 @@ class Entry:
         self.inputs = inputs  # compared with those of recompute
         self.product = product  # name in the block of the Linear module whose output it is
 
-    def keep(self, outputs: Any, guarded: bool, copied: bool, hooks: Hooks | None = None) -> None:
+    def store_outputs(self, outputs: Any, guarded: bool, copied: bool, hooks: Hooks | None = None) -> None:
         """Keep the outputs of the call, or copies of them, or copies that the hooks packed."""
         self.single = isinstance(outputs, torch.Tensor)
         self.guarded = guarded and hooks is None
         sequence = (outputs,) if self.single else outputs
         if hooks is not None:
-            self.hold([Packed(one, hooks) if isinstance(one, torch.Tensor) else one for one in sequence])
+            self.store([Packed(one, hooks) if isinstance(one, torch.Tensor) else one for one in sequence])
         else:
-            self.hold(torch_private.clones(sequence) if copied else torch_private.aliases(sequence))
+            self.store(torch_private.clones(sequence) if copied else torch_private.aliases(sequence))
 
-    def copy(self, position: int) -> None:
+    def store_copy(self, position: int) -> None:
         """Keep a copy of one output instead of the output."""
-        kept = list(self.kept or ())
-        kept[position : position + 1] = torch_private.clones(kept[position : position + 1])
-        self.hold(kept)
+        stored = list(self.stored or ())
+        stored[position : position + 1] = torch_private.clones(stored[position : position + 1])
+        self.store(stored)
 
-    def hold(self, kept: Sequence[Any]) -> None:
+    def store(self, stored: Sequence[Any]) -> None:
         """Keep these values, as they are now."""
-        self.kept, self.versions = kept, torch_private.versions(kept)
+        self.stored, self.versions = stored, torch_private.versions(stored)
 
     def offload(self, stash: Stash) -> None:
         """Give the outputs to the stash of the region, which may move them to the host."""
-        if self.kept is not None and self.op.kind != "choice" and not self.was_changed:
-            self.hold([stash.keep(one, one._version) if torch_private.is_plain(one) else one for one in self.kept])
+        if self.stored is not None and self.op.kind != "choice" and not self.was_changed:
+            self.store([stash.take(one, one._version) if torch_private.is_plain(one) else one for one in self.stored])
 
     @property
     def was_changed(self) -> bool:
         """Whether an output was changed in place since it was kept."""
-        kept = self.kept or ()
-        return torch_private.versions(kept) != self.versions or any(
-            one.was_changed for one in kept if isinstance(one, KeptTensor)
+        stored = self.stored or ()
+        return torch_private.versions(stored) != self.versions or any(
+            value.was_changed for value in stored if isinstance(value, StashedTensor)
         )
 
-    def hand_out(self) -> Any:
+    def replayed(self) -> Any:
         """The outputs for one recompute. It cannot write what a later backward gets."""
-        assert self.kept is not None
+        assert self.stored is not None
         if self.was_changed:
             raise FastacError(
                 f"the output of {self.op.name} was changed in place after it was saved, so recompute cannot use it. "
                 f'Replace the in-place operation, or use policy="full" for this block.'
             )
         if self.op.kind == "choice":
-            return sparse.unpacked(self.kept)
+            return sparse.unpacked(self.stored)
         # Guarded memory may be shared: if recompute wrote it, so did the forward, which was refused above.
-        outputs = tuple([_once_more(one, not self.guarded) for one in self.kept])
+        outputs = tuple([_replayed(one, not self.guarded) for one in self.stored])
         return outputs[0] if self.single else outputs
 
     @property
     def held(self) -> tuple[Any, ...]:
         """The kept outputs, and the tensors of the selection."""
-        return (*(self.kept or ()), *(self.selection.tensors if self.selection is not None else ()))
+        return (*(self.stored or ()), *(self.selection.tensors if self.selection is not None else ()))
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of memory that the kept outputs hold."""
-        return held_bytes(self.held)
+        return storage_bytes(self.held)
 
     @property
     def extra_bytes(self) -> int:
         """Of saved_bytes, those that only the backward of an opaque kernel needs."""
-        return 0 if self.companion is None else int(self.companion.extra_bytes(self.kept or ()))
+        return 0 if self.companion is None else int(self.companion.extra_bytes(self.stored or ()))
 
 
-def _once_more(value: Any, private: bool) -> Any:
+def _replayed(value: Any, private: bool) -> Any:
     """An output that was kept. private: in memory of its own."""
-    if isinstance(value, (KeptTensor, Packed)):
+    if isinstance(value, (StashedTensor, Packed)):
         return value.tensor(private)
     if isinstance(value, torch.Tensor):
         return torch_private.clone(value, value.stride()) if private else value.detach()
     return value
 
 
-def held_bytes(values: Sequence[Any]) -> int:
+def storage_bytes(values: Sequence[Any]) -> int:
     """Bytes that the tensors among some values hold, also on the host. Tensors that share memory count once."""
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
-    elsewhere = sum(value.nbytes for value in values if isinstance(value, (KeptTensor, Packed)))
+    elsewhere = sum(value.nbytes for value in values if isinstance(value, (StashedTensor, Packed)))
     return elsewhere + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -254,14 +256,14 @@ class Scope:
         if op.number > self.tape.ops_at_start or torch_private.is_abstract(args):
             return run_kernel(op, keyset, args, kwargs, inside=self)
         if op.kind == "choice" and not sparse.is_choice(args):
-            return self.run(op, keyset, args, kwargs)
-        return self.meet(op, keyset, args, kwargs, product)
+            return self.pass_on(op, keyset, args, kwargs)
+        return self.handle(op, keyset, args, kwargs, product)
 
-    def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
+    def handle(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         """Record or replay a call. product: the Linear module that it belongs to, or ""."""
         raise NotImplementedError
 
-    def run(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def pass_on(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Forward the call: to the region around this one, which may hold its output, or to the kernel."""
         outer = self.outer
         while outer is not None and outer.tape is self.tape:
@@ -290,13 +292,13 @@ class Tape(Scope):
         self.first_node = self.last_node = 0  # the newest autograd node when the forward began, and when it ended
         self.checkpoint: object = None  # the checkpoint that this is the forward of
         self.in_outer_recompute = False
-        self.made: list[tuple[BoundOp, int]] = []  # attention calls, with their numbers of keys
+        self.attention_calls: list[tuple[BoundOp, int]] = []  # attention calls, with their numbers of keys
         self.products: list[str] = []  # Linear modules whose outputs were kept
         self.denied: list[BoundOp] = []  # ops that drew random numbers in a call in which their row says they do not
         self.decomposed: list[int] = []  # numbers of keys of attention to be saved that ran as small ops
         self.communication: Communication | None = None  # None in a region without collectives
         self.draws: Draws | None = None  # where recompute does not restore generators, and steps are compared
-        self.pending: dict[object, list[tuple[Entry, int]]] = {}  # unguarded outputs not waited for, by their memory
+        self.incomplete: dict[object, list[tuple[Entry, int]]] = {}  # unguarded outputs not waited for, by their memory
 
     @property
     def tape(self) -> Tape:  # type: ignore[override]
@@ -316,9 +318,9 @@ class Tape(Scope):
         self.draws = None
         self.checkpoint = None  # it holds the region, which holds this
         self.last_node = torch_private.newest_node()
-        self.pending.clear()  # an output that is waited for outside the region has its version as only guard
+        self.incomplete.clear()  # an output that is waited for outside the region has its version as only guard
 
-    def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
+    def handle(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         if op.kind in ("wait", "gather", "exchange"):
             return self._communicate(op, keyset, args, kwargs)
         if op.is_attention:
@@ -329,7 +331,7 @@ class Tape(Scope):
         if op.kind == "decomposition":
             if self.policy.saves(keys):
                 self.decomposed.append(keys)
-            return self.run(op, keyset, args, kwargs)
+            return self.pass_on(op, keyset, args, kwargs)
         saves = self.policy.saves(keys) if op.is_attention else True
         if saves and op.is_attention and not op.differentiates and is_differentiable(args):
             op.check_differentiates()
@@ -339,16 +341,16 @@ class Tape(Scope):
         before = self._prepare(entry, args, kwargs) if saves and op.kind != "choice" else {}
         if saves and self.draws is not None:
             self.draws.look()
-        outputs = self.run(op, keyset, args, kwargs)
+        outputs = self.pass_on(op, keyset, args, kwargs)
         if saves and self.draws is not None:
             self.draws.skip()
         entry.ran = True
         if op.is_attention:
-            self.made.append((op, keys))
+            self.attention_calls.append((op, keys))
         if not saves:
             return outputs
         if op.kind == "choice":
-            entry.hold(sparse.packed(outputs, args[0].shape[op.argument("dim", args, kwargs)]))
+            entry.store(sparse.packed(outputs, args[0].shape[op.argument("dim", args, kwargs)]))
             return outputs
         if before:
             after = [(device, generator_state(device)) for device in before]
@@ -359,7 +361,7 @@ class Tape(Scope):
         # autograd.Function (compiled code and custom ops reuse buffers), nor where no input requires grad and the
         # user may write into the output. Keep a copy there.
         guarded = is_differentiable(args) and (not product or op.name == releases.WHOLE_PRODUCT)
-        entry.keep(outputs, guarded, not guarded, self.hooks)
+        entry.store_outputs(outputs, guarded, not guarded, self.hooks)
         if product:
             self.products.append(product)
         if op.is_opaque:
@@ -393,32 +395,32 @@ class Tape(Scope):
     def _communicate(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Keep the outputs of a collective that returns no more than its input, unless the policy recomputes it."""
         if op.kind == "wait":
-            outputs = self.run(op, keyset, args, kwargs)
-            for entry, position in self.pending.pop(torch_private.memory(args[0]), ()) if self.pending else ():
-                entry.copy(position)
+            outputs = self.pass_on(op, keyset, args, kwargs)
+            for entry, position in self.incomplete.pop(torch_private.memory(args[0]), ()) if self.incomplete else ():
+                entry.store_copy(position)
             return outputs
         entry = Entry(op, 0, inputs_of(args))
         if op.kind == "exchange":
             self.entries.append(entry)
-        outputs = self.run(op, keyset, args, kwargs)
+        outputs = self.pass_on(op, keyset, args, kwargs)
         entry.ran = True
         self.communication = self.communication or Communication()
         self.communication.count("issued", outputs)
         if op.kind == "exchange" and self.policy.saves_collectives:
             guarded = is_differentiable(args)
-            entry.keep(outputs, guarded, copied=False)
-            self.communication.count("saved", entry.kept)
-            for position, tensor in enumerate(() if guarded else entry.kept or ()):
-                self.pending.setdefault(torch_private.memory(tensor), []).append((entry, position))
+            entry.store_outputs(outputs, guarded, copied=False)
+            self.communication.count("saved", entry.stored)
+            for position, tensor in enumerate(() if guarded else entry.stored or ()):
+                self.incomplete.setdefault(torch_private.memory(tensor), []).append((entry, position))
         return outputs
 
     def result(self, compiled: bool = False, writing: int = 0) -> RegionResult:
         """The calls of the region in numbers, without tensors."""
         attention = [entry for entry in self.entries if entry.op.is_attention and entry.ran]
         return RegionResult(
-            made=tuple(self.made),
+            attention_calls=tuple(self.attention_calls),
             calls=tuple(
-                Call(one.op.name, int(one.keys), one.kept is not None, one.saved_bytes, one.extra_bytes)
+                Call(one.op.name, int(one.keys), one.stored is not None, one.saved_bytes, one.extra_bytes)
                 for one in attention
             ),
             products=tuple(Product(one.product, one.saved_bytes) for one in self.entries if one.product),
@@ -454,24 +456,24 @@ class Replay(Scope):
             missing = self.tape.entries[self.position]
             raise self._another_path(f"ended before {readable(missing.op, missing.inputs, missing.product)}", "made it")
 
-    def meet(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
+    def handle(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         is_issued = op.kind in ("exchange", "gather")
         entry = None
         if op.kind not in ("decomposition", "wait", "gather"):
             entry = self._next(op, inputs_of(args) if is_issued else described(args), product)
-        if entry is None or entry.kept is None:
-            outputs = self.run(op, keyset, args, kwargs)
+        if entry is None or entry.stored is None:
+            outputs = self.pass_on(op, keyset, args, kwargs)
             if is_issued and self.tape.communication is not None:
                 self.tape.communication.count("again", outputs)
             return outputs
         set_states(entry.generators)  # what runs next draws what it drew before
-        for counter in engine.answered if op.is_attention else ():
+        for counter in engine.replayed_calls if op.is_attention else ():
             counter[name_of(op.op)] += 1
         if entry.selection is not None:
             entry.selection.put_into(op, op.selection(args, kwargs))
         if op.is_opaque:
             engine.opaque[args[-1]].companion = entry.companion
-        return entry.hand_out()
+        return entry.replayed()
 
     def _next(self, op: BoundOp, inputs: Sequence[Any], product: str) -> Entry:
         """The entry of the call that recompute makes now. Raises RecomputeError if the forward made another."""

@@ -1,7 +1,7 @@
 """Private names of torch that the engine uses: dispatcher, dynamo, tensors, autograd, checkpointing.
 
 Seen in torch 2.9 to 2.15. They are looked up when fastac is first used, not at its import. One that is gone is an
-ImportError that names it and the torch version. Private names of the compiler are in `fastac.compile.torch_private`,
+ImportError that names it and the torch version. Private names of the compiler are in `fastac.compiled.torch_private`,
 those of traces in `fastac.graph.torch_private`.
 """
 

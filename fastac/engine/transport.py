@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastac.engine.calls import Transfers
+from fastac.engine.results import Transfers
 
 PIECE = 2**26
 """Bytes of a piece that is copied at once: torch's allocator of pinned memory rounds each up to a power of two."""

@@ -7,14 +7,15 @@ For compilers on top of AOT: `partitioner`, and `replaying_partitioner` for grap
 `import fastac` does not import this.
 """
 
-# Loads all of fastac: not in a trace, where imports may draw random numbers.
-from fastac import checkpoint as checkpoint
+import fastac
 from fastac.graph.application import apply, compile  # noqa: A004
 from fastac.graph.partitioning import partitioner, recompute_parameter_gathers
 from fastac.graph.passes import functionalize, rematerialize, tag
 from fastac.graph.round_trip import replaying_partitioner
 from fastac.graph.saved_values import held_bytes, mark_saved
 from fastac.graph.tracing import Traced, trace
+
+fastac._load()  # now, and not in a trace: imports may draw random numbers
 
 __all__ = [
     "Traced",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
-from fastac.compile.tracing import REGION
+from fastac.compiled.tracing import REGION
 from fastac.engine import releases
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph.nodes import RECOMPUTED, call, is_backward, marks, regions

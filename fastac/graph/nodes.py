@@ -9,8 +9,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from fastac.compile.graphs import TAG
-from fastac.compile.tracing import REGION
+from fastac.compiled.graphs import TAG
+from fastac.compiled.tracing import REGION
 from fastac.engine import torch_private
 from fastac.graph.torch_private import BACKWARD, COLLECTIVES, is_drawing, is_functional, is_tangent
 from fastac.registry import classify

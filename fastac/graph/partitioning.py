@@ -14,8 +14,8 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compile.graphs import TAG
-from fastac.compile.tracing import Decisions, refuse_eager_only
+from fastac.compiled.graphs import TAG
+from fastac.compiled.tracing import Decisions, refuse_eager_only
 from fastac.engine import releases
 from fastac.errors import CompiledPolicyNotAppliedError, FastacError
 from fastac.graph import torch_private

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compile import tracing
-from fastac.compile.graphs import TAG, is_recomputed
+from fastac.compiled import tracing
+from fastac.compiled.graphs import TAG, is_recomputed
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.graph import torch_private
 from fastac.graph.nodes import (

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compile.graphs import TAG
+from fastac.compiled.graphs import TAG
 from fastac.errors import CompiledPolicyNotAppliedError
 from fastac.graph import torch_private
 from fastac.graph.nodes import depends_on_tangents, draws, op_of, outputs_of, untag

@@ -18,8 +18,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastac.backends.plugins import prepare
-from fastac.compile import tracing
-from fastac.compile.graphs import is_attention
+from fastac.compiled import tracing
+from fastac.compiled.graphs import is_attention
 from fastac.engine import generators, releases
 from fastac.engine.torch_private import is_fake, tree_leaves, tree_map
 from fastac.errors import FastacError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastac.engine.blocks import is_inside
-from fastac.engine.wrappers import inside, plain_name
+from fastac.engine.checkpoint_wrappers import inside, plain_name
 from fastac.errors import FastacError, class_name, did_you_mean
 from fastac.models.row import ModelRow
 

@@ -78,7 +78,7 @@ class Configuration:
 
     def inputs(self, video: Video) -> dict[str, Any]:
         """The keyword arguments of one call. Raises FastacError if the video does not fit the model."""
-        assert self.row.video_inputs is not None  # load() checks this
+        assert self.row.video_inputs is not None  # load_configuration() checks this
         return self.row.video_inputs(self.config, video)
 
 
@@ -87,7 +87,7 @@ def shipped() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in _SHIPPED.iterdir() if entry.name.endswith(".json"))
 
 
-def load(name_or_path: str) -> Configuration:
+def load_configuration(name_or_path: str) -> Configuration:
     """Load a configuration: a shipped name, a diffusers class, or the path of a diffusers config.json.
 
     Raises:

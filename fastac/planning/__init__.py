@@ -1,9 +1,9 @@
 """Bytes and FLOPs of a step under every policy, before training, without weights or GPU.
 
-`subject` prepares a model on fake tensors; `simulation` runs a step of it and records allocations and FLOPs; `timeline`
-reads from these the bytes that any policy holds at each moment; `knapsack` chooses outputs for a number of bytes;
-`forecast` puts these together for one model and one size of inputs; `plans` has `fastac.plan`, and `video` plans a
-published model and a video.
+`fake_model` prepares a model on fake tensors; `simulation` runs a step of it and records allocations and FLOPs;
+`timeline` reads from these the bytes that any policy holds at each moment; `knapsack` chooses outputs for a number of
+bytes; `forecast` puts these together for one model and one size of inputs; `plans` has `fastac.plan`, and `video`
+plans a published model and a video.
 """
 
 from fastac.planning.forecast import PolicyPlan, States

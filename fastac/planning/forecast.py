@@ -11,11 +11,11 @@ import torch
 
 from fastac.errors import FastacError
 from fastac.planning import knapsack
+from fastac.planning.fake_model import FakeModel
+from fastac.planning.fake_weights import stored_bytes
 from fastac.planning.knapsack import Marks
 from fastac.planning.simulation import Split, simulate
-from fastac.planning.subject import Subject
-from fastac.planning.timeline import EXCHANGED, Candidate, Timeline, block_of
-from fastac.planning.weights import stored_bytes
+from fastac.planning.timeline import EXCHANGED, Candidate, Timeline, block_name
 from fastac.policy import NAMED, Policy
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
@@ -88,25 +88,25 @@ class Forecast:
 
     def __init__(
         self,
-        subject: Subject,
+        fake_model: FakeModel,
         optimizer: str = "adamw",  # a name in OPTIMIZERS
         gpus: int = 1,  # over which FSDP2 shards weights, gradients and the optimizer's states
         split: Split = Split(),  # noqa: B008 it is frozen
     ) -> None:
-        self.subject, self.gpus, self.split = subject, gpus, split
-        self.states = states_of(subject.model, optimizer, gpus, subject.blocks.values())
-        self.gradients = _trained_bytes(subject.model) // gpus
+        self.fake_model, self.gpus, self.split = fake_model, gpus, split
+        self.states = states_of(fake_model.model, optimizer, gpus, fake_model.blocks.values())
+        self.gradients = _trained_bytes(fake_model.model) // gpus
         self._steps: dict[frozenset[str], Timeline] = {}  # by the names of the blocks that are checkpointed
 
     def policies(self, policy: AnyPolicy) -> dict[str, Policy]:
         """The policies of all blocks. policy: one for all, or one of each block, by values or names."""
-        each = policy if isinstance(policy, Mapping) else dict.fromkeys(self.subject.blocks, policy)
+        each = policy if isinstance(policy, Mapping) else dict.fromkeys(self.fake_model.blocks, policy)
         return {name: NAMED[one] if isinstance(one, str) else one for name, one in each.items()}
 
     def step(self, policy: AnyPolicy) -> Timeline:
         """A step with full checkpointing of those blocks that a policy checkpoints."""
         while (names := self._checkpointed(policy)) not in self._steps:
-            step = simulate(self.subject, names, self.split)
+            step = simulate(self.fake_model, names, self.split)
             if names == self._checkpointed(policy):  # else it found more blocks
                 self._steps[names] = step
         return self._steps[names]
@@ -123,7 +123,7 @@ class Forecast:
         """Outputs that a policy of each block could save, by the block's name."""
         found: dict[str, list[Candidate]] = {}
         for region, candidates in self.full.candidates.items():
-            mine = found.setdefault(block_of(region), [])
+            mine = found.setdefault(block_name(region), [])
             mine += [one for one in candidates if one.name not in ("", EXCHANGED)]
         return found
 
@@ -167,12 +167,12 @@ class Forecast:
         outputs = {block: [one for one in found if linear or one.keys] for block, found in self.outputs().items()}
         exchanged = Counter[str]()
         for region, found in self.full.candidates.items():
-            exchanged[block_of(region)] += sum(one.bytes for one in found if one.name == EXCHANGED)
+            exchanged[block_name(region)] += sum(one.bytes for one in found if one.name == EXCHANGED)
         left = limit - exchanged.total()
         collectives, left = ("save", left) if left >= 0 else ("recompute", limit)
         chosen = {
             block: policy_of(marks, outputs[block], collectives, exchanged[block] > 0)
-            for block, marks in knapsack.choose(outputs, left).items()
+            for block, marks in knapsack.choose_outputs(outputs, left).items()
         }
         # Long lists of sums are thinned: then a policy by name may be slightly better.
         ways = [chosen, *map(self.policies, ("attn_only", "long_attn_only"))]

@@ -41,14 +41,14 @@ The marks are the name of a Linear module, or numbers of keys.
 """
 
 
-class _Step(NamedTuple):
+class _EqualParts(NamedTuple):
     """Parts of equal levels, which take the same level."""
 
     levels: _Levels
     copies: int  # number of parts
 
 
-def choose(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dict[str, Marks]:
+def choose_outputs(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dict[str, Marks]:
     """The saved outputs of every block that save most flops within `limit` bytes; of such choices one of fewest bytes.
 
     blocks: name -> outputs, in the order of the forward. In a block attention is saved from some number of keys on, or
@@ -102,7 +102,7 @@ def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[_Levels, list[_Par
     return pools
 
 
-def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_Step]:
+def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_EqualParts]:
     """Steps that can bring every number of parts to every level.
 
     With one level above nothing, chunks of 1, 2, 4, ... parts make up all numbers; with more the parts go one by one.
@@ -112,13 +112,13 @@ def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_Step]:
     for levels in sorted(pools, key=lambda levels: (len(levels) > 2, levels[-1]), reverse=True):
         rest, chunk = len(pools[levels]), 1
         while rest:
-            steps.append(_Step(levels, min(rest, chunk)))
+            steps.append(_EqualParts(levels, min(rest, chunk)))
             rest -= steps[-1].copies
             chunk *= 2 if len(levels) == 2 else 1
     return steps
 
 
-def _undominated(steps: Sequence[_Step], limit: int) -> tuple[_Integers, _Integers, list[tuple[Any, Any]]]:
+def _undominated(steps: Sequence[_EqualParts], limit: int) -> tuple[_Integers, _Integers, list[tuple[Any, Any]]]:
     """Bytes and flops of all sums within a limit for which no other sum has as many flops and no more bytes, ascending.
 
     And for each step the origins of its sums: indices into the sums of the step before, repeated for every level, and

@@ -16,9 +16,9 @@ import torch
 
 from fastac import hook
 from fastac.errors import FastacError, class_name, readable_bytes
+from fastac.planning.fake_model import Inputs, arguments, fake_model
+from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import Forecast, PolicyPlan, States
-from fastac.planning.subject import Inputs, arguments, subject
-from fastac.planning.weights import BREAKS
 from fastac.policy import NAMED, Policy, of_first
 from fastac.verification.tables import new_table, render
 
@@ -263,7 +263,7 @@ def plan(
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}".strip() for name, tensor in tensors)
     advice = "If its weights are sharded or quantized, plan before, or from its configuration: fastac plan config.json."
     with explained(f"{class_name(model)} does not run without data on {shapes}", advice):
-        forecast = Forecast(subject(model, inputs, blocks, device), optimizer, gpus)
+        forecast = Forecast(fake_model(model, inputs, blocks, device), optimizer, gpus)
         found = make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
     if not next(one for one in found.policies if one.policy == "attn_only").saved_bytes:
         logger.warning(
@@ -328,7 +328,7 @@ def make_plan(
     """
     policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
     if checkpointed is not None:
-        called = [name for name in forecast.subject.blocks if name in forecast.full.begins]
+        called = [name for name in forecast.fake_model.blocks if name in forecast.full.begins]
         for one in ("full", "attn_only"):
             some = of_first(called, checkpointed, one)
             policies.append(forecast.plan(some, f"{one}, first {checkpointed} blocks"))

@@ -29,7 +29,7 @@ from fastac.engine.tape import is_differentiable
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.planning.cuda import OneKernel
-from fastac.planning.subject import Subject
+from fastac.planning.fake_model import FakeModel
 from fastac.planning.timeline import EXCHANGED, Candidate, Event, Kept, Moment, Place, Timeline
 from fastac.registry import classify
 from fastac.registry.torch_private import arguments_of
@@ -74,12 +74,12 @@ class _Storage:
 class Meter(TorchDispatchMode):
     """Records every allocation and every operation that has FLOPs while it is on."""
 
-    def __init__(self, outside: Iterable[torch.Tensor], subject: Subject, split: Split) -> None:
+    def __init__(self, outside: Iterable[torch.Tensor], fake_model: FakeModel, split: Split) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known, self.split = subject.known, split
+        self.known, self.split = fake_model.known, split
         self.events: list[Event] = []
         self.flops: Counter[str] = Counter()  # by phase
-        self.candidates: dict[str, list[Candidate]] = {name: [] for name in subject.blocks}  # by region
+        self.candidates: dict[str, list[Candidate]] = {name: [] for name in fake_model.blocks}  # by region
         self.forwards, self.forward_ends = True, 0  # whether the forward runs; the number of its events
         self.begins: defaultdict[str, list[Moment]] = defaultdict(
             list
@@ -249,24 +249,24 @@ class Meter(TorchDispatchMode):
 
 
 @generators_preserved()
-def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> Timeline:
+def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split) -> Timeline:
     """One forward, and backward of the mean square of the outputs.
 
-    A module that the model checkpoints beside its blocks, as UNets do, becomes a block of the subject.
+    A module that the model checkpoints beside its blocks, as UNets do, becomes a block of the fake_model.
 
     Args:
         checkpointed: blocks under full checkpointing. If there are some, so are those that are found now.
     """
     flops.register_formulas()
-    names = {module: name for name, module in subject.model.named_modules()}
-    names |= {block: name for name, block in subject.blocks.items()}
-    known = set(subject.blocks)
-    inputs = [leaf for leaf in tree_leaves((subject.args, subject.kwargs)) if isinstance(leaf, torch.Tensor)]
-    meter = Meter([*subject.model.parameters(), *subject.model.buffers(), *inputs], subject, split)
+    names = {module: name for name, module in fake_model.model.named_modules()}
+    names |= {block: name for name, block in fake_model.blocks.items()}
+    known = set(fake_model.blocks)
+    inputs = [leaf for leaf in tree_leaves((fake_model.args, fake_model.kwargs)) if isinstance(leaf, torch.Tensor)]
+    meter = Meter([*fake_model.model.parameters(), *fake_model.model.buffers(), *inputs], fake_model, split)
     calls: Counter[str] = Counter()
-    on_device = OneKernel if subject.as_on_cuda else contextlib.nullcontext
+    on_device = OneKernel if fake_model.as_on_cuda else contextlib.nullcontext
     precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if subject.as_on_cuda and torch.is_autocast_enabled("cuda"):
+    if fake_model.as_on_cuda and torch.is_autocast_enabled("cuda"):
         precision = torch.autocast("cpu", torch.get_autocast_dtype("cuda"))  # of these tensors
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +274,7 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
         if module is None or module not in names:
             raise FastacError(f"plan: the model checkpoints {describe(block)}, which is no module of it.")
         name = names[module]
-        subject.blocks.setdefault(name, module)
+        fake_model.blocks.setdefault(name, module)
         if torch_private.innermost_checkpoint() or not torch.is_grad_enabled():
             raise FastacError(f"plan: {name!r} runs in a checkpoint of the model's own. Switch that off.")
         calls[name] += 1
@@ -300,12 +300,12 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
                 one.name, one.keys = "", 0
         return outputs
 
-    subject.attach(call)
-    for parameter in subject.model.parameters():
+    fake_model.attach(call)
+    for parameter in fake_model.model.parameters():
         parameter.grad = None
-    with subject.known.mode, subject.known.readable(), _named_linear(meter, subject.blocks.values()), meter:
+    with fake_model.known.mode, fake_model.known.readable(), _named_linear(meter, fake_model.blocks.values()), meter:
         with on_device(), precision:
-            found = tree_leaves(subject.model(*subject.args, **subject.kwargs))
+            found = tree_leaves(fake_model.model(*fake_model.args, **fake_model.kwargs))
         outputs = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         del found
         if not outputs:
@@ -320,7 +320,7 @@ def simulate(subject: Subject, checkpointed: Collection[str], split: Split) -> T
         losses = [output.float().square().mean() for output in outputs]
         torch.stack(losses).sum().backward()
         del outputs, losses
-        return meter.finish(subject.model.parameters())
+        return meter.finish(fake_model.model.parameters())
 
 
 @contextlib.contextmanager

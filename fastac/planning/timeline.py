@@ -62,7 +62,7 @@ class Kept:
     candidate: Place | None = None
 
 
-class Copies(NamedTuple):
+class HostCopy(NamedTuple):
     """Bytes of one region that are on the host alone from `left` to `returns`."""
 
     bytes: int
@@ -72,7 +72,7 @@ class Copies(NamedTuple):
     returned: Moment  # and have ended
 
 
-def block_of(region: str) -> str:
+def block_name(region: str) -> str:
     """The name of the block that a region is a call of."""
     return region.partition("#")[0]
 
@@ -113,7 +113,7 @@ class Timeline:
             (region, place): one
             for region, found in self.candidates.items()
             for place, one in enumerate(found)
-            if is_saved(policies[block_of(region)], one)
+            if is_saved(policies[block_name(region)], one)
         }
 
     def saved_bytes(self, policies: Policies) -> int:
@@ -132,14 +132,14 @@ class Timeline:
         """FLOPs of recompute."""
         return self.flops["recompute"] - sum(one.flops for one in self.saved(policies).values())
 
-    def copies(self, policies: Policies) -> list[Copies]:
+    def copies(self, policies: Policies) -> list[HostCopy]:
         """Copies to host memory and back, one entry for each region that offloads, as `fastac.engine.offload` does it.
 
         A region that begins sends what the earlier ones keep, but for the last `keep`; it has left when the next one
         begins, or the forward ends. It returns with the recompute of the region after it. A storage leaves with the
         last region that keeps it, and stays if one keeps it on the device.
         """
-        policy = {region: policies[block_of(region)] for region in self.begins}
+        policy = {region: policies[block_name(region)] for region in self.begins}
         order = [region for region, begins in self.begins.items() if len(begins) > 1 and policy[region].offload]
         numbers = {region: number for number, region in enumerate(order)}
         saved, sizes = self.saved(policies), Counter[int]()
@@ -157,7 +157,7 @@ class Timeline:
             for gone in range(first, number - policy[region].keep + 1):
                 (leaves, _), (_, returned) = moments[number], moments[gone]
                 returns = min(moments[gone + 1][1], returned, key=lambda moment: moment.event)
-                found.append(Copies(sizes[gone], leaves, ends[number], returns, returned))
+                found.append(HostCopy(sizes[gone], leaves, ends[number], returns, returned))
                 first = gone + 1
         return [copies for copies in found if copies.bytes]
 

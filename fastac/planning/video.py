@@ -16,12 +16,12 @@ from fastac.engine.generators import generators_preserved
 from fastac.errors import FastacError
 from fastac.models.published import Configuration, add_lora, build
 from fastac.models.videos import Video
+from fastac.planning.fake_model import FakeModel, fake_model
+from fastac.planning.fake_values import Following
+from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import Forecast
-from fastac.planning.known_values import Following
 from fastac.planning.plans import ROWS, TFLOPS, WITHIN, Plan, explained, make_plan
 from fastac.planning.simulation import Split
-from fastac.planning.subject import Subject, subject
-from fastac.planning.weights import BREAKS
 
 logger = logging.getLogger("fastac")
 
@@ -121,10 +121,10 @@ class _Search:
     taken: int = 0  # frames of the longest video that was simulated
 
     @functools.cached_property
-    def subject(self) -> Subject:
+    def fake_model(self) -> FakeModel:
         """The model, without inputs."""
         self.tell(f"building {self.configuration.name} without weights")
-        return subject(
+        return fake_model(
             without_weights(self.configuration, self.video.dtype, self.training.lora), (), device=self.training.device
         )
 
@@ -132,9 +132,9 @@ class _Search:
         """For a video of so many frames. Raises FastacError where the model takes no such video."""
         if frames not in self.forecasts:
             part, split = self._part(frames)
-            subject = self.subject
+            fake_model = self.fake_model
             self.tell(f"simulating {self.configuration.name} on {frames} frames")
-            given = subject.given(self.configuration.inputs(part))
+            given = fake_model.given(self.configuration.inputs(part))
             self.forecasts[frames] = Forecast(given, self.training.optimizer, self.training.gpus, split)
         return self.forecasts[frames]
 
@@ -182,7 +182,7 @@ class _Search:
         self.tell(f"forward of {self.configuration.name} on {frames} frames")
         try:
             part, _ = self._part(frames)
-            given = self.subject.given(self.configuration.inputs(part))
+            given = self.fake_model.given(self.configuration.inputs(part))
             given.attach(lambda block, *args, **kwargs: block(*args, **kwargs))
             with torch.no_grad(), given.known.mode, Following(given.known):
                 given.model(*given.args, **given.kwargs)

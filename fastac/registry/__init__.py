@@ -347,7 +347,7 @@ def register(*new_rows: Row, replace: bool = False) -> None:
             for row in new_rows:
                 if not isinstance(row, Row):
                     raise FastacError(f"register: expected a fastac.AttentionOp, got {type(row).__name__}: {row!r}")
-                check(row)
+                check_row(row)
                 others = [other for other in state.rows if _identity(row) == _identity(other)]
                 if others and row not in others and not replace:
                     raise FastacError(
@@ -364,7 +364,7 @@ def register(*new_rows: Row, replace: bool = False) -> None:
             raise
 
 
-def check(row: Row | OpaqueFunction, call: str = "register") -> None:
+def check_row(row: Row | OpaqueFunction, call: str = "register") -> None:
     """Raise FastacError when a row is malformed. call: the public function that it was given to."""
     where = f"{call}: {row.name!r}"
     for field in dataclasses.fields(row):

@@ -26,7 +26,7 @@ MOST_UNKNOWN = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
-class Recompute:
+class RecomputeProfile:
     """What the recomputes of a step ran: ops and autograd.Functions as the block calls them, not what they call.
 
     Of compiled code, the ops that it calls.
@@ -39,9 +39,11 @@ class Recompute:
     on_device: bool
     """Whether times are of kernels."""
 
-    def __add__(self, other: Recompute) -> Recompute:
+    def __add__(self, other: RecomputeProfile) -> RecomputeProfile:
         """Both together."""
-        return Recompute(Counter(self.times) + Counter(other.times), {**self.marks, **other.marks}, self.on_device)
+        return RecomputeProfile(
+            Counter(self.times) + Counter(other.times), {**self.marks, **other.marks}, self.on_device
+        )
 
     def shares(self) -> dict[str, float]:
         """The share of each in the time of all, dearest first."""
@@ -66,11 +68,11 @@ class Recompute:
         return render(table)
 
 
-latest: weakref.WeakKeyDictionary[torch.nn.Module, Recompute] = weakref.WeakKeyDictionary()
+latest: weakref.WeakKeyDictionary[torch.nn.Module, RecomputeProfile] = weakref.WeakKeyDictionary()
 """By model: of the latest `verify`, for its report."""
 
 
-def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recompute | None:
+def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> RecomputeProfile | None:
     """What the recomputes of a backward ran; None if there was none.
 
     Args:
@@ -123,7 +125,7 @@ def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recomput
             marks[name] = "saved" if saved else "known"
         else:
             marks[name] = "known" if is_known else "unknown"
-    return Recompute(device_times or op_times, marks, bool(device_times)) if op_times else None
+    return RecomputeProfile(device_times or op_times, marks, bool(device_times)) if op_times else None
 
 
 def _is_known(op: str) -> bool:

@@ -10,14 +10,14 @@ import torch
 
 from fastac import hook
 from fastac.backends.availability import ignored_backends
-from fastac.compile import graphs
-from fastac.engine.blocks import BlockRecord, known_record
-from fastac.engine.calls import Call
+from fastac.compiled import graphs
+from fastac.engine.blocks import BlockState, known_state
 from fastac.engine.collectives import Communication
+from fastac.engine.results import Call
 from fastac.errors import class_name, readable_bytes
 from fastac.models import BlockContainer
 from fastac.policy import BlockPolicies, saves_nothing
-from fastac.verification.recompute import Recompute, latest
+from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.tables import new_table, render, wrapped
 
 
@@ -40,7 +40,7 @@ class Offloaded:
 
 def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
     """Sums over the latest regions of some modules; None if none of them offloaded. Waits for the device."""
-    moved = [record.transfers for record in records_of(modules) if record.transfers is not None]
+    moved = [state.transfers for state in block_states(modules) if state.transfers is not None]
     if not moved:
         return None
     host, device, copies = zip(*((one.host_bytes, one.device_bytes, one.copies) for one in moved), strict=True)
@@ -48,9 +48,9 @@ def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
     return Offloaded(sum(host), sum(device), sum(copies), waited)
 
 
-def records_of(modules: Iterable[torch.nn.Module]) -> list[BlockRecord]:
-    """The records of modules. A module has one if a region of it was seen or `enable` named it."""
-    return [record for one in modules if (record := known_record(one)) is not None]
+def block_states(modules: Iterable[torch.nn.Module]) -> list[BlockState]:
+    """The states of modules. A module has one if a region of it was seen or `enable` named it."""
+    return [state for one in modules if (state := known_state(one)) is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Report:
     rows: tuple[ContainerReport, ...]
     remarks: tuple[str, ...] = ()
     """Unexpected facts of the model's attention, such as backends that are set and ignored."""
-    recompute: Recompute | None = None
+    recompute: RecomputeProfile | None = None
     """What recompute ran in the latest `verify` of the model."""
 
     def __str__(self) -> str:
@@ -223,12 +223,12 @@ def _container_report(
     container: BlockContainer, enabled: hook.Enabled | None, in_graphs: Mapping[str, list[Call]]
 ) -> ContainerReport:
     compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
-    records = records_of(block for name, block in container.blocks.items() if name not in compiled)
-    seen = [record for record in records if record.latest is not None]
-    results: list[Any] = [record.latest for record in seen]
+    states = block_states(block for name, block in container.blocks.items() if name not in compiled)
+    seen = [state for state in states if state.latest is not None]
+    results: list[Any] = [state.latest for state in seen]
     calls = [call for one in (*(one.calls for one in results), *compiled.values()) for call in one]
     products = [product for one in results for product in one.products]
-    parts = [record.communication for record in seen if record.communication is not None]
+    parts = [state.communication for state in seen if state.communication is not None]
     saved = sum(call.saved for call in calls)
     names = []
     if enabled is not None and isinstance(enabled.policy, BlockPolicies):
@@ -269,8 +269,8 @@ def decided_calls(model: torch.nn.Module, ids: Collection[str] | None = None) ->
         return {}
     blocks = {}
     for name, block in enabled.blocks.items():
-        record = known_record(block) if ids is None else None
-        since = -1 if record is None or record.latest is None else record.looked
+        state = known_state(block) if ids is None else None
+        since = -1 if state is None or state.latest is None else state.looked
         blocks[name] = class_name(block), enabled.policy_of(block), since
     return graphs.decided(blocks, ids)
 

@@ -13,23 +13,23 @@ import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
 from fastac import registry
-from fastac.compile import graphs
+from fastac.compiled import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine.buffers import buffers_preserved
-from fastac.engine.calls import Call, Product, RegionResult
 from fastac.engine.generators import generators_preserved
+from fastac.engine.results import Call, Product, RegionResult
 from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, profiler, tree_leaves, tree_map
 from fastac.errors import FastacError, class_name
 from fastac.registry.torch_private import name_of
-from fastac.verification.recompute import Recompute, recompute_of
-from fastac.verification.report import Offloaded, offloaded_by, records_of
+from fastac.verification.recompute import RecomputeProfile, recompute_of
+from fastac.verification.report import Offloaded, block_states, offloaded_by
 
 
 class Executed(Counter[str]):
     """Attention kernels that ran, by op."""
 
-    recompute: Recompute | None = None
+    recompute: RecomputeProfile | None = None
     """What recompute ran."""
 
 
@@ -44,12 +44,12 @@ def executed_attention(on_device: bool = False) -> Iterator[Executed]:
     """
     ran = Executed()
     answered: Counter[str] = Counter()
-    engine.answered.append(answered)
+    engine.replayed_calls.append(answered)
     try:
         with profiler(activities=supported_activities() if on_device else [ProfilerActivity.CPU]) as profiled:
             yield ran
     finally:
-        engine.answered[:] = [one for one in engine.answered if one is not answered]
+        engine.replayed_calls[:] = [one for one in engine.replayed_calls if one is not answered]
     names = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
     ends: Counter[tuple[int, str]] = Counter()  # time at which the last counted call ended, by its thread and op
     events = profiled_events(profiled)
@@ -80,7 +80,7 @@ class Step:
     offloaded: Offloaded | None = None
     kernels: tuple[str, ...] = ()
     """Attention ops that ran in forward."""
-    recompute: Recompute | None = None
+    recompute: RecomputeProfile | None = None
     """What recompute ran; None where there was none, or it was not counted."""
 
     def take_tensors(self) -> dict[str, torch.Tensor | None]:
@@ -110,8 +110,8 @@ def run_step(
     model.zero_grad(set_to_none=True)
     args, kwargs = fresh((args, kwargs))
     regions: list[RegionResult] = []
-    for record in records_of(model.modules()):
-        record.transfers = None
+    for state in block_states(model.modules()):
+        state.transfers = None
     engine.collectors.append(regions)
     try:
         with generators_preserved(), buffers_preserved([model]) as buffers, torch.enable_grad():

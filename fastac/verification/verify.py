@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac import errors, hook
 from fastac.backends.plugins import prepare
-from fastac.checkpoint import checkpoint
-from fastac.engine import wrappers
-from fastac.engine.blocks import forget, known_record
+from fastac.checkpointing import checkpoint
+from fastac.engine import checkpoint_wrappers
+from fastac.engine.blocks import forget_state, known_state
 from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
 from fastac.engine.kinds import state as kinds
@@ -26,8 +26,8 @@ from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, Tensors, deterministic_kernels, deterministic_runs
-from fastac.verification.recompute import Recompute, latest
-from fastac.verification.report import Offloaded, decided_calls, records_of
+from fastac.verification.recompute import RecomputeProfile, latest
+from fastac.verification.report import Offloaded, block_states, decided_calls
 from fastac.verification.step import Step, fresh, run_step
 from fastac.verification.tables import new_table, render, wrapped
 
@@ -75,7 +75,7 @@ class Verification:
     """Attention ops of the steps that were compared: others, if training's are not deterministic."""
     remark: str = ""
     """Why the steps did not run with deterministic kernels, if results are compared within noise."""
-    recompute: Recompute | None = None
+    recompute: RecomputeProfile | None = None
     """What recompute ran, and how long it took."""
 
     def __str__(self) -> str:
@@ -160,14 +160,14 @@ def verify(
     """
     group = Group()
     try:
-        return group.run(_Subject(group, model, args, kwargs, policy, blocks, reference, per_block).verify)
+        return group.run(_Verifier(group, model, args, kwargs, policy, blocks, reference, per_block).verify)
     except OtherRankFailed as failed:
         kind = getattr(errors, failed.kind, FastacError)
         raise kind(f"verify failed on another rank. {failed}") from None
 
 
 @dataclasses.dataclass
-class _Subject:
+class _Verifier:
     """A call of `verify`."""
 
     group: Group
@@ -228,7 +228,7 @@ class _Subject:
 
     def _reference_step(self) -> Step:
         hook.disable(self.inner)
-        with wrappers.idle(self.inner):
+        with checkpoint_wrappers.idle(self.inner):
             if self.blocks is not None and self.reference == "full":
                 hook.enable(self.inner, "full", blocks=self.blocks, determinism_check=self.determinism_check)
             elif self.reference == "full":
@@ -255,7 +255,7 @@ class _Subject:
         enabled = self._enable()
         regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         hook.disable(self.inner)
-        with wrappers.idle(self.inner):
+        with checkpoint_wrappers.idle(self.inner):
             self.inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
             _run_forward(self.model, self.args, self.kwargs)
         if not self.group.agree(len(regions)):
@@ -269,12 +269,12 @@ class _Subject:
         """One block, or a module that is taken as one."""
 
         def reference_step() -> Step:
-            function = _full_checkpoint if self.reference == "full" else wrappers.call_plainly
-            with wrappers.idle(block):
+            function = _full_checkpoint if self.reference == "full" else checkpoint_wrappers.call_plainly
+            with checkpoint_wrappers.idle(block):
                 return run_step(block, function, (block, *args), kwargs, self.is_counted)
 
         def policy_step() -> Step:
-            with wrappers.idle(block):
+            with checkpoint_wrappers.idle(block):
                 function = functools.partial(checkpoint, policy=policy, determinism_check=self.determinism_check)
                 return run_step(block, function, (block, *args), kwargs, self.is_counted)
 
@@ -345,8 +345,8 @@ class _Subject:
     def _add_policy(self, runs: Runs, policy_step: Callable[[], Step]) -> Step:
         """Add a first step of the policy, in which regions are observed, and a later one. Returns the later one."""
         kinds.results = weakref.WeakKeyDictionary()
-        for record in records_of(self.inner.modules()):
-            record.key = None
+        for state in block_states(self.inner.modules()):
+            state.key = None
         runs.add("first", policy_step().tensors)
         later = policy_step()
         runs.add("later", later.take_tensors())
@@ -477,20 +477,20 @@ def _captured(regions: list[Any], function: Any, *args: Any, **kwargs: Any) -> A
 
 @contextlib.contextmanager
 def _as_found(model: torch.nn.Module) -> Iterator[None]:
-    """Restore a model at the end: gradients, buffers, generator states, checkpointing, its blocks' records."""
+    """Restore a model at the end: gradients, buffers, generator states, checkpointing, its blocks' states."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    records = [(module, known_record(module)) for module in model.modules()]
-    before = [(record, dataclasses.replace(record)) for _, record in records if record is not None]
+    states = [(module, known_state(module)) for module in model.modules()]
+    before = [(state, dataclasses.replace(state)) for _, state in states if state is not None]
     results, kinds.results, kinds.of_one_block = kinds.results, weakref.WeakKeyDictionary(), True
     try:
         with generators_preserved(), buffers_preserved([model]), hook.checkpointing_preserved(model):
             yield
     finally:
         kinds.results, kinds.of_one_block = results, False
-        for record, was in before:
-            vars(record).update(vars(was))
-        for module, found in records:
+        for state, was in before:
+            vars(state).update(vars(was))
+        for module, found in states:
             if found is None:
-                forget(module)
+                forget_state(module)
         for parameter, gradient in gradients:
             parameter.grad = gradient

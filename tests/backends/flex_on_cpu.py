@@ -17,8 +17,8 @@ import torch
 import torch._inductor.config
 import torch.nn.attention.flex_attention as flex
 
-from fastac.compile import flex as compiled_flex
-from fastac.compile import torch_private
+from fastac.compiled import flex as compiled_flex
+from fastac.compiled import torch_private
 from tests import support
 
 OP = "higher_order::flex_attention"

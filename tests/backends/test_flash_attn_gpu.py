@@ -107,7 +107,7 @@ def assert_parity(library: str, way: str, dim: int, device: str) -> None:
             executed = forward_kernels(lambda model=model: assert_same(train_step(model, given), expected), device)
             assert executed == times * 2 * LAYERS, policy
             if isinstance(policy, Policy):
-                assert model.blocks[0]._fastac_record.transfers.host_bytes > 0
+                assert model.blocks[0]._fastac_state.transfers.host_bytes > 0
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -47,7 +47,7 @@ class TestFlex(Parity):
         Case(OP, lambda q, k, v, _: nabla(q, k, v, 0.0), "nabla", queries=TOKENS, keys=TOKENS),
     )
     test_flops = None  # type: ignore[assignment]  # torch's counter fails on it: see tests/test_flops.py
-    rows = ROWS[:1]  # the other, of compiled code: tests/compile/test_flex.py
+    rows = ROWS[:1]  # the other, of compiled code: tests/compiled/test_flex.py
 
 
 @pytest.mark.parametrize("where", ["inside", "around", "alone"])

@@ -282,6 +282,6 @@ def test_fewer_layers() -> None:
         ("hunyuanvideo", {"num_layers": 7, "num_single_layers": 7}),
         ("WanVACETransformer3DModel", {"num_layers": 7, "vace_layers": [0, 5]}),
     ):
-        found = configurations.load(name)
+        found = configurations.load_configuration(name)
         config = configurations.with_layers(found.config, 7)
         assert {key: value for key, value in config.items() if value != found.config[key]} == fewer

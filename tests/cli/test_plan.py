@@ -62,7 +62,7 @@ def test_a_plan_as_json(small: list[str], tmp_path: Path, capsys: pytest.Capture
     assert found["frontier"][0] == [0, 1.0]
     blocks = {name: Policy(**one) for name, one in found["blocks"].items()}
     assert list(blocks) == ["blocks.0", "blocks.1", "blocks.2"]
-    model: Any = configurations.build(configurations.load(small[0]))
+    model: Any = configurations.build(configurations.load_configuration(small[0]))
     fastac.enable(model, blocks)
     assert picture.read_bytes().startswith(b"<?xml")
 
@@ -89,7 +89,7 @@ def test_the_best_that_fits(small: list[str], monkeypatch: pytest.MonkeyPatch) -
     """Of all rows and budgets, with host copies only as fast as a usual bus; and the lines of code enable it."""
     monkeypatch.setattr("fastac.engine.offload.SMALLEST", 0)
     Path(small[0]).write_text(json.dumps(json.loads(Path(small[0]).read_text()) | {"num_layers": 4}))
-    configuration = configurations.load(small[0])
+    configuration = configurations.load_configuration(small[0])
     video = dataclasses.replace(configuration.default, frames=33, height=64, width=64, text_tokens=8)
     found = plan_video(configuration, video, Training(optimizer="sgd"))
     model: Any = configurations.build(configuration, video.dtype)
@@ -159,7 +159,7 @@ def test_a_plan_for_some_blocks(small: list[str], capsys: pytest.CaptureFixture[
         assert row["saved_bytes"] * 3 == found[name]["saved_bytes"] * 2
     assert cli.main(["plan", *small, "--checkpointed", "2"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
-    model: Any = configurations.build(configurations.load(small[0]))
+    model: Any = configurations.build(configurations.load_configuration(small[0]))
     exec(line, {"fastac": fastac, "transformer": model})
     assert cli.main(["plan", *small, "--checkpointed", "4"]) == 1
     assert "there are 3" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastac
 from fastac.engine import releases
-from tests.compile.steps import SmallBlock, hiding, small, small_inputs
+from tests.compiled.steps import SmallBlock, hiding, small, small_inputs
 from tests.distributed import ranks, steps
 from tests.distributed.models import sharded, ulysses
 from tests.support import Tensors, assert_same, loss_of, run_checkpointed, stack, stack_inputs, written_out

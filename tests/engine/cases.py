@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fastac
-from fastac.engine.blocks import record_of
+from fastac.engine.blocks import state_of
 from fastac.engine.kinds import state as kinds
 from tests import support
 from tests.live_bytes import allocated
@@ -78,7 +78,7 @@ def held_bytes(block: torch.nn.Module, policy: Any, known: bool = True) -> tuple
     for run in (forward, step, dropped):
         if not known:
             kinds.reset()
-            record_of(block).key = None
+            state_of(block).key = None
         held.append(allocated(run))
     return held[0] - inputs["video"].nbytes, held[1], held[2]
 

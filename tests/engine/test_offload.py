@@ -115,13 +115,13 @@ def test_models(policy: Policy, make: Callable[[Any], torch.nn.Module], device: 
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a region keeps leaves when it ends, whoever holds it."""
     monkeypatch.setattr(offload.torch_private, "is_shared", lambda tensor: False)
-    hold = offload.Stash.hold
+    end_forward = offload.Stash.end_forward
 
     def hold_nothing(stash: offload.Stash) -> None:
-        hold(stash)
+        end_forward(stash)
         stash.offload()
 
-    monkeypatch.setattr(offload.Stash, "hold", hold_nothing)
+    monkeypatch.setattr(offload.Stash, "end_forward", hold_nothing)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -230,12 +230,12 @@ def test_a_thread_recomputes_what_leaves_the_device(policy: Policy, device: Simu
     expected, found = gradients(loss, blocks), []
     blocks, loss, _ = streams(policy)
 
-    def setting(storage: offload.KeptStorage, name: str, value: Any) -> None:
+    def setting(storage: offload.StashedStorage, name: str, value: Any) -> None:
         object.__setattr__(storage, name, value)
         if name == "device" and value is None and not found:
             found.append(pool.submit(gradients, loss, blocks).result(timeout=60))
 
-    monkeypatch.setattr(offload.KeptStorage, "__setattr__", setting)
+    monkeypatch.setattr(offload.StashedStorage, "__setattr__", setting)
     with ThreadPoolExecutor(1) as pool:
         streams(policy)
     assert_same(found[0], expected)
@@ -329,7 +329,7 @@ def test_a_tensor_goes_once(device: Simulated) -> None:
     """As the output of one block and the input of the next; text, that all have, and what the caller holds, stay."""
     model = Leading(Policy("attn_only", offload=True), 6, OneOp)
     loss = model(**stack_inputs()).sum()
-    transfers = [block._fastac_record.transfers for block in model.blocks]
+    transfers = [block._fastac_state.transfers for block in model.blocks]
     assert [one.host_bytes for one in transfers] == [INPUT + INPUT // 8] * 4 + [0, 0]
     assert sum(one.device_bytes for one in transfers) == 3 * INPUT + 2 * INPUT // 8 + TEXT
     loss.backward()
@@ -342,7 +342,7 @@ def test_an_output_changed_in_place_is_an_error(device: Simulated) -> None:
         hidden = fastac.checkpoint(block, hidden, text, policy=Policy(offload="attention"))
         if number == 1:
             hidden.mul_(2)
-    assert blocks[1]._fastac_record.transfers.host_bytes > 0
+    assert blocks[1]._fastac_state.transfers.host_bytes > 0
     with pytest.raises(FastacError, match="was changed in place after it was saved"):
         hidden.sum().backward()
 
@@ -417,13 +417,13 @@ def test_one_region_is_prefetched(guarded: bool, monkeypatch: pytest.MonkeyPatch
     if not guarded:
         monkeypatch.setattr(offload._State, "prefetched", property(lambda state: None, lambda *_: None), raising=False)
     stashes: list[Any] = []
-    hold = offload.Stash.hold
+    end_forward = offload.Stash.end_forward
 
     def noting(stash: offload.Stash) -> None:
-        hold(stash)
+        end_forward(stash)
         stashes.append(stash.reference)
 
-    monkeypatch.setattr(offload.Stash, "hold", noting)
+    monkeypatch.setattr(offload.Stash, "end_forward", noting)
     with simulated(late=False):
         model = Interleaved(Policy("full", offload=True))
         left, right = model(**stack_inputs())
@@ -489,9 +489,9 @@ def test_what_fitted_before_is_allocated_by_now(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(host_memory._state, "fits", 60)
     monkeypatch.setattr(host_memory, "available", lambda: 40)
-    host_memory.check(100, 1, Policy("full"))
+    host_memory.check_available(100, 1, Policy("full"))
     with pytest.raises(FastacError, match="are available"):
-        host_memory.check(141, 1, Policy("full"))
+        host_memory.check_available(141, 1, Policy("full"))
 
 
 def test_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from fastac import FastacError, Policy, PolicyNotAppliedError
 from fastac.cli.measuring import allocated_bytes
 from fastac.graph import application, nodes, passes
 from tests import compiler, support
-from tests.compile.steps import small
+from tests.compiled.steps import small
 from tests.engine.test_sparse import sparse_op
 from tests.graph.steps import (
     ATTENTION,

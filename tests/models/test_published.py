@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastac.errors import FastacError
 from fastac.models import MODELS
-from fastac.models.published import build, load
+from fastac.models.published import build, load_configuration
 from fastac.models.videos import Compression
 from tests.models.tiny import TINY
 
@@ -40,7 +40,7 @@ def test_files(name: str) -> None:
     assert set(content) == {"source", "transformer", "compression", "text_tokens", "default"}
     assert set(content["compression"]) == set(content["default"]) == {"frames", "height", "width"}
     assert content["source"].startswith("huggingface/diffusers scripts/convert_")
-    configuration = load(name)
+    configuration = load_configuration(name)
     given = {key: value for key, value in content["transformer"].items() if not key.startswith("_")}
     assert given.items() <= dict(configuration.config).items()
     assert given.keys() <= inspect.signature(getattr(diffusers, configuration.row.class_name)).parameters.keys()
@@ -67,7 +67,7 @@ def test_what_diffusers_writes(class_name: str, tmp_path: Path) -> None:
     """The config.json that a model saves is read, and what it says is what is built."""
     model = getattr(diffusers, class_name)(**TINY[class_name].config)
     model.save_config(tmp_path)
-    configuration = load(str(tmp_path / "config.json"))
+    configuration = load_configuration(str(tmp_path / "config.json"))
     assert configuration.row is MODELS[class_name]
     assert configuration.source == str(tmp_path / "config.json")
     rebuilt = build(configuration)
@@ -90,15 +90,15 @@ def test_files_that_are_none(content: str, message: str, tmp_path: Path) -> None
     path = tmp_path / "config.json"
     path.write_text(content)
     with pytest.raises(FastacError, match=message) as raised:
-        load(str(path))
+        load_configuration(str(path))
     said = [str(path), "wan2.1-t2v-1.3b", "MochiTransformer3DModel"]
     assert all(one in str(raised.value) for one in said[: 1 if "fits" in message else 3])
 
 
 @pytest.mark.parametrize("name", ["", "nowhere/config.json", "HeliosTransformer3DModel", "../__init__.py"])
 def test_names_that_are_none(name: str) -> None:
-    assert load("Wan2.1-T2V-1.3B") == load("wan2.1-t2v-1.3b")
+    assert load_configuration("Wan2.1-T2V-1.3B") == load_configuration("wan2.1-t2v-1.3b")
     with pytest.raises(
         FastacError, match=r"no such name or class, and no JSON file.*hunyuanvideo.*LTXVideoTransformer3DModel"
     ):
-        load(name)
+        load_configuration(name)

@@ -16,8 +16,8 @@ import fastac
 from fastac.cli.measuring import allocated_bytes
 from fastac.engine import flops
 from fastac.models.published import add_lora
+from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
-from fastac.planning.subject import subject
 from fastac.policy import Policy
 from tests import support
 from tests.live_bytes import LiveBytes
@@ -39,7 +39,7 @@ def tiny(
 
 @functools.cache
 def forecast_of(name: str) -> Forecast:
-    return Forecast(subject(*tiny(name)))
+    return Forecast(fake_model(*tiny(name)))
 
 
 def under(model: torch.nn.Module, policy: str | Policy | Mapping[str, Policy], **options: Any) -> Any:

@@ -23,11 +23,11 @@ import fastac
 from fastac.engine import torch_private
 from fastac.engine.torch_private import NEEDS_VALUES
 from fastac.errors import FastacError
-from fastac.models.published import load, with_layers
+from fastac.models.published import load_configuration, with_layers
 from fastac.planning.cuda import OneKernel
+from fastac.planning.fake_model import fake_model
+from fastac.planning.fake_values import Following, KnownValues
 from fastac.planning.forecast import Forecast
-from fastac.planning.known_values import Following, KnownValues
-from fastac.planning.subject import subject
 from fastac.planning.video import without_weights
 from fastac.policy import Policy
 from tests.planning.planned import WAN, tiny
@@ -46,25 +46,25 @@ POLICIES = {
 def test_peaks_are_those_of_an_h100() -> None:
     """Planned without a GPU, from the configuration: within 1 % of what the GPU's allocator said."""
     case = json.loads(MEASURED.read_text())["cases"][0]
-    published = load(case["model"])
+    published = load_configuration(case["model"])
     published = dataclasses.replace(published, config=with_layers(published.config, case["blocks"]))
     video = dataclasses.replace(published.default, **case["video"])
     model = without_weights(published, video.dtype)
-    forecast = Forecast(subject(model, ()))
-    forecast.subject = forecast.subject.given(published.inputs(video))
+    forecast = Forecast(fake_model(model, ()))
+    forecast.fake_model = forecast.fake_model.given(published.inputs(video))
     measured = {row["way"]: row["peak_bytes"] for row in case["rows"] if row["way"] in POLICIES}
     assert {way: forecast.peak(POLICIES[way]) for way in measured} == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_plan_from_a_machine_without_the_device_is_the_same(device: str) -> None:
-    published = load("wan2.1-t2v-1.3b")
+    published = load_configuration("wan2.1-t2v-1.3b")
     published = dataclasses.replace(published, config=with_layers(published.config, 1))
     inputs = published.inputs(dataclasses.replace(published.default, frames=9, height=240, width=416))
     empty = without_weights(published, torch.bfloat16)
     there = copy.deepcopy(empty).to_empty(device=device)
     moved = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
-    truly, planned = Forecast(subject(there, moved)), Forecast(subject(empty, inputs, device=device))
+    truly, planned = Forecast(fake_model(there, moved)), Forecast(fake_model(empty, inputs, device=device))
     for policy in ("none", "attn_only"):
         assert planned.peak(policy) == pytest.approx(truly.peak(policy), rel=0.01)
         held = truly.step(policy).held(truly.policies(policy))
@@ -241,7 +241,7 @@ def test_the_device_that_trains() -> None:
     model, inputs = tiny(WAN, torch.bfloat16)
     empty = copy.deepcopy(model).to("meta")
     none = {
-        name: Forecast(subject(of, inputs, device=device)).peak("none")
+        name: Forecast(fake_model(of, inputs, device=device)).peak("none")
         for name, of, device in [
             ("meta", empty, None),
             ("meta, cpu", empty, "cpu"),

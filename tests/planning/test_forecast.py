@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fastac.engine.releases import WHOLE_PRODUCT
+from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
 from fastac.planning.simulation import GENERATOR_STATE
-from fastac.planning.subject import subject
-from fastac.planning.timeline import block_of
+from fastac.planning.timeline import block_name
 from fastac.policy import Policy, of_first
 from tests.marks import quick
 from tests.planning import planned
@@ -52,15 +52,15 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
     """
     monkeypatch.setattr("fastac.planning.simulation.GENERATOR_STATE", 0)
     model, inputs = tiny(name, *OTHER_KINDS.get(name, ()))
-    found = Forecast(subject(model, inputs))
+    found = Forecast(fake_model(model, inputs))
     unseen = 0
     wrong = []
-    half = of_first(list(found.subject.blocks), len(found.subject.blocks) // 2, "attn_only")
+    half = of_first(list(found.fake_model.blocks), len(found.fake_model.blocks) // 2, "attn_only")
     for policy in (*POLICIES, half):
         plan, mine = found.plan(policy), planned.under(model, policy)
         (held, _), (held_seen, peak_seen) = planned.allocated(mine, inputs), planned.live(mine, inputs)
         states = GENERATOR_STATE * sum(
-            found.policies(policy)[block_of(one)].checkpoints for one in found.full.candidates
+            found.policies(policy)[block_name(one)].checkpoints for one in found.full.candidates
         )
         unseen = held - held_seen if policy == "none" else unseen
         peak = plan.peak_bytes - found.states.total
@@ -82,7 +82,7 @@ def test_flops_are_those_that_torch_counts(name: str) -> None:
     assert found.plan("full").flops == sum(full.values())
     assert found.plan("attn_only").flops == sum(full.values()) - again
     attention = found.plan("attn_only")
-    half = of_first(list(found.subject.blocks), 1, "full")
+    half = of_first(list(found.fake_model.blocks), 1, "full")
     assert found.plan(half).flops == sum(planned.counted_flops(planned.under(model, half), inputs).values())
     assert found.plan("none").relative < attention.relative < found.plan("full").relative == 1
     assert attention.held_bytes - attention.saved_bytes == found.plan("full").held_bytes
@@ -96,7 +96,7 @@ def test_a_block_that_is_called_twice() -> None:
             return video
 
     model, inputs = Twice(layers=3), stack_inputs()
-    found = Forecast(subject(model, inputs, "blocks"))
+    found = Forecast(fake_model(model, inputs, "blocks"))
     assert list(found.full.candidates)[-1] == "blocks.1#2"
     assert len(found.outputs()["blocks.1"]) == 2 * len(found.outputs()["blocks.0"])
     full, _ = planned.allocated(planned.under(model, "full", blocks="blocks"), inputs)
@@ -113,7 +113,7 @@ def test_blocks_before_all_that_is_trained_keep_nothing() -> None:
     """No backward comes to them: what torch would recompute them from is gone with their forward."""
     model, inputs = stack(layers=4), stack_inputs()
     model.blocks[:2].requires_grad_(False)
-    found = Forecast(subject(model, inputs, "blocks"))
+    found = Forecast(fake_model(model, inputs, "blocks"))
     assert [len(outputs) > 0 for outputs in found.outputs().values()] == [False, False, True, True]
     for policy in ("full", "attn_only"):
         mine = planned.under(model, policy, blocks="blocks")
@@ -142,7 +142,9 @@ def test_a_budget_is_never_worse_than_a_policy(name: str) -> None:
 
 
 def test_a_policy_by_name_is_chosen_where_a_thinned_knapsack_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastac.planning.knapsack.choose", lambda outputs, limit: {name: set() for name in outputs})
+    monkeypatch.setattr(
+        "fastac.planning.knapsack.choose_outputs", lambda outputs, limit: {name: set() for name in outputs}
+    )
     found = forecast_of(WAN)
     fixed = found.plan("attn_only")
     assert found.plan(found.within(fixed.saved_bytes), "attn_only") == fixed
@@ -160,6 +162,6 @@ def test_a_product_that_is_changed_in_place_is_not_chosen() -> None:
     model, inputs = stack(block=Changes), stack_inputs()
     for block in model.blocks:
         block.changed = torch.nn.Linear(16, 16)
-    chosen = Forecast(subject(model, inputs, "blocks")).within(10**9)
+    chosen = Forecast(fake_model(model, inputs, "blocks")).within(10**9)
     assert all("changed" not in policy.linear and len(policy.linear) > 3 for policy in chosen.values())
     planned.step(planned.under(model, chosen, blocks="blocks"), inputs)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastac.planning import knapsack
-from fastac.planning.knapsack import Marks, choose, frontier
+from fastac.planning.knapsack import Marks, choose_outputs, frontier
 from fastac.planning.timeline import Candidate
 
 GIB = 2**30
@@ -83,19 +83,19 @@ LIMITS = st.integers(0, 60)
 @given(random_blocks(), LIMITS)
 def test_no_other_choice_saves_more(blocks: Blocks, limit: int) -> None:
     """Also for sizes of gigabytes, to the byte."""
-    assert total(blocks, choose(blocks, limit)) == best(all_sums(blocks), limit)
+    assert total(blocks, choose_outputs(blocks, limit)) == best(all_sums(blocks), limit)
     large = {
         name: [dataclasses.replace(out, bytes=out.bytes * 10**9 + out.flops) for out in outputs]
         for name, outputs in blocks.items()
     }
     limit = limit * 10**9 + limit // 2
-    assert total(large, choose(large, limit)) == best(all_sums(large), limit)
+    assert total(large, choose_outputs(large, limit)) == best(all_sums(large), limit)
 
 
 @examples(150)
 @given(random_blocks(), LIMITS)
 def test_of_two_equal_blocks_the_earlier_saves_a_subset(blocks: Blocks, limit: int) -> None:
-    chosen = choose(blocks, limit)
+    chosen = choose_outputs(blocks, limit)
     assert list(chosen) == list(blocks)
     for name, marks in chosen.items():
         assert marks <= {out.keys or out.name for out in blocks[name]}
@@ -112,12 +112,12 @@ def test_the_frontier_is_what_choose_finds_for_its_limits(blocks: Blocks, points
     found = frontier(blocks, points)
     everything = best(all_sums(blocks), 1000)[0]
     limits = [everything * number // (points - 1) for number in range(points)]
-    assert found == list(dict.fromkeys(total(blocks, choose(blocks, limit)) for limit in limits))
+    assert found == list(dict.fromkeys(total(blocks, choose_outputs(blocks, limit)) for limit in limits))
 
 
 def test_no_blocks_and_no_outputs() -> None:
-    assert choose({}, 9) == {}
-    assert choose({"block": []}, 9) == {"block": set()}
+    assert choose_outputs({}, 9) == {}
+    assert choose_outputs({"block": []}, 9) == {"block": set()}
     assert frontier({}) == frontier({"block": []}) == [(0, 0)]
 
 
@@ -126,8 +126,8 @@ def test_a_thinned_list_stays_within_the_limit_and_near_the_optimum(monkeypatch:
     sizes = Random(0).choices(range(GIB // 8), k=20)
     blocks = {f"blocks.{n}": [Candidate("q", size, 1000 * size)] for n, size in enumerate(sizes)}
     limit = GIB // 2
-    _, exact = total(blocks, choose(blocks, limit))
+    _, exact = total(blocks, choose_outputs(blocks, limit))
     monkeypatch.setattr(knapsack, "POINTS", 2000)
-    size, flops = total(blocks, choose(blocks, limit))
+    size, flops = total(blocks, choose_outputs(blocks, limit))
     assert 0.98 * limit < size <= limit
     assert 0.98 * exact < flops <= exact

@@ -10,9 +10,9 @@ import pytest
 from fastac.engine import offload
 from fastac.models import published as configurations
 from fastac.models.published import with_layers
+from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
 from fastac.planning.plans import ROWS
-from fastac.planning.subject import subject
 from fastac.planning.timeline import Candidate, Event, Kept, Moment, Timeline
 from fastac.planning.video import without_weights
 from fastac.policy import Policy
@@ -30,7 +30,7 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
     """Of the bytes on the device, in the forward's end and at the worst moment, and of those on the host."""
     monkeypatch.setattr("fastac.planning.simulation.GENERATOR_STATE", 0)
     model, inputs = tiny(name, num_layers=5)
-    found = Forecast(subject(model, inputs))
+    found = Forecast(fake_model(model, inputs))
     for policy in (
         Policy("full", offload=True),
         OFFLOAD,
@@ -87,10 +87,10 @@ def test_what_stays_and_what_copies_have_time_for(monkeypatch: pytest.MonkeyPatc
 
 def test_wan_14b_holds_less_than_full_checkpointing_and_runs_less_again() -> None:
     """On 75,600 tokens, with 6 of its 40 blocks."""
-    wan = configurations.load("wan2.1-t2v-14b")
+    wan = configurations.load_configuration("wan2.1-t2v-14b")
     wan = dataclasses.replace(wan, config=with_layers(wan.config, 6))
     video = dataclasses.replace(wan.default, frames=81, height=720, width=1280)
-    found = Forecast(subject(without_weights(wan, video.dtype, lora=32), wan.inputs(video)))
+    found = Forecast(fake_model(without_weights(wan, video.dtype, lora=32), wan.inputs(video)))
     full, best = found.plan("full"), found.plan(ROWS["long_attn_only, offload"])
     assert best.held_bytes < full.held_bytes
     assert best.peak_bytes < full.peak_bytes

@@ -12,8 +12,8 @@ from diffusers import UNet2DConditionModel, UNetMotionModel, UNetSpatioTemporalC
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import fastac
+from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
-from fastac.planning.subject import subject
 from tests.planning import planned
 
 Model = tuple[torch.nn.Module, dict[str, Any]]
@@ -111,7 +111,7 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_recompute_that_ends_inside_a_linear_module() -> None:
     """The next recompute calls a product of no Linear module that has a name yet: none of the first one's."""
-    assert Forecast(subject(*unet(8))).step("full").flops["recompute"] > 0
+    assert Forecast(fake_model(*unet(8))).step("full").flops["recompute"] > 0
 
 
 @pytest.mark.parametrize("make", [unet, animate_diff])

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fastac
 from fastac.errors import FastacError
+from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import MIB, Forecast, states_of
 from fastac.planning.plans import make_plan
-from fastac.planning.subject import subject
 from fastac.policy import Policy
 from tests.hook.hosts import CheckpointsItself, diffuser
 from tests.model_state import state_of
@@ -136,7 +136,7 @@ def test_blocks_that_are_named() -> None:
 def large() -> Forecast:
     torch.manual_seed(0)
     inputs = {"video": torch.randn(1, 8192, 16), "text": torch.randn(1, 6, 16)}
-    return Forecast(subject(stack(layers=3), inputs, "blocks"))
+    return Forecast(fake_model(stack(layers=3), inputs, "blocks"))
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -19,10 +19,10 @@ from fastac.errors import FastacError
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
+from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
 from fastac.planning.plans import ROWS
 from fastac.planning.simulation import Split
-from fastac.planning.subject import subject
 from fastac.planning.timeline import Event
 from fastac.planning.video import Training, most_steps, plan_video, without_weights
 from fastac.policy import Policy
@@ -38,7 +38,7 @@ def small(tmp_path: Path) -> Configuration:
     config = {**TINY["WanTransformer3DModel"].config, "num_layers": 3, "rope_max_seq_len": 24}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"_class_name": "WanTransformer3DModel", **config}))
-    return configurations.load(str(path))
+    return configurations.load_configuration(str(path))
 
 
 def video_of(configuration: Configuration, frames: int = 33, text_tokens: int = 8) -> Video:
@@ -92,7 +92,7 @@ def test_a_step_of_any_length_lies_on_a_line(small: Configuration, which: str, m
 
     def simulated(frames: int) -> Any:
         part = video_of(small, frames)
-        return Forecast(subject(without_weights(small, part.dtype), small.inputs(part))).step(which)
+        return Forecast(fake_model(without_weights(small, part.dtype), small.inputs(part))).step(which)
 
     near, far, expected = map(simulated, (9, 33, 57))
     found = near.on_line(far, Fraction(2))
@@ -126,7 +126,7 @@ def test_the_longest_video_fits(small: Configuration, monkeypatch: pytest.Monkey
     for policy in ("full", "attn_only, offload"):
         frames = found.largest[policy]
         peaks = [
-            Forecast(subject(without_weights(small, torch.bfloat16), small.inputs(video_of(small, one)))).peak(
+            Forecast(fake_model(without_weights(small, torch.bfloat16), small.inputs(video_of(small, one)))).peak(
                 ROWS[policy]
             )
             for one in (frames, frames + 4)
@@ -181,9 +181,9 @@ def test_context_parallelism_is_what_was_measured(monkeypatch: pytest.MonkeyPatc
     held = {row["policy"]: row["held"] for row in measured["results"] if row["engine"] == "Ulysses"}
     model: Any = build_wan(measured["layers"], torch.float32)
     inputs = wan_inputs(torch.float32)
-    whole = Forecast(subject(model, inputs))
+    whole = Forecast(fake_model(model, inputs))
     inputs["hidden_states"] = inputs["hidden_states"].chunk(2, dim=3)[0].contiguous()
-    found = Forecast(subject(model, inputs), split=Split(2, measured["tokens"] // 2))
+    found = Forecast(fake_model(model, inputs), split=Split(2, measured["tokens"] // 2))
     full, saves, repeats = map(found.plan, ("full", "attn_only", Policy(collectives="recompute")))
     assert saves.held_bytes - repeats.held_bytes == held["attn_only"] - held['attn_only, collectives="recompute"']
     assert saves.held_bytes - full.held_bytes == saves.saved_bytes == held["attn_only"] - held["full"]

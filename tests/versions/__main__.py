@@ -40,7 +40,7 @@ MORE = {
     "sdpa": ("tests/backends/test_sdpa.py",),
     "diagnosis": ("tests/diagnosis",),
     "planning": ("tests/planning", "tests/test_flops.py"),
-    "compile": ("tests/compile",),
+    "compile": ("tests/compiled",),
     "graph": ("tests/graph",),
     "distributed": ("tests/distributed/test_data_parallel.py", "tests/distributed/test_collectives.py"),
 }

@@ -21,7 +21,7 @@ from fastac import Policy
 from fastac import policy as policies
 from fastac.errors import CompiledPolicyNotAppliedError
 from tests import compiler
-from tests.compile import steps as compiled
+from tests.compiled import steps as compiled
 from tests.engine.simulated import Simulated, simulated
 from tests.graph.steps import traced_step
 from tests.marks import NEEDS_COMPILED_MODELS, NEEDS_TRACES
@@ -83,7 +83,7 @@ def test_policies_per_block() -> None:
         fastac.enable(model, policy, blocks="blocks")
         for _ in range(2):
             assert executions_of(model, stack_inputs(), expected) == 2 * LAYERS + again
-            transfers = [block._fastac_record.transfers for block in model.blocks]
+            transfers = [block._fastac_state.transfers for block in model.blocks]
             assert [one is not None and one.host_bytes > 0 for one in transfers] == gone
 
 

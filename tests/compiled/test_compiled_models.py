@@ -12,7 +12,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 import fastac
 from fastac import PolicyNotAppliedError
 from tests import support
-from tests.compile.steps import (
+from tests.compiled.steps import (
     EACH_WAY,
     WAYS,
     assert_exact_and_saved,

@@ -16,8 +16,8 @@ import torch
 
 from fastac.backends import availability
 from fastac.backends.verdicts import Verdict
-from fastac.compile.flex import INDUCTOR, set_apart
-from fastac.compile.torch_private import InductorWith
+from fastac.compiled.flex import INDUCTOR, set_apart
+from fastac.compiled.torch_private import InductorWith
 from fastac.engine import releases
 from fastac.errors import class_name
 

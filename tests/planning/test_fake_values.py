@@ -7,7 +7,7 @@ import torch
 
 from fastac.engine import torch_private
 from fastac.engine.torch_private import NEEDS_VALUES
-from fastac.planning.known_values import Following, KnownValues
+from fastac.planning.fake_values import Following, KnownValues
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import noop_context_fn
 
 from fastac import diagnosis
 from fastac.backends.plugins import prepare
-from fastac.compile import graphs, tracing
-from fastac.compile.torch_private import CompiledCalls
+from fastac.compiled import graphs, tracing
+from fastac.compiled.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.diagnosis.observer import Observer, PassThrough
 from fastac.engine import buffers, interception, kinds, linear, torch_private
@@ -33,12 +33,12 @@ from fastac.engine.blocks import (
     module_of,
     modules_in,
     modules_run_by,
-    record_of,
     signature,
+    state_of,
 )
-from fastac.engine.calls import RegionResult
 from fastac.engine.offload import Stash
 from fastac.engine.region import Region
+from fastac.engine.results import RegionResult
 from fastac.engine.tape import Hooks, Tape, engine
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import DISABLED, Policy, resolve
@@ -179,7 +179,7 @@ def _is_captured() -> bool:
 class _Call:
     """One call of a function that is checkpointed in eager code with gradients on."""
 
-    __slots__ = ("args", "block", "function", "key", "kwargs", "owner", "policy", "record")
+    __slots__ = ("args", "block", "block_state", "function", "key", "kwargs", "owner", "policy")
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> None:
         self.function = function
@@ -187,19 +187,19 @@ class _Call:
         self.kwargs = kwargs
         self.policy = policy
         self.block = block_of(function)
-        self.record = kinds.record_of_function(function) if self.block is None else record_of(self.block)
-        self.owner = self.record  # for a function that is no block: the record of the block that it holds
+        self.block_state = kinds.state_of_function(function) if self.block is None else state_of(self.block)
+        self.owner = self.block_state  # for a function that is no block: the state of the block that it holds
 
     def run(self, hooks: Hooks | None, preserve_rng_state: bool, determinism_check: str, early_stop: bool) -> Any:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
-        function, policy, record = self.function, self.policy, self.record
+        function, policy, state = self.function, self.policy, self.block_state
         is_nested = torch_private.in_backward()  # in the recompute of another region: is itself no step
-        is_sampled = not is_nested and record.begin_region() and not _is_captured()
+        is_sampled = not is_nested and state.begin_region() and not _is_captured()
         known, tape, observer, stash = None, None, None, None
         if is_nested and policy.saves_nothing:  # else the tape raises
             diagnosis.warn_of_reentrant(function, policy)
         if policy.offload and not is_nested:  # whose backward comes at once
-            stash = Stash(policy, function, record, (*self.args, *self.kwargs.values()))
+            stash = Stash(policy, function, state, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
             known = self._known()
             is_sampled = is_sampled or (known is None and not is_nested)
@@ -213,7 +213,7 @@ class _Call:
             self.args,
             self.kwargs,
             modules,
-            record,
+            state,
             tape,
             preserve_rng_state=preserve_rng_state,
             early_stop=early_stop,
@@ -235,13 +235,13 @@ class _Call:
         """The result of the first region of this kind; None if this is the first."""
         if interception.loaded_modules() != engine.modules:
             prepare()
-        function, policy, record = self.function, self.policy, self.record
+        function, policy, state = self.function, self.policy, self.block_state
         held = modules_in(function) if self.block is None else []
         if held:
-            self.owner = record_of(held[0])
+            self.owner = state_of(held[0])
         self.key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, *map(type, held))
-        if self.block is not None and record.key == self.key:  # cheaper than hashing the key
-            return record.latest
+        if self.block is not None and state.key == self.key:  # cheaper than hashing the key
+            return state.latest
         known = None if self.owner.is_doubted(self.key) else kinds.first_result(function, self.key)
         if known is None:
             prepare()
@@ -262,9 +262,9 @@ class _Call:
 
     def _end(self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None, calls: Any) -> None:
         """Compare the forward with the first region of its kind. Raises PolicyNotAppliedError."""
-        function, policy, record, now, nodes = self.function, self.policy, self.record, graphs.time(), []
+        function, policy, state, now, nodes = self.function, self.policy, self.block_state, graphs.time(), []
         # A function that is no block may call another graph each time, for another layer.
-        if known is None or (now > 0 if self.block is None else now != record.looked):
+        if known is None or (now > 0 if self.block is None else now != state.looked):
             nodes = nodes_between(outputs, (self.args, self.kwargs))
             graphs.watch(nodes, policy)
         if known is None:
@@ -285,8 +285,10 @@ class _Call:
                 self.owner.doubts[self.key] = True
         elif tape.decomposed:
             problems = [diagnosis.small_ops(describe(function), keys) for keys in tape.decomposed]
-            raise diagnosis.not_applied(function, policy, problems, len(tape.made))
-        elif tape.made != list(known.made) or tape.products != [one.name for one in known.products]:
+            raise diagnosis.not_applied(function, policy, problems, len(tape.attention_calls))
+        elif tape.attention_calls != list(known.attention_calls) or tape.products != [
+            one.name for one in known.products
+        ]:
             if _is_fewer(tape, known) and known.compiled:  # it cannot be observed, and a second run may communicate
                 diagnosis.warn_of_fewer(function)
             elif _is_fewer(tape, known):
@@ -295,8 +297,8 @@ class _Call:
         for collector in engine.collectors:
             collector.append(known)
         if self.block is not None:
-            record.looked, record.communication, record.latest = now, tape.communication, known
-            record.key = None if record.is_doubted(self.key) else self.key  # None: the next region asks again
+            state.looked, state.communication, state.latest = now, tape.communication, known
+            state.key = None if state.is_doubted(self.key) else self.key  # None: the next region asks again
 
     def _remember(self, result: RegionResult, tape: Tape) -> None:
         kinds.remember(self.function, self.key, result)
@@ -304,7 +306,7 @@ class _Call:
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
-        enabled = self.block is not None and self.record.name  # then its model checks all of its blocks
+        enabled = self.block is not None and self.block_state.name  # then its model checks all of its blocks
         if enabled or saved or result.products or (tape.communication is not None and tape.communication.saved):
             return
         if result.calls:
@@ -315,7 +317,7 @@ class _Call:
 
 
 def _is_fewer(tape: Tape, known: RegionResult) -> bool:
-    return len(tape.made) + len(tape.products) < len(known.made) + len(known.products)
+    return len(tape.attention_calls) + len(tape.products) < len(known.attention_calls) + len(known.products)
 
 
 class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_enabled

@@ -1,6 +1,6 @@
 """Graphs that torch.compile made: the saves that AOT was asked for, and whether their backward runs attention again.
 
-A region in a graph cannot be seen while it runs, so the decisions are noted while AOT traces (`Traced`), for
+A region in a graph cannot be seen while it runs, so the decisions are noted while AOT traces (`TracedRegions`), for
 `fastac.report`. The compiler may still run a saved attention again: under a memory budget, with a partitioner of the
 user's, or in a graph from a cache. That is seen when it happens, in the graph's backward, and is an error.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fastac.compile import torch_private
-from fastac.compile.torch_private import compilations
+from fastac.compiled import torch_private
+from fastac.compiled.torch_private import compilations
 from fastac.engine import torch_private as engine_private
-from fastac.engine.calls import Call
+from fastac.engine.results import Call
 from fastac.engine.tape import engine
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
@@ -53,7 +53,7 @@ class TracedCall:
 
 
 @dataclasses.dataclass
-class Traced:
+class TracedRegions:
     """The regions of one compilation."""
 
     time: int = 0
@@ -95,14 +95,14 @@ class _State:
     """Everything that this module knows in this process."""
 
     def __init__(self) -> None:
-        self.traced: dict[str, Traced] = {}  # by the id of a compilation; other threads add to it
+        self.traced: dict[str, TracedRegions] = {}  # by the id of a compilation; other threads add to it
         self.watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()  # called in regions
         self.resets = 0  # of dynamo
         self.budget = 1.0  # the smallest of AOT's partitioner while regions were traced or first ran, since the reset
         self.thread = threading.local()  # backward: of the graph that runs; again: saved attention that ran in it
 
-    def here(self) -> dict[str, Traced]:
-        """Traced regions since the last reset of dynamo, which gives the same ids again."""
+    def here(self) -> dict[str, TracedRegions]:
+        """TracedRegions regions since the last reset of dynamo, which gives the same ids again."""
         compilations.look()
         if self.resets != compilations.resets:
             self.resets = compilations.resets
@@ -126,10 +126,10 @@ def reset() -> None:
         engine.listeners.remove(_ran_again)
 
 
-def note_region() -> Traced:
+def note_region() -> TracedRegions:
     """Note that dynamo's graph has a region, also if AOT takes the graph from its cache and traces nothing."""
     name = torch_private.compile_id()
-    return Traced() if name is None else _state.here().setdefault(name, Traced(compilations.count))
+    return TracedRegions() if name is None else _state.here().setdefault(name, TracedRegions(compilations.count))
 
 
 def hold_regions(nodes: Sequence[Any]) -> bool:
@@ -138,7 +138,7 @@ def hold_regions(nodes: Sequence[Any]) -> bool:
     return bool(traced) and (not nodes or not ids_among(nodes).isdisjoint(traced))
 
 
-def region(policy: Policy) -> Traced:
+def region(policy: Policy) -> TracedRegions:
     """Begin to note a region that AOT traces in this thread."""
     traced = note_region()
     for other in _state.here().values():
@@ -218,7 +218,7 @@ def _known_of(function: type) -> tuple[Iterable[Policy], int]:
     watched = _state.watched.get(function)
     if watched is not None:
         return watched, 0
-    traced = _state.here().get(torch_private.compile_id_of(function), Traced())
+    traced = _state.here().get(torch_private.compile_id_of(function), TracedRegions())
     traced.count()
     return traced.policies, traced.may_run
 

@@ -13,8 +13,8 @@ from fastac import hook, models
 from fastac.engine import torch_private
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
-from fastac.planning.known_values import KnownValues
-from fastac.planning.weights import fake, faked, runs_on
+from fastac.planning.fake_values import KnownValues
+from fastac.planning.fake_weights import fake, faked, runs_on
 
 DEVICES = ("cuda", "cpu")
 """That a plan may be asked for."""
@@ -24,7 +24,7 @@ Inputs = Mapping[str, Any] | Sequence[Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class FakeModel:
     """A model and the arguments of one call, all of fake tensors."""
 
     model: torch.nn.Module
@@ -36,7 +36,7 @@ class Subject:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def given(self, inputs: Inputs) -> Subject:
+    def given(self, inputs: Inputs) -> FakeModel:
         """The same model with other inputs."""
         args, kwargs = torch_private.tree_map(partial(_fake_input, self), arguments(inputs))
         return dataclasses.replace(self, args=args, kwargs=kwargs)
@@ -64,7 +64,7 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def subject(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, device: str | None = None) -> Subject:
+def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, device: str | None = None) -> FakeModel:
     """A copy of a model and its inputs without their data. blocks, device: as in `plan`.
 
     Raises FastacError for a model whose blocks are unknown, or that cannot be copied, and for an unknown device.
@@ -79,12 +79,12 @@ def subject(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, device: 
     copied = faked(models.unwrapped(model), known, torch.empty(0, dtype=like.dtype, device=place))
     blocks = hook.blocks_given(copied, blocks)
     hook.disable(copied)  # what is enabled on the model is not simulated
-    containers = hook.choose(copied, blocks, copied)
+    containers = hook.choose_blocks(copied, blocks, copied)
     for module in models.switches(copied):
         module.gradient_checkpointing = False
     named = {name: block for container in containers for name, block in container.blocks.items()}
     as_on_cuda = trains_on == "cuda" and place.type != "cuda"
-    found = Subject(copied, named, models.is_by_forward(copied, blocks), known, place, as_on_cuda)
+    found = FakeModel(copied, named, models.is_by_forward(copied, blocks), known, place, as_on_cuda)
     return found.given(inputs)
 
 
@@ -94,11 +94,11 @@ def _device_of(weights: set[str], inputs: str) -> str:
     return known.pop() if known else "cpu" if "cpu" in weights else "cuda"
 
 
-def _fake_input(subject: Subject, value: Any) -> Any:
+def _fake_input(fake_model: FakeModel, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    device = subject.device if subject.device.type == "cpu" else value.device
-    found = fake(value, subject.known, device).requires_grad_(value.requires_grad)
+    device = fake_model.device if fake_model.device.type == "cpu" else value.device
+    found = fake(value, fake_model.known, device).requires_grad_(value.requires_grad)
     if value.device.type != "meta" and not torch_private.is_fake(value):
-        subject.known.learn(found, value.detach())
+        fake_model.known.learn(found, value.detach())
     return found

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import support
-from tests.compile.steps import WAYS
+from tests.compiled.steps import WAYS
 from tests.compiler import reset
 from tests.engine.test_buffers import LAYERS, Stateful
 from tests.support import Tensors, stack_inputs, train_step

@@ -14,7 +14,7 @@ from fastac import FastacError
 from fastac.backends import availability
 from fastac.backends.verdicts import BackendUse, Verdict
 from tests import compiler, support
-from tests.compile.steps import broken
+from tests.compiled.steps import broken
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.support import (
     AttentionBlock,

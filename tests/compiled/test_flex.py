@@ -18,13 +18,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fastac
 from fastac import PolicyNotAppliedError
-from fastac.compile import flex as compiled_flex
-from fastac.compile import torch_private
+from fastac.compiled import flex as compiled_flex
+from fastac.compiled import torch_private
 from fastac.engine import releases
 from tests import compiler, support
 from tests.backends import flex_on_cpu
 from tests.backends.flex_on_cpu import COMPILED_OP
-from tests.compile.steps import SmallBlock, broken, frozen_inputs, small, small_inputs
+from tests.compiled.steps import SmallBlock, broken, frozen_inputs, small, small_inputs
 from tests.live_bytes import allocated
 from tests.marks import skip_module_without
 from tests.support import AttentionStack, relative_error, stack, train_step

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import fastac
 from fastac import Policy, PolicyNotAppliedError
-from tests.compile.steps import SmallBlock, compile_blocks, hiding, small, small_inputs
+from tests.compiled.steps import SmallBlock, compile_blocks, hiding, small, small_inputs
 from tests.support import train_step, written_out
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import fastac
 from fastac import PolicyNotAppliedError
 from tests import support
-from tests.compile.steps import (
+from tests.compiled.steps import (
     EACH_WAY,
     WAYS,
     compile_blocks,

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastac.compile import torch_private
-from fastac.compile.torch_private import FLEX_ATTENTION
+from fastac.compiled import torch_private
+from fastac.compiled.torch_private import FLEX_ATTENTION
 
 INDUCTOR = "inductor"
 

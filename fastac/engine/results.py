@@ -36,7 +36,7 @@ class Product:
 class RegionResult:
     """Calls of the forward of one region, and bytes that it keeps."""
 
-    made: tuple[tuple[BoundOp, int], ...]
+    attention_calls: tuple[tuple[BoundOp, int], ...]
     """Attention calls in order, op and number of keys. Later regions of the kind are compared with them."""
     calls: tuple[Call, ...]
     """The same calls."""

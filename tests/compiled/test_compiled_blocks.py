@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import fastac
 from fastac import FastacError, PolicyNotAppliedError
 from tests import support
-from tests.compile.steps import (
+from tests.compiled.steps import (
     SmallBlock,
     assert_exact_and_saved,
     compile_blocks,

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastac
-from fastac.compile import tracing
+from fastac.compiled import tracing
 from tests.marks import NEEDS_TRACES
 from tests.support import CPU_ATTENTION, AttentionBlock, executions_of, stack, stack_inputs, train_step
 

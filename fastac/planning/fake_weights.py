@@ -16,7 +16,7 @@ import torch
 
 from fastac.engine import torch_private
 from fastac.engine.torch_private import tree_leaves
-from fastac.planning.known_values import KnownValues
+from fastac.planning.fake_values import KnownValues
 
 BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, copy.Error)
 """Errors of a model that cannot be copied, or does not run on some inputs, or without values."""

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.backends.plugins import prepare
-from fastac.compile import graphs
+from fastac.compiled import graphs
 from fastac.diagnosis.recognition import (
     SoftmaxAttention,
     coarse_numbers,
