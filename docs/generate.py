@@ -325,7 +325,8 @@ def _shares(name: str, size: tuple[int, int, int]) -> Shares:
     config = configurations.with_layers(published.config, 1)
     with torch.device("meta"):
         model = configurations.build(dataclasses.replace(published, config=config), video.dtype)
-        plan = fastac.plan(model, published.inputs(video))
+        inputs = published.inputs(video)
+    plan = fastac.plan(model, inputs)
     rows = {row.policy: row for row in plan.policies}
     recomputed, freed = rows["full"].recomputed_flops, rows["none"].held_bytes - rows["full"].held_bytes
     saving = {"long": rows["long_attn_only"], "all": rows["attn_only"]}
