@@ -1,13 +1,14 @@
 """Writes docs/backends.md, docs/models.md, and tables of README.md and of other documents.
 
 `tests/docs` and `tests/models/test_parity.py` fail when one is stale. The tiny models of the tests are trained for it;
-what was measured comes from benchmarks/results.
+what was measured comes from benchmarks/results; shares of attention are planned from published configurations.
 
 python docs/generate.py
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import itertools
@@ -28,6 +29,7 @@ from fastac import registry
 from fastac.backends import LIBRARIES
 from fastac.backends.diffusers import BACKENDS
 from fastac.backends.verdicts import Verdict
+from fastac.models import published as configurations
 from fastac.registry import AttentionOp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -282,7 +284,67 @@ def readme() -> str:
     rows = {row["way"]: row for row in case["rows"]}
     chosen = [rows[way] | {"way": words} for way, words in FIRST_ROWS.items() if way in rows]
     caption = _wrapped(f"A training step of {_shapes(case)}, {_conditions(measured)}")
-    return _with_tables("README.md", {"gpu": f"{caption}\n\n{_gpu_table(chosen, FIRST_COLUMNS)}"})
+    shares = [_shares(SMALL, size) for size in VIDEOS]
+    rows_of_shares = [(f"{share.tokens:,}", *share.of_video()) for share in shares]
+    tables = {
+        "shares": _table(("video tokens", "FLOPs avoided", "bytes taken back"), rows_of_shares),
+        "gpu": f"{caption}\n\n{_gpu_table(chosen, FIRST_COLUMNS)}",
+    }
+    return _with_tables("README.md", tables)
+
+
+SMALL, LARGE = "wan2.1-t2v-1.3b", "wan2.1-t2v-14b"
+
+VIDEOS = ((13, 512, 512), (81, 480, 832), (77, 720, 1280))
+"""Frames, height and width of the videos for which attention's share of a block is computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What it means for a block to save self-attention ("long"), or attention over the text as well ("all")."""
+
+    tokens: int  # of the video
+    flops: dict[str, float]  # that are not recomputed, of those that full checkpointing recomputes
+    bytes: dict[str, float]  # that are saved, of those that full checkpointing frees
+
+    def of_video(self) -> tuple[str, str]:
+        """The cells of self-attention."""
+        return f"{self.flops['long']:.0%}", f"{self.bytes['long']:.1%}"
+
+    def of_text(self) -> tuple[str, str]:
+        """The cells of attention over the text."""
+        return f"{self.flops['all'] - self.flops['long']:.1%}", f"{self.bytes['all'] - self.bytes['long']:.1%}"
+
+
+@functools.cache
+def _shares(name: str, size: tuple[int, int, int]) -> Shares:
+    """The shares for a published model in bf16, from the plan of its first block: the others are equal."""
+    frames, height, width = size
+    published = configurations.load(name)
+    video = dataclasses.replace(published.default, frames=frames, height=height, width=width, dtype=torch.bfloat16)
+    config = configurations.with_layers(published.config, 1)
+    with torch.device("meta"):
+        model = configurations.build(dataclasses.replace(published, config=config), video.dtype)
+        inputs = published.inputs(video)
+    plan = fastac.plan(model, inputs)
+    rows = {row.policy: row for row in plan.policies}
+    recomputed, freed = rows["full"].recomputed_flops, rows["none"].held_bytes - rows["full"].held_bytes
+    saving = {"long": rows["long_attn_only"], "all": rows["attn_only"]}
+    return Shares(
+        video.tokens(published.patch),
+        {attention: 1 - row.recomputed_flops / recomputed for attention, row in saving.items()},
+        {attention: row.saved_bytes / freed for attention, row in saving.items()},
+    )
+
+
+def why() -> str:
+    """docs/why.md with the shares of attention in a block, which `fastac.plan` computes."""
+    headings = ("model", "video tokens", "self-attention: FLOPs avoided", "bytes taken back")
+    headings += ("text attention: FLOPs avoided", "bytes taken back")
+    models = ((SMALL, "Wan 2.1 1.3B"), (LARGE, "Wan 2.1 14B"))
+    shares = ((words, _shares(name, size)) for name, words in models for size in VIDEOS)
+    rows = ((words, f"{share.tokens:,}", *share.of_video(), *share.of_text()) for words, share in shares)
+    return _with_tables("docs/why.md", {"shares": _table(headings, rows)})
 
 
 def _gpu_tables() -> str:
@@ -347,9 +409,10 @@ QUICK: dict[str, Callable[[], str]] = {
     "docs/compile.md": compositions,
     "docs/distributed.md": distributed,
     "docs/measurements.md": measurements,
+    "docs/why.md": why,
     "README.md": readme,
 }
-"""Documents for which nothing is run."""
+"""Documents for which no model is trained."""
 
 DOCUMENTS = QUICK | {"docs/models.md": models}
 

@@ -2,7 +2,7 @@
 
 While a region runs, every call of an op with a row arrives at `call` of the innermost scope that is open in the thread,
 below autograd (`fastac.engine.interception`): a `Tape` in the forward, a `Replay` of it in each recompute. Every guard
-here follows a run with wrong gradients, a false alarm or a leak: docs/how-it-works.md names its test.
+here follows a run with wrong gradients, a false alarm or a leak: docs/hazards.md names its test.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every hazard of saving attention outputs, each with the test that fails when its guard is taken out.
 
-The list of them, with those that are tested elsewhere: docs/how-it-works.md#hazards.
+The list of them, with those that are tested elsewhere: docs/hazards.md.
 """
 
 from __future__ import annotations
