@@ -48,7 +48,7 @@ GPU = ROOT / "benchmarks" / "results" / "gpu_wan_nvidia_h100_80gb_hbm3.json"
 TESTS = {
     "scaled_dot_product_attention": ("test_sdpa.py",),
     "torch.nn.attention.varlen": ("libraries/varlen.py",),
-    "flex_attention, NABLA": ("test_flex.py", "../compile/test_flex.py"),
+    "flex_attention, NABLA": ("test_flex.py", "../compiled/test_flex.py"),
     "flash-attn 2": ("libraries/flash_attn_2.py",),
     "flash-attn 3": ("libraries/flash_attn_3.py",),
     "flash-attn 4": ("libraries/flash_attn_4.py",),
@@ -320,7 +320,7 @@ class Shares:
 def _shares(name: str, size: tuple[int, int, int]) -> Shares:
     """The shares for a published model in bf16, from the plan of its first block: the others are equal."""
     frames, height, width = size
-    published = configurations.load(name)
+    published = configurations.load_configuration(name)
     video = dataclasses.replace(published.default, frames=frames, height=height, width=width, dtype=torch.bfloat16)
     config = configurations.with_layers(published.config, 1)
     with torch.device("meta"):

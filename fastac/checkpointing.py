@@ -8,7 +8,6 @@ which is observed, and judged by `fastac.diagnosis`. Backward recomputes in the 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
@@ -22,20 +21,20 @@ from torch.utils.checkpoint import noop_context_fn
 from fastac import diagnosis
 from fastac.backends.plugins import prepare
 from fastac.compiled import graphs, tracing
-from fastac.compiled.torch_private import CompiledCalls
 from fastac.diagnosis.autograd_graph import nodes_between
-from fastac.diagnosis.observer import Observer, PassThrough
+from fastac.diagnosis.observation import Observation
+from fastac.diagnosis.observer import PassThrough
 from fastac.engine import buffers, interception, kinds, linear, torch_private
 from fastac.engine.blocks import (
     block_of,
     describe,
     is_compiled,
-    module_of,
     modules_in,
     modules_run_by,
     signature,
     state_of,
 )
+from fastac.engine.kinds import Kind
 from fastac.engine.offload import Stash
 from fastac.engine.region import Region
 from fastac.engine.results import RegionResult
@@ -45,7 +44,6 @@ from fastac.policy import DISABLED, Policy, resolve
 
 logger = logging.getLogger("fastac")
 
-_NOTHING = contextlib.nullcontext()
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -154,7 +152,9 @@ def run(
         return tracing.run_under_torch(function, args, kwargs, policy, {**options, "debug": debug})
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    return _Call(function, args, kwargs, policy).run(torch_private.saved_tensors_hooks() if hooks else None, **options)
+    return _RegionCall(function, args, kwargs, policy).run(
+        torch_private.saved_tensors_hooks() if hooks else None, **options
+    )
 
 
 def check_determinism(call: str, given: str) -> None:
@@ -176,10 +176,10 @@ def _is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-class _Call:
+class _RegionCall:
     """One call of a function that is checkpointed in eager code with gradients on."""
 
-    __slots__ = ("args", "block", "block_state", "function", "key", "kwargs", "owner", "policy")
+    __slots__ = ("args", "block", "function", "kind", "kwargs", "observed_state", "policy", "state")
 
     def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> None:
         self.function = function
@@ -187,27 +187,31 @@ class _Call:
         self.kwargs = kwargs
         self.policy = policy
         self.block = block_of(function)
-        self.block_state = kinds.state_of_function(function) if self.block is None else state_of(self.block)
-        self.owner = self.block_state  # for a function that is no block: the state of the block that it holds
+        self.state = kinds.state_of_function(function) if self.block is None else state_of(self.block)
+        # A closure is a new function in each call. What is observed is noted at the block that it holds.
+        self.observed_state = self.state
 
     def run(self, hooks: Hooks | None, preserve_rng_state: bool, determinism_check: str, early_stop: bool) -> Any:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
-        function, policy, state = self.function, self.policy, self.block_state
+        function, policy, state = self.function, self.policy, self.state
         is_nested = torch_private.in_backward()  # in the recompute of another region: is itself no step
         is_sampled = not is_nested and state.begin_region() and not _is_captured()
-        known, tape, observer, stash = None, None, None, None
+        tape = observation = stash = None
         if is_nested and policy.saves_nothing:  # else the tape raises
             diagnosis.warn_of_reentrant(function, policy)
         if policy.offload and not is_nested:  # whose backward comes at once
             stash = Stash(policy, function, state, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
-            known = self._known()
-            is_sampled = is_sampled or (known is None and not is_nested)
-            tape = Tape(policy, preserve_rng_state, [] if known is None else None, hooks)
-            if known is None and not is_compiled(function):
-                observer = Observer(module_of(function), (self.args, self.kwargs), tape)
-        # A function that is no block may run any that it refers to.
+            self.kind = self._kind()
+            is_observed = self.kind.first is None or self.observed_state.is_watched(self.kind)
+            is_sampled = is_sampled or (is_observed and not is_nested)
+            tape = Tape(policy, preserve_rng_state, [] if is_observed else None, hooks)
+            if is_observed:
+                earlier = kinds.compiled_result(function, self.kind.key)
+                observation = Observation(function, self.args, self.kwargs, tape, earlier)
+        # A function that is not a block may run any module that it refers to.
         modules = [self.block] if self.block is not None else modules_run_by(function, self.args, self.kwargs)
+        mode = None if observation is None else observation.mode
         region = Region(
             function,
             self.args,
@@ -221,92 +225,106 @@ class _Call:
             is_sampled=is_sampled,
             stash=stash,
             buffers=buffers.begin(modules, is_sampled),
-            mode=PassThrough if observer is not None or torch_private.in_dispatch_mode() else None,
+            mode=PassThrough if mode is None and torch_private.in_dispatch_mode() else mode,
         )
-        with _NOTHING if observer is None else CompiledCalls() as calls:
-            outputs = region.forward(self.args, observer)
-        if tape is not None:
-            self._end(outputs, tape, known, observer, calls)
+        if tape is None:
+            outputs = region.forward(self.args)
+        elif observation is not None:
+            outputs = self._run_observed(region, tape, observation)
+        else:
+            outputs = self._run_expected(region, tape)
         if stash is not None:
             region.offload(self.args, stash)
         return outputs
 
-    def _known(self) -> RegionResult | None:
-        """The result of the first region of this kind; None if this is the first."""
+    def _kind(self) -> Kind:
+        """The kind of the region that begins."""
         if interception.loaded_modules() != engine.modules:
             prepare()
-        function, policy, state = self.function, self.policy, self.block_state
+        function, policy, state = self.function, self.policy, self.state
         held = modules_in(function) if self.block is None else []
         if held:
-            self.owner = state_of(held[0])
-        self.key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, *map(type, held))
-        if self.block is not None and state.key == self.key:  # cheaper than hashing the key
-            return state.latest
-        known = None if self.owner.is_doubted(self.key) else kinds.first_result(function, self.key)
-        if known is None:
+            self.observed_state = state_of(held[0])
+        key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, *map(type, held))
+        if self.block is not None and state.kind is not None and state.key == key:  # cheaper than hashing the key
+            return state.kind
+        kind = kinds.kind_of(function, key)
+        if kind.first is None:
             prepare()
         if policy.linear:
             self._attach_linear()
-        return known
+        state.key, state.kind = key, kind
+        return kind
 
     def _attach_linear(self) -> None:
         block = self.block
         if block is None:
             raise FastacError(
-                f"{self.policy}: linear=... names Linear modules inside a block, and {describe(self.function)} is no "
-                f'module. Checkpoint the block itself, or use a policy of attention, such as "attn_only".'
+                f"{self.policy}: linear=... names Linear modules inside a block, and {describe(self.function)} is not "
+                f'a module. Checkpoint the block itself, or use a policy of attention, such as "attn_only".'
             )
         if is_compiled(self.function):
             tracing.refuse_eager_only(self.policy, describe(self.function))
         linear.attach(block, self.policy)
 
-    def _end(self, outputs: Any, tape: Tape, known: RegionResult | None, observer: Observer | None, calls: Any) -> None:
-        """Compare the forward with the first region of its kind. Raises PolicyNotAppliedError."""
-        function, policy, state, now, nodes = self.function, self.policy, self.block_state, graphs.time(), []
-        # A function that is no block may call another graph each time, for another layer.
-        if known is None or (now > 0 if self.block is None else now != state.looked):
-            nodes = nodes_between(outputs, (self.args, self.kwargs))
-            graphs.watch(nodes, policy)
-        if known is None:
-            calls = 0 if calls is None else calls.count
-            earlier = kinds.compiled_result(function, self.key)
-            known = diagnosis.judge(function, self.args, self.kwargs, nodes, tape, observer, calls, earlier)
-            if observer is not None and observer.late:  # its library was loaded by this region, which could not keep it
-                prepare()
-                where, op = describe(function), observer.late[0]
-                logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
-                return
-            first = kinds.first_result(function, self.key)
-            if first is None:
-                if policy.linear and self.block is not None:
-                    linear.check_called(policy, tape.products, self.block, describe(function))
-                self._remember(known, tape)
-            elif _is_fewer(tape, first):  # it hides nothing
-                self.owner.doubts[self.key] = True
-        elif tape.decomposed:
-            problems = [diagnosis.small_ops(describe(function), keys) for keys in tape.decomposed]
-            raise diagnosis.not_applied(function, policy, problems, len(tape.attention_calls))
-        elif tape.attention_calls != list(known.attention_calls) or tape.products != [
-            one.name for one in known.products
-        ]:
-            if _is_fewer(tape, known) and known.compiled:  # it cannot be observed, and a second run may communicate
-                diagnosis.warn_of_fewer(function)
-            elif _is_fewer(tape, known):
-                self.owner.doubt(self.key)
-            known = tape.result(known.compiled, known.writing)
+    def _run_observed(self, region: Region, tape: Tape, observation: Observation) -> Any:
+        """Run a region that is the first of its kind, or watched. Raises PolicyNotAppliedError for hidden attention."""
+        outputs = region.forward(self.args, observation)
+        result = observation.result(outputs)
+        graphs.watch(observation.nodes, self.policy)
+        if observation.late:  # the region could not save what its library called
+            prepare()
+            where, op = describe(self.function), observation.late[0]
+            logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
+            return outputs
+        first = self.kind.first
+        if first is None:
+            if self.policy.linear and self.block is not None:
+                linear.check_called(self.policy, tape.products, self.block, describe(self.function))
+            self._remember(result, tape)
+        elif self.observed_state.is_watched(self.kind):  # else another thread ran the first region meanwhile
+            self.observed_state.observed(self.kind, is_fewer=result.count < first.count)
+        self._note(result, tape)
+        return outputs
+
+    def _run_expected(self, region: Region, tape: Tape) -> Any:
+        """Run a region that should make the calls of the first one of its kind. If it makes fewer, watch the next."""
+        outputs = region.forward(self.args)
+        first = self.kind.first
+        assert first is not None
+        result = first
+        # A function that is not a block may call another compiled graph each time, for another layer.
+        compilations = graphs.time()
+        if compilations != self.state.compilations_seen if self.block is not None else compilations > 0:
+            graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
+        if tape.decomposed:
+            problems = [diagnosis.small_ops(describe(self.function), keys) for keys in tape.decomposed]
+            raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.attention_calls))
+        if not tape.made_the_calls_of(first):
+            result = tape.result(first.compiled, first.writing)
+            if result.count < first.count and first.compiled:  # a second run may communicate
+                diagnosis.warn_of_fewer(self.function)
+            elif result.count < first.count:
+                self.observed_state.watch(self.kind)
+        self._note(result, tape)
+        return outputs
+
+    def _note(self, result: RegionResult, tape: Tape) -> None:
+        """Note what the region did, for reports and for the next region."""
         for collector in engine.collectors:
-            collector.append(known)
+            collector.append(result)
         if self.block is not None:
-            state.looked, state.communication, state.latest = now, tape.communication, known
-            state.key = None if state.is_doubted(self.key) else self.key  # None: the next region asks again
+            state = self.state
+            state.compilations_seen, state.communication, state.latest = graphs.time(), tape.communication, result
 
     def _remember(self, result: RegionResult, tape: Tape) -> None:
-        kinds.remember(self.function, self.key, result)
+        """Note the result of the first region of a kind, and log it."""
+        self.kind.first = result
         ops = ", ".join(dict.fromkeys(call.op for call in result.calls)) or "none"
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
-        enabled = self.block is not None and self.block_state.name  # then its model checks all of its blocks
+        enabled = self.block is not None and self.state.name  # then its model checks all of its blocks
         if enabled or saved or result.products or (tape.communication is not None and tape.communication.saved):
             return
         if result.calls:
@@ -314,10 +332,6 @@ class _Call:
         elif result.unknown:
             said = diagnosis.nothing_known(where, self.policy, result.unknown)
             kinds.warn_once(self.function, "nothing", said)
-
-
-def _is_fewer(tape: Tape, known: RegionResult) -> bool:
-    return len(tape.attention_calls) + len(tape.products) < len(known.attention_calls) + len(known.products)
 
 
 class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_enabled

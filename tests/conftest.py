@@ -17,7 +17,7 @@ from fastac import backends, registry
 from fastac.compiled import graphs
 from fastac.diagnosis import ran_again
 from fastac.engine import opaque, releases
-from fastac.engine.kinds import state as kinds
+from fastac.engine.kinds import kinds
 from fastac.engine.tape import engine
 from tests import support
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compiled import torch_private
-from fastac.compiled.torch_private import compilations
+from fastac.diagnosis.torch_private import compilations
 from fastac.engine import torch_private as engine_private
 from fastac.engine.results import Call
 from fastac.engine.tape import engine

@@ -63,7 +63,7 @@ def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> N
     bound = [op for op in registry.present_ops() if op.row in rows] if rows else []
     problems = [_unmatched(row, row in of_plugins) for row in rows if not any(op.row == row for op in bound)]
     problems += [opaque.missing(function) for plugin in loaded for function in plugin.functions]
-    arrived = kinds.made_before() | {op.qualified_name for op, _ in tape.attention_calls}
+    arrived = kinds.ops_called() | {op.qualified_name for op, _ in tape.attention_calls}
     waiting = [op for op in bound if op.differentiates and op.qualified_name not in arrived]
     waiting = [op for op in waiting if not torch_private.is_custom_op(name_of(op.op))]  # its autograd kernel calls it
     foreign = foreign_functions(nodes, recorded) if waiting else {}

@@ -11,7 +11,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,12 +21,19 @@ from fastac.engine.results import RegionResult, Transfers
 from fastac.engine.torch_private import shape_of
 from fastac.errors import class_name
 
+if TYPE_CHECKING:
+    from fastac.engine.kinds import Kind
+
 MANY = 256
 """Input signatures that are remembered for a block's class. With more of them, all are forgotten."""
 
 _STATE = "_fastac_state"
 _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
 """The last one is a partial by which hooks of diffusers before 0.40 replace a forward."""
+
+
+WATCHED = 8
+"""So many regions of a block are observed, at most, after one that made fewer attention calls than the first."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,51 +47,56 @@ class KnownBuffer:
     has_versions: bool = True
     """Writes of the block count as in-place changes."""
     copy: Callable[[], torch.Tensor | None] = lambda: None
-    """The latest copy of it, while a region keeps it."""
+    """The latest copy of it, while a region holds it."""
     copied: tuple[int, int] = 0, 0
-    """Identity and version of the tensor that this was copied from."""
+    """Identity and version of the tensor that was copied."""
 
 
 @dataclasses.dataclass
 class BlockState:
-    """Knowledge of one block. Copies of the block keep its name and `offloading` alone."""
+    """What is known of one block. A copy of the block takes over its name and `offloading`, and nothing else."""
 
     name: str = ""
-    """Qualified, with the class of its model, where `enable` saw it."""
+    """Qualified, with the class of its model, if `enable` saw it."""
     offloading: int = 1
     """Number of blocks of its model that offload."""
     key: object = None
-    """Policy and inputs of its latest region."""
+    """Policy and input signature of its latest region. None makes the next region look for its kind again."""
+    kind: Kind | None = None
+    """The kind of its latest region."""
+    watched: dict[Kind, int] = dataclasses.field(default_factory=dict)
+    """Kinds in which a region made fewer attention calls than the first: how many regions are still to be observed.
+    They may call attention that no op shows. 0: fewer calls are normal (layer drop, a branch)."""
     latest: RegionResult | None = None
+    """The result of its latest region, for reports."""
     communication: Communication | None = None
-    """Of its latest region; None for one without collectives."""
+    """The collectives of its latest region; None without any."""
     transfers: Transfers | None = None
-    """Of its latest region; None for one that offloads nothing."""
-    looked: int = -1
+    """The copies of its latest region between device and host; None if it offloads nothing."""
+    compilations_seen: int = -1
     """Number of compilations when the autograd graph of a region was last searched for compiled code."""
     step: int = 0
     """Number of steps that have ended."""
     recomputed: bool = False
-    """A backward came through since the latest step began: the next region begins another."""
+    """A region was recomputed since the latest step began: the next region begins another step."""
     draws: bool = False
-    """It draws from Python's generator or numpy's: a sampled step has shown it."""
+    """It draws from Python's generator or numpy's, as a sampled step has shown."""
     writes: bool | None = None
-    """It writes weights of its own. None before a recompute has shown it."""
+    """It writes its own weights. None until a recompute has shown whether it does."""
     saves_early: bool = False
     """The op that saves the last tensors writes them afterwards: recompute must not end before that."""
     rewritten: set[str] = dataclasses.field(default_factory=set)
-    """"weights" or "inputs", if these are written before recompute and values stay equal, as a compared step showed."""
+    """"weights" or "inputs", if somebody writes these before recompute and their values stay equal, as a compared step
+    has shown."""
     lock: Any = dataclasses.field(default_factory=threading.RLock)
     """Held while a recompute runs on copies of its buffers."""
     buffers: list[KnownBuffer] | None = None
-    """Those of the block. None before a first region."""
-    owners: set[int] = dataclasses.field(default_factory=set)
-    """Identities of the dicts of buffers of its modules."""
-    doubts: dict[object, bool] = dataclasses.field(default_factory=dict)
-    """Kinds of which a region made fewer calls than the first -> whether a region that did so was watched."""
+    """The buffers of the block. None before its first region."""
+    buffer_dicts: set[int] = dataclasses.field(default_factory=set)
+    """Identities of the dicts in which its modules hold their buffers."""
 
     def begin_region(self) -> bool:
-        """Whether values of the region that begins are compared: in steps 0, 1, 2, 4, 8, ..., in all regions of these.
+        """Whether values of the region that begins are compared: in steps 0, 1, 2, 4, 8, ..., in all of their regions.
 
         A step ends with a backward through the block.
         """
@@ -92,15 +104,19 @@ class BlockState:
             self.step, self.recomputed = self.step + 1, False
         return self.step & (self.step - 1) == 0
 
-    def doubt(self, key: object) -> None:
-        """A region of a kind made fewer calls than the first. The next ones are watched until one does so again."""
-        if len(self.doubts) >= MANY:
-            self.doubts.clear()
-        self.doubts.setdefault(key, False)
+    def watch(self, kind: Kind) -> None:
+        """A region made fewer attention calls than the first of its kind: observe the next ones, once in a run."""
+        if len(self.watched) >= MANY:
+            self.watched.clear()
+        self.watched.setdefault(kind, WATCHED)
 
-    def is_doubted(self, key: object) -> bool:
-        """Whether regions of a kind are watched."""
-        return bool(self.doubts) and not self.doubts.get(key, True)
+    def is_watched(self, kind: Kind) -> bool:
+        """Whether the next region of a kind is observed."""
+        return self.watched.get(kind, 0) > 0
+
+    def observed(self, kind: Kind, is_fewer: bool) -> None:
+        """A region of a watched kind was observed, and hides no attention. is_fewer: it made fewer calls as well."""
+        self.watched[kind] = 0 if is_fewer else self.watched[kind] - 1
 
     def __reduce__(self) -> Any:
         return BlockState, (self.name, self.offloading)
@@ -148,7 +164,7 @@ def forget_state(block: torch.nn.Module) -> None:
     vars(block).pop(_STATE, None)
 
 
-def kind_of(function: Any) -> Any:
+def code_of(function: Any) -> Any:
     """A key for the code that a region runs: the class of a block, or the code of a function."""
     while True:
         block = block_of(function)

@@ -144,10 +144,10 @@ def _find(module: torch.nn.Module, state: BlockState) -> list[KnownBuffer]:
     """Bring the state of a module up to date. Returns the buffers that it did not name."""
     before = {(id(one.buffers), one.name): one for one in state.buffers or ()}
     state.buffers, new = [], []
-    owners, state.owners = state.owners, set()
+    owners, state.buffer_dicts = state.buffer_dicts, set()
     for owner in module.modules():
         buffers = _dict_of(owner)
-        state.owners.add(id(buffers))
+        state.buffer_dicts.add(id(buffers))
         for name in buffers:
             known = before.get((id(buffers), name))
             if known is None:

@@ -1,86 +1,133 @@
-"""Kinds of regions in this process: block class (or code of a function), policy and inputs."""
+"""Kinds of regions: those that should make the same attention calls, so that only the first of them is observed."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from typing import Any
 
-from fastac.engine.blocks import MANY, BlockState, block_of, kind_of
+import torch
+
+from fastac.engine.blocks import MANY, BlockState, block_of, code_of
 from fastac.engine.results import RegionResult
 
 logger = logging.getLogger("fastac")
 
+SIGNATURES = 4
+"""So many input signatures that differ only in shapes are observed, if their regions make the same calls; twice as many
+if not. After that, regions of any other shapes are one kind."""
 
-class _State:
+
+@dataclasses.dataclass(eq=False)
+class Kind:
+    """Regions of one block class (or code), one policy and one input signature."""
+
+    key: tuple[object, ...]
+    """Policy, signatures of the arguments, and the classes of the modules that a function holds."""
+    first: RegionResult | None = None
+    """The result of its first region. None until that has ended: the region is observed."""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its first region shows what the policy saves. Attention that is too short to be saved does not."""
+        policy: Any = self.key[0]
+        return self.first is not None and (not policy.min_kv or any(call.saved for call in self.first.calls))
+
+
+class Kinds:
+    """What this process knows of regions, beyond the state of each block."""
+
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         """Forget every kind: the next region of each is its first."""
-        # Of the first region of each kind: by block class (or code), then by policy and inputs.
-        self.results: weakref.WeakKeyDictionary[Any, dict[Any, RegionResult]] = weakref.WeakKeyDictionary()
+        # By block class (or code), then by key.
+        self.by_code: weakref.WeakKeyDictionary[Any, dict[object, Kind]] = weakref.WeakKeyDictionary()
         # Warnings already logged, by block class (or code).
         self.warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-        # Records of functions that are no block, by their code.
+        # States of functions that are not blocks, by their code.
         self.functions: weakref.WeakKeyDictionary[Any, BlockState] = weakref.WeakKeyDictionary()
-        self.said: set[str] = set()  # what is logged once in a process
-        self.of_one_block = False  # kinds are by block, not by its class (fastac.verify)
+        # What is logged once in a process.
+        self.said: set[str] = set()
+        # Whether each block has kinds of its own, instead of sharing them with its class (fastac.verify).
+        self.of_one_block = False
 
 
-state = _State()
+kinds = Kinds()
 
 
 def state_of_function(function: Any) -> BlockState:
-    """The state of a function that is no block."""
-    return state.functions.setdefault(kind_of(function), BlockState())
+    """The state of a function that is not a block."""
+    return kinds.functions.setdefault(code_of(function), BlockState())
 
 
-def first_result(function: Any, key: Any) -> RegionResult | None:
-    """Result of the first region of a kind; None before there was one. key: policy and inputs."""
-    return _results(function).get(key)
+def kind_of(function: Any, key: tuple[object, ...]) -> Kind:
+    """The kind of a region of a function. key: as in `Kind`."""
+    known = _kinds_of(function)
+    kind = known.get(key)
+    if kind is None:
+        kind = _kind_of_any_shape(known, key)
+    if kind is None:
+        if len(known) >= MANY:
+            known.clear()
+        kind = known[key] = Kind(key)
+    return kind
 
 
-def remember(function: Any, key: Any, result: RegionResult) -> None:
-    """Note the result of the first region of a kind."""
-    results = _results(function)
-    if len(results) >= MANY:
-        results.clear()
-    results[key] = result
+def _kind_of_any_shape(known: dict[object, Kind], key: tuple[object, ...]) -> Kind | None:
+    """The kind of all regions whose inputs differ from those of a key only in shapes; None before enough were observed.
 
-
-def compiled_result(function: Any, key: Any) -> RegionResult | None:
-    """Result of compiled code under the same policy and with the same classes, whatever its inputs.
-
-    None also where its attention was too short to be saved: what the policy saves of longer inputs was not judged.
+    A run whose lengths never repeat would observe every region otherwise.
     """
-    policy, _, _, *held = key
-    for (other, _, _, *others), result in _results(function).items():
-        judged = not policy.min_kv or any(call.saved for call in result.calls)
-        if result.compiled and judged and other == policy and others == held:
-            return result
+    without_shapes = _without_shapes(key)
+    kind = known.get(without_shapes)
+    if kind is None:
+        alike = [kind for kind in known.values() if kind.is_judged and _without_shapes(kind.key) == without_shapes]
+        results = [kind.first for kind in alike if kind.first is not None]
+        enough = SIGNATURES if len({result.ops for result in results}) == 1 else 2 * SIGNATURES
+        if len(results) >= enough:
+            # Its own key has no shapes, so it is never one of those that are alike.
+            kind = known[without_shapes] = Kind(without_shapes, min(results, key=lambda result: len(result.ops)))
+    return kind
+
+
+def _without_shapes(value: Any) -> Any:
+    """A signature with the number of dimensions in the place of each shape."""
+    if isinstance(value, torch.Size):
+        return len(value)
+    return tuple([_without_shapes(item) for item in value]) if type(value) is tuple else value
+
+
+def compiled_result(function: Any, key: tuple[Any, ...]) -> RegionResult | None:
+    """Result of compiled code under the same policy and with the same classes, whatever its inputs; None without."""
+    policy, _, _, *classes = key
+    for (other, _, _, *others), kind in [(kind.key, kind) for kind in _kinds_of(function).values()]:
+        if kind.first is not None and kind.first.compiled and kind.is_judged and (other, others) == (policy, classes):
+            return kind.first
     return None
 
 
-def made_before() -> set[str]:
+def ops_called() -> set[str]:
     """Qualified names of the attention ops that regions called so far."""
-    results = [result for kinds in state.results.values() for result in kinds.values()]
+    results = [kind.first for known in kinds.by_code.values() for kind in known.values() if kind.first is not None]
     return {op.qualified_name for result in results for op, _ in result.attention_calls}
 
 
 def forget_kinds(function: Any) -> None:
     """Make the next region of each kind of a block's class (or code) the first."""
-    state.results.pop(kind_of(function), None)
+    kinds.by_code.pop(code_of(function), None)
 
 
-def _results(function: Any) -> dict[Any, RegionResult]:
-    kind = (block_of(function) if state.of_one_block else None) or kind_of(function)
-    return state.results.setdefault(kind, {})
+def _kinds_of(function: Any) -> dict[object, Kind]:
+    code = (block_of(function) if kinds.of_one_block else None) or code_of(function)
+    return kinds.by_code.setdefault(code, {})
 
 
 def warn_once(function: Any, what: str, message: str) -> None:
     """Log a warning once for a block's class (or code). what: a key for the warning."""
-    logged = state.warned.setdefault(kind_of(function), set())
+    logged = kinds.warned.setdefault(code_of(function), set())
     if what not in logged:
         logged.add(what)
         logger.warning("%s", message)
@@ -88,6 +135,6 @@ def warn_once(function: Any, what: str, message: str) -> None:
 
 def is_first(what: str) -> bool:
     """Whether something is to be logged that is logged once in a process."""
-    is_first = what not in state.said
-    state.said.add(what)
+    is_first = what not in kinds.said
+    kinds.said.add(what)
     return is_first

@@ -54,6 +54,16 @@ class RegionResult:
     saved_flops: int = 0
     """Of these, of the attention that is saved."""
 
+    @property
+    def ops(self) -> tuple[BoundOp, ...]:
+        """The ops that its attention calls called."""
+        return tuple(op for op, _ in self.attention_calls)
+
+    @property
+    def count(self) -> int:
+        """Number of calls that a policy may save."""
+        return len(self.attention_calls) + len(self.products)
+
 
 @dataclasses.dataclass
 class Transfers:

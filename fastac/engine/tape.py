@@ -414,6 +414,12 @@ class Tape(Scope):
                 self.incomplete.setdefault(torch_private.memory(tensor), []).append((entry, position))
         return outputs
 
+    def made_the_calls_of(self, result: RegionResult) -> bool:
+        """Whether the region made the same calls as another one, with the same numbers of keys."""
+        return self.attention_calls == list(result.attention_calls) and self.products == [
+            product.name for product in result.products
+        ]
+
     def result(self, compiled: bool = False, writing: int = 0) -> RegionResult:
         """The calls of the region in numbers, without tensors."""
         attention = [entry for entry in self.entries if entry.op.is_attention and entry.ran]

@@ -270,7 +270,7 @@ def decided_calls(model: torch.nn.Module, ids: Collection[str] | None = None) ->
     blocks = {}
     for name, block in enabled.blocks.items():
         state = known_state(block) if ids is None else None
-        since = -1 if state is None or state.latest is None else state.looked
+        since = -1 if state is None or state.latest is None else state.compilations_seen
         blocks[name] = class_name(block), enabled.policy_of(block), since
     return graphs.decided(blocks, ids)
 

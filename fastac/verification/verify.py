@@ -21,7 +21,7 @@ from fastac.engine import checkpoint_wrappers
 from fastac.engine.blocks import forget_state, known_state
 from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
-from fastac.engine.kinds import state as kinds
+from fastac.engine.kinds import kinds
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.policy import BlockPolicies, Policy, resolve
@@ -344,7 +344,7 @@ class _Verifier:
 
     def _add_policy(self, runs: Runs, policy_step: Callable[[], Step]) -> Step:
         """Add a first step of the policy, in which regions are observed, and a later one. Returns the later one."""
-        kinds.results = weakref.WeakKeyDictionary()
+        kinds.by_code = weakref.WeakKeyDictionary()
         for state in block_states(self.inner.modules()):
             state.key = None
         runs.add("first", policy_step().tensors)
@@ -481,12 +481,12 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     states = [(module, known_state(module)) for module in model.modules()]
     before = [(state, dataclasses.replace(state)) for _, state in states if state is not None]
-    results, kinds.results, kinds.of_one_block = kinds.results, weakref.WeakKeyDictionary(), True
+    known, kinds.by_code, kinds.of_one_block = kinds.by_code, weakref.WeakKeyDictionary(), True
     try:
         with generators_preserved(), buffers_preserved([model]), hook.checkpointing_preserved(model):
             yield
     finally:
-        kinds.results, kinds.of_one_block = results, False
+        kinds.by_code, kinds.of_one_block = known, False
         for state, was in before:
             vars(state).update(vars(was))
         for module, found in states:

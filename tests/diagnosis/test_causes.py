@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fastac
 from fastac import Policy, PolicyNotAppliedError
+from fastac.diagnosis.observation import Observation
 from tests import support
+from tests.diagnosis.hidden import PastTheDispatcher
 from tests.marks import needs_diffusers
 from tests.support import (
     AttentionBlock,
@@ -400,23 +401,6 @@ def test_signatures_of_attention(signature: str) -> None:
 # A kernel that is no op
 
 
-class PastTheDispatcher(torch.autograd.Function):
-    """Attention by numpy: no op of torch, as a kernel behind ctypes or pybind. Its name does not say attention."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v)
-        a, b, c = (t.detach().numpy() for t in (q, k, v))
-        weights = np.exp(np.einsum("bhqd,bhkd->bhqk", a, b) * a.shape[-1] ** -0.5)
-        return torch.from_numpy(np.einsum("bhqk,bhkd->bhqd", weights / weights.sum(-1, keepdims=True), c))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-            return torch.autograd.grad(written_out(*leaves), leaves, grad)
-
-
 def test_an_attention_module_whose_attention_cannot_be_seen() -> None:
     """While it runs nothing is recorded, and nothing recognized."""
     model, inputs = wan()
@@ -522,9 +506,11 @@ def test_fewer_calls_than_the_first_of_its_kind(
     policy: Policy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A branch on the timestep, or a dropped layer: exact, watched once more, and nothing is logged."""
-    inputs, expected, found, judged = stack_inputs(), [], [], []
-    judge = fastac.diagnosis.judge
-    monkeypatch.setattr("fastac.diagnosis.judge", lambda *args: judged.append(args[0]) or judge(*args))
+    inputs, expected, found, observed = stack_inputs(), [], [], []
+    result = Observation.result
+    monkeypatch.setattr(
+        Observation, "result", lambda self, *args: observed.append(self.function) or result(self, *args)
+    )
     for one, steps in (("none", expected), (policy, found)):
         model = stack(policy=one, block=Alternating)
         for step in range(6):
@@ -532,7 +518,7 @@ def test_fewer_calls_than_the_first_of_its_kind(
             steps.append(train_step(model, inputs))
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
-    assert judged == [*model.blocks]
+    assert observed == [*model.blocks]
     assert not caplog.records
 
 

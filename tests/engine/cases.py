@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import fastac
 from fastac.engine.blocks import state_of
-from fastac.engine.kinds import state as kinds
+from fastac.engine.kinds import kinds
 from tests import support
 from tests.live_bytes import allocated
 from tests.support import stack, stack_inputs, train_step

@@ -1,0 +1,125 @@
+"""How many regions are observed, at 10 to 20 times the host time of another: few, whatever calls a run makes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fastac
+from fastac import PolicyNotAppliedError
+from fastac.diagnosis.observation import Observation
+from fastac.engine.kinds import SIGNATURES, kinds
+from tests.diagnosis.hidden import PastTheDispatcher
+
+STEPS = 30
+
+
+class HiddenAttention(PastTheDispatcher):
+    """Its name says attention."""
+
+
+class Block(torch.nn.Module):
+    """Makes as many attention calls as it is told to. The last one may be hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(16) / 2)
+        self.calls = 2
+        self.hides = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for call in range(self.calls):
+            heads = (hidden @ self.weight).unflatten(-1, (2, 8)).transpose(1, 2)
+            is_hidden = self.hides and call == self.calls - 1
+            attend = HiddenAttention.apply if is_hidden else F.scaled_dot_product_attention
+            hidden = hidden + attend(heads, heads, heads).transpose(1, 2).flatten(2)
+        return hidden
+
+
+@pytest.fixture
+def observed(monkeypatch: pytest.MonkeyPatch) -> list[Observation]:
+    """Every observation that a test makes."""
+    observations: list[Observation] = []
+    enter = Observation.__enter__
+    monkeypatch.setattr(Observation, "__enter__", lambda self: observations.append(self) or enter(self))
+    return observations
+
+
+def train(block: Block, calls: Iterable[int], tokens: Iterable[int], way: str = "block") -> None:
+    """A step for each number of calls, in which the block is a region, or a function that runs it is one."""
+    for block.calls, length in zip(calls, tokens, strict=False):
+        hidden = torch.randn(1, length, 16, requires_grad=True)
+        function = block if way == "block" else lambda hidden: block(hidden)
+        output = fastac.checkpoint(function, hidden)
+        output.sum().backward()
+
+
+def numbers(text: str) -> Iterator[int]:
+    """As written, the last one for ever."""
+    written = [int(number) for number in text.split(",")]
+    return itertools.chain(written, itertools.repeat(written[-1]))
+
+
+def at_random() -> Iterator[int]:
+    draw = random.Random(0)
+    return iter(lambda: 1 + (draw.random() > 0.3), None)
+
+
+@pytest.mark.parametrize("way", ["block", "function"])
+@pytest.mark.parametrize(
+    ("calls", "most"),
+    [("2,2", 1), ("2,3,2", 1), ("2,1,2", 9), ("2,1,1", 2), ("3,2,1,3", 2), ("1,2,3,4,5", 1), ("at random", 9)],
+)
+def test_calls_that_vary(calls: str, most: int, way: str, observed: list[Observation]) -> None:
+    """The first region, and after fewer calls the next ones until one of these makes fewer as well: at most eight."""
+    train(
+        Block(),
+        itertools.islice(at_random() if calls == "at random" else numbers(calls), STEPS),
+        itertools.repeat(8),
+        way,
+    )
+    assert len(observed) == most if calls != "at random" else 2 <= len(observed) <= most
+
+
+@pytest.mark.parametrize("way", ["block", "function"])
+@pytest.mark.parametrize(("calls", "most"), [("2,2", SIGNATURES), ("2,1,2", 2 * SIGNATURES), ("2,2,2,2,2,1,2", 12)])
+def test_lengths_that_never_repeat(calls: str, most: int, way: str, observed: list[Observation]) -> None:
+    """After a few lengths the next is expected to make the same calls, and nothing is noted for it."""
+    train(Block(), itertools.islice(numbers(calls), STEPS), itertools.count(8), way)
+    assert len(observed) == most
+    assert sum(map(len, kinds.by_code.values())) <= 2 * SIGNATURES + 1
+
+
+@pytest.mark.parametrize("way", ["block", "function"])
+def test_attention_hidden_in_a_length_that_is_not_observed(way: str) -> None:
+    """It makes fewer calls than the others: the block's next regions are observed."""
+    block = Block()
+    train(block, itertools.repeat(2, STEPS), itertools.count(8), way)
+    block.hides = True
+    train(block, [2], [99], way)
+    with pytest.raises(PolicyNotAppliedError, match="HiddenAttention"):
+        train(block, [2], [100], way)
+
+
+def test_a_policy_of_long_attention_waits_for_long_ones(observed: list[Observation]) -> None:
+    """What is too short to be saved says nothing of what is long enough."""
+    block, policy = Block(), fastac.Policy("long_attn_only", min_kv=20)
+    for length in (*range(8, 8 + SIGNATURES), 24):
+        fastac.checkpoint(block, torch.randn(1, length, 16, requires_grad=True), policy=policy).sum().backward()
+    assert len(observed) == SIGNATURES + 1
+
+
+def test_gradients_are_exact_whatever_is_observed() -> None:
+    """Every third step makes fewer calls, and no length repeats."""
+    checkpointed, plain = Block(), Block()
+    for step in range(20):
+        checkpointed.calls = plain.calls = 1 + (step % 3 > 0)
+        hidden = torch.randn(1, 8 + step, 16)
+        fastac.checkpoint(checkpointed, hidden).sum().backward()
+        plain(hidden).sum().backward()
+        assert torch.equal(checkpointed.weight.grad, plain.weight.grad)
