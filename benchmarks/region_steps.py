@@ -123,7 +123,8 @@ def steps_of_a_region(measured: dict[str, tuple[float, float]]) -> dict[str, flo
         return fastac.checkpoint(torch.nn.Identity.forward, None, tensor, policy="full")
 
     def frame() -> Any:
-        return region.Region(torch.nn.Identity.forward, (None, tensor), {}, BlockState(), None).forward((None, tensor))
+        made = region.Region(torch.nn.Identity.forward, (None, tensor), {}, [], BlockState(), None)
+        return made.forward((None, tensor))
 
     return {
         "early stop": measured["full"][0] - measured["full, no early stop"][0],

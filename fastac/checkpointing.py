@@ -133,11 +133,31 @@ def run(
 
     options: preserve_rng_state, determinism_check and early_stop; these, debug and hooks are as in `checkpoint`.
     """
+    if policy.checkpoints and _is_eager(args, kwargs, debug):
+        user_hooks = torch_private.saved_tensors_hooks() if hooks else None
+        return _RegionCall(function, args, kwargs, policy).run(user_hooks, **options)
+    return _run_without_region(function, args, kwargs, policy, options, debug)
+
+
+def _is_eager(args: Any, kwargs: Any, debug: bool) -> bool:
+    """Whether eager code makes the call, with gradients on: no trace, no tensors without data, no debugging."""
+    return (
+        not torch.compiler.is_dynamo_compiling()
+        and torch.is_grad_enabled()
+        and not torch_private.in_export()
+        and not torch_private.in_proxy_trace()
+        and not (DISABLED or torch_private.in_debug_mode(debug))
+        and not any(map(torch_private.is_fake, (*args, *kwargs.values())))
+    )
+
+
+def _run_without_region(function: Any, args: Any, kwargs: Any, policy: Policy, options: Any, debug: bool) -> Any:
+    """Call a function in a trace, without gradients, or for debugging: torch's own checkpoint, or none."""
     if not policy.checkpoints:
         if not torch.compiler.is_compiling() and engine.thread.scope is None and torch_private.innermost_checkpoint():
             raise PolicyNotAppliedError(
-                f"none: {describe(function)} is not to be checkpointed, and runs in a checkpoint, torch's or one of "
-                f"policy 'full'. Switch the model's own checkpointing off."
+                f'policy "none": {describe(function)} should not be checkpointed, but it runs inside another '
+                f"checkpoint (torch's own, or fastac's with policy \"full\"). Switch the model's own checkpointing off."
             )
         return function(*args, **kwargs)
     if torch_private.in_export():
@@ -147,14 +167,10 @@ def run(
     if torch_private.in_other_trace():
         return tracing.run_annotated(function, args, kwargs, policy)
     debug = torch_private.in_debug_mode(debug)
-    fake = torch_private.in_proxy_trace() or any(map(torch_private.is_fake, (*args, *kwargs.values())))
-    if fake or debug or DISABLED:
+    has_no_data = torch_private.in_proxy_trace() or any(map(torch_private.is_fake, (*args, *kwargs.values())))
+    if has_no_data or debug or DISABLED:
         return tracing.run_under_torch(function, args, kwargs, policy, {**options, "debug": debug})
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    return _RegionCall(function, args, kwargs, policy).run(
-        torch_private.saved_tensors_hooks() if hooks else None, **options
-    )
+    return function(*args, **kwargs)  # without gradients there is nothing to recompute
 
 
 def check_determinism(call: str, given: str) -> None:
@@ -284,7 +300,7 @@ class _RegionCall:
             self._remember(result, tape)
         elif self.observed_state.is_watched(self.kind):  # else another thread ran the first region meanwhile
             self.observed_state.observed(self.kind, is_fewer=result.count < first.count)
-        self._note(result, tape)
+        self._note(result, tape, graphs.time())
         return outputs
 
     def _run_expected(self, region: Region, tape: Tape) -> Any:
@@ -306,16 +322,16 @@ class _RegionCall:
                 diagnosis.warn_of_fewer(self.function)
             elif result.count < first.count:
                 self.observed_state.watch(self.kind)
-        self._note(result, tape)
+        self._note(result, tape, compilations)
         return outputs
 
-    def _note(self, result: RegionResult, tape: Tape) -> None:
-        """Note what the region did, for reports and for the next region."""
+    def _note(self, result: RegionResult, tape: Tape, compilations: int) -> None:
+        """Note what the region did, for reports and for the next region. compilations: so many were seen so far."""
         for collector in engine.collectors:
             collector.append(result)
         if self.block is not None:
             state = self.state
-            state.compilations_seen, state.communication, state.latest = graphs.time(), tape.communication, result
+            state.compilations_seen, state.communication, state.latest = compilations, tape.communication, result
 
     def _remember(self, result: RegionResult, tape: Tape) -> None:
         """Note the result of the first region of a kind, and log it."""

@@ -17,12 +17,13 @@ import torch
 
 from fastac.engine.checkpoint_wrappers import inside
 from fastac.engine.collectives import Communication
-from fastac.engine.results import RegionResult, Transfers
+from fastac.engine.results import RegionResult
 from fastac.engine.torch_private import shape_of
 from fastac.errors import class_name
 
 if TYPE_CHECKING:
     from fastac.engine.kinds import Kind
+    from fastac.engine.transport import Transfers
 
 MANY = 256
 """Input signatures that are remembered for a block's class. With more of them, all are forgotten."""

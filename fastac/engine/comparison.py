@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import operator
 import re
 import struct
 import sys
@@ -35,9 +36,15 @@ from fastac.errors import class_name
 Metadata = tuple[tuple[Any, ...], torch.dtype, torch.device, int]
 
 
+_metadata = operator.attrgetter("shape", "dtype", "device", "_version")
+
+
 def metadata(tensor: torch.Tensor) -> Metadata:
     """Compared for every tensor in every step. The version counts in-place changes."""
-    return torch_private.shape_of(tensor), tensor.dtype, tensor.device, tensor._version
+    try:
+        return _metadata(tensor)
+    except RuntimeError:  # a strided nested tensor has no shape
+        return torch_private.shape_of(tensor), tensor.dtype, tensor.device, tensor._version
 
 
 _SETTLED = 3

@@ -17,8 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.engine import host_memory, torch_private
 from fastac.engine.blocks import BlockState, describe
-from fastac.engine.results import Transfers
-from fastac.engine.transport import PIECE, Copies, Pairs, Transport, transport_of
+from fastac.engine.transport import PIECE, Copies, Pairs, Transfers, Transport, transport_of
 from fastac.errors import FastacError, is_out_of_memory
 from fastac.policy import Policy
 

@@ -115,7 +115,7 @@ class Region:
         draws = None
         if self.is_sampled and self.compares and not self.preserve_rng_state:
             draws = Draws((*args, *self.kwargs.values()))
-        with saved_tensors_hooks(self._checkpoint_hook, self._unpack):
+        with saved_tensors_hooks(self._checkpoint_hook(), self._unpack):
             if self.tape is None:
                 outputs = self.function(*args, **self.kwargs)
             else:
@@ -158,15 +158,26 @@ class Region:
             self.kwargs = {name: stash.take_input(value) for name, value in self.kwargs.items()}
         stash.end_forward()
 
-    @torch_private.as_checkpoint_hook
-    def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
-        slot = Slot()
-        slot.metadata = metadata(tensor)
-        self.slots.append(weakref.ref(slot))
-        if self.settling is not None:
+    # The hooks run for each of the 80 tensors that a block of Wan saves. Those that pack are closures: looking up
+    # attributes took a third of their time.
+
+    def _checkpoint_hook(self) -> Callable[[torch.Tensor], Slot]:
+        """The hook that packs tensors in the forward. `torch_private.innermost_checkpoint` knows it by this name."""
+        slots, new_slot, reference = self.slots, Slot, weakref.ref
+
+        def pack(tensor: torch.Tensor) -> Slot:
+            slot = new_slot()
+            slot.metadata = metadata(tensor)
+            slots.append(reference(slot))
+            return slot
+
+        def pack_and_compare(tensor: torch.Tensor) -> Slot:
             self.fingerprints.append(None)
-            self._take_fingerprints(self.settling.add(len(self.fingerprints) - 1, tensor))
-        return slot
+            if self.settling is not None:
+                self._take_fingerprints(self.settling.add(len(slots), tensor))
+            return pack(tensor)
+
+        return torch_private.as_checkpoint_hook(pack if self.settling is None else pack_and_compare, slots)
 
     def _take_fingerprints(self, settled: Iterable[Saved]) -> None:
         for position, tensor in settled if self.has_fingerprints else ():
@@ -174,6 +185,7 @@ class Region:
 
     @torch_private.without_dynamo
     def _unpack(self, slot: Slot) -> torch.Tensor:
+        """The hook that unpacks tensors in backward. The first slot of a backward recomputes the region."""
         backward = torch_private.backward_key()
         recomputed = self.recomputed.get(backward)
         if recomputed is None:
@@ -181,19 +193,25 @@ class Region:
         try:
             tensor, version = recomputed.pop(slot)
         except KeyError:
-            raise RecomputeError(
-                f"{describe(self.function)}: a saved tensor was already unpacked once in this backward. Read "
-                f"ctx.saved_tensors once in the backward of an autograd.Function. Backwards that overlap cannot share "
-                f"a GraphExecGroup."
-            ) from None
+            raise self._unpacked_twice() from None
         if tensor._version != version:
-            raise RecomputeError(
-                f"{describe(self.function)}: a tensor {tuple(tensor.shape)} needed for gradients was written in place "
-                f"after it was saved: it is at version {tensor._version}, and was saved at version {version}.\nA "
-                f"backward that writes into ctx.saved_tensors does that, or the block itself. Without checkpointing "
-                f"torch raises there (modified by an inplace operation). Write into a copy."
-            )
+            raise self._written_since(tensor, version)
         return tensor
+
+    def _unpacked_twice(self) -> RecomputeError:
+        return RecomputeError(
+            f"{describe(self.function)}: a saved tensor was already unpacked once in this backward. Read "
+            f"ctx.saved_tensors once in the backward of an autograd.Function. Backwards that overlap cannot share "
+            f"a GraphExecGroup."
+        )
+
+    def _written_since(self, tensor: torch.Tensor, version: int) -> RecomputeError:
+        return RecomputeError(
+            f"{describe(self.function)}: a tensor {tuple(tensor.shape)} needed for gradients was written in place "
+            f"after it was saved: it is at version {tensor._version}, and was saved at version {version}.\nA "
+            f"backward that writes into ctx.saved_tensors does that, or the block itself. Without checkpointing "
+            f"torch raises there (modified by an inplace operation). Write into a copy."
+        )
 
     def _recompute(self, backward: Any) -> Recomputed:
         """Run the function again for a backward. Returns the tensor of each slot."""
@@ -221,7 +239,7 @@ class Region:
             with (
                 contextlib.suppress(_Stop),
                 torch.profiler.record_function(RECOMPUTE) if engine.replayed_calls else _NOTHING,
-                saved_tensors_hooks(recompute._recomputation_hook, unchanged),
+                saved_tensors_hooks(recompute._recomputation_hook(), unchanged),
                 torch.enable_grad(),
                 self._as_in_forward(),
                 Replay(self.tape, self.found) if self.tape is not None else _NOTHING,
@@ -239,7 +257,7 @@ class Region:
             set_states(before)
             if of_python:
                 set_python_states(of_python)
-            vars(recompute).clear()  # the graph of the recompute holds its hook, and a block may keep a part of it
+            recompute.clear()
         if backward != -1:  # else a saved tensor is read outside a backward
             self.recomputed[backward] = tensors
             if isinstance(backward, int):
@@ -313,25 +331,38 @@ class _Recompute:
 
         self.comparison = Comparison(self.function, region.modules, region.block_state, fingerprints, ends, found)
 
-    @torch_private.as_checkpoint_hook
-    def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Without its graph, which would hold whatever else it saved. A gradient inside the function uses the tensor.
-        kept = tensor.detach() if tensor.requires_grad else tensor  # unlike `data`, it has the version of the tensor
-        reference = next(self.slots, None)
-        if reference is None:
-            self.surplus += 1
-            return kept
-        slot = reference()
-        if slot is not None:
-            now = metadata(tensor)
-            self.tensors[slot] = kept, now[-1]
-            if self.compares and slot.metadata != now:
-                self.comparison.add_metadata(slot.metadata, tensor)
-        if self.has_fingerprints:
-            self.comparison.add_values(tensor if slot is not None else None)
-        if reference is self.last:
-            raise _Stop
-        return kept
+    def clear(self) -> None:
+        """The recompute has ended. Its graph holds its hook, and a block may keep a part of the graph."""
+        vars(self.comparison).clear()
+        vars(self).clear()
+
+    def _recomputation_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The hook that packs tensors in recompute. `torch_private.in_recompute` knows it by this name."""
+        slots, last, tensors, compares = self.slots, self.last, self.tensors, self.compares
+        comparison = self.comparison
+        add_values = comparison.add_values if self.has_fingerprints else None
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            # Without its graph, which would hold whatever else it saved. A gradient inside the function uses the
+            # tensor. Unlike `data`, what `detach` returns has the version of the tensor.
+            detached = tensor.detach() if tensor.requires_grad else tensor
+            reference = next(slots, None)
+            if reference is None:
+                self.surplus += 1
+                return detached
+            slot = reference()
+            if slot is not None:
+                now = metadata(tensor)
+                tensors[slot] = detached, now[-1]
+                if slot.metadata != now and compares:
+                    comparison.add_metadata(slot.metadata, tensor)
+            if add_values is not None:
+                add_values(tensor if slot is not None else None)
+            if reference is last:
+                raise _Stop
+            return detached
+
+        return torch_private.as_checkpoint_hook(pack)
 
     def check(self) -> None:
         """Raise RecomputeError when the recompute differed from the forward."""
@@ -362,7 +393,7 @@ def _was_written(reference: weakref.ref[torch.Tensor], version: int) -> bool:
 def _forget(reference: weakref.ref[Region], backward: int) -> None:
     region = reference()
     if region is not None:
-        region.recomputed.pop(backward, None)
+        region.recomputed.pop(backward, {}).clear()  # the hook of the recompute may hold the dict
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,8 @@
-"""Values of calls with a row: metadata that recompute must repeat, and the results of regions."""
+"""The result of a region: which calls it made, and what it holds."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 
 from fastac.registry import BoundOp
 
@@ -63,43 +59,3 @@ class RegionResult:
     def count(self) -> int:
         """Number of calls that a policy may save."""
         return len(self.attention_calls) + len(self.products)
-
-
-@dataclasses.dataclass
-class Transfers:
-    """Copies of one region between the device and the host."""
-
-    host_bytes: int = 0
-    """Kept on the host."""
-    device_bytes: int = 0
-    """Kept on the device."""
-    copies: int = 0
-    """Copies that were begun. Those of one region in one direction count as one."""
-    waits: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)
-    """Copies that computation waited for: the transport, what its `wait` returned, bytes."""
-
-    def waited_bytes(self) -> tuple[int, ...]:
-        """Bytes of each copy for which the device was idle. Waits for the device."""
-        return tuple(size for transport, waiting, size in self.waits if transport.had_to_wait(waiting))
-
-
-def described(args: Sequence[Any]) -> list[Any]:
-    """Metadata of a call's query, key and value, which recompute must repeat. Runs in every call, so kept cheap."""
-    return [(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)]
-
-
-def inputs_of(args: Sequence[Any]) -> list[Any]:
-    """The same for a collective: metadata of its tensors; its splits, operation and group."""
-    first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    return [one for i in range(0, len(first), 3) for one in described(first[i : i + 3])] + list(args[1:])
-
-
-def readable(op: BoundOp, inputs: Sequence[Any], product: str) -> str:
-    """A call in words. inputs: as above. product: the Linear module whose output it is, or ""."""
-    parts = [
-        f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')} with strides {one[1]}"
-        if isinstance(one, tuple) and one and isinstance(one[0], torch.Size)
-        else str(one)
-        for one in inputs
-    ]
-    return f"{op.name}({', '.join(parts)})" + f" of the Linear module {product!r}" * bool(product)

@@ -23,7 +23,7 @@ from fastac.engine import releases, sparse, torch_private
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import Draws, States, devices_of, generator_state, set_states
 from fastac.engine.offload import Stash, StashedTensor
-from fastac.engine.results import Call, Product, RegionResult, described, inputs_of, readable
+from fastac.engine.results import Call, Product, RegionResult
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import Policy
@@ -225,6 +225,28 @@ def storage_bytes(values: Sequence[Any]) -> int:
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
     elsewhere = sum(value.nbytes for value in values if isinstance(value, (StashedTensor, Packed)))
     return elsewhere + sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def described(args: Sequence[Any]) -> list[Any]:
+    """Metadata of a call's query, key and value, which recompute must repeat. Runs in every call, so kept cheap."""
+    return [(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)]
+
+
+def inputs_of(args: Sequence[Any]) -> list[Any]:
+    """The same for a collective: metadata of its tensors; its splits, operation and group."""
+    first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    return [one for i in range(0, len(first), 3) for one in described(first[i : i + 3])] + list(args[1:])
+
+
+def readable(op: BoundOp, inputs: Sequence[Any], product: str) -> str:
+    """A call in words. inputs: as above. product: the Linear module whose output it is, or ""."""
+    parts = [
+        f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')} with strides {one[1]}"
+        if isinstance(one, tuple) and one and isinstance(one[0], torch.Size)
+        else str(one)
+        for one in inputs
+    ]
+    return f"{op.name}({', '.join(parts)})" + f" of the Linear module {product!r}" * bool(product)
 
 
 class Scope:

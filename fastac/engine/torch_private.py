@@ -462,8 +462,7 @@ def saved_tensors_hooks() -> Any:
 
 def count_of_saved() -> int:
     """How many tensors autograd has saved in the forward of a region whose hook is the innermost; else 0."""
-    region = getattr(_packs("_checkpoint_hook"), "__self__", None)
-    return len(getattr(region, "slots", ()))
+    return len(getattr(_packs("_checkpoint_hook"), "slots", ()))
 
 
 def _packs(*names: str) -> object:
@@ -477,9 +476,13 @@ def _top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def as_checkpoint_hook(hook: Function) -> Function:
-    """Mark a method as the hook of a checkpoint, so that torch (2.14) does not take it for the user's."""
+def as_checkpoint_hook(hook: Function, slots: Sequence[Any] = ()) -> Function:
+    """Mark a function as the hook of a checkpoint, so that torch (2.14) does not take it for the user's.
+
+    slots: of the region whose forward it packs.
+    """
     hook._checkpoint_internal, hook._user_hooks = True, None  # type: ignore[attr-defined]
+    hook.slots = slots  # type: ignore[attr-defined]
     return hook
 
 
