@@ -1,11 +1,11 @@
 """A region: one call of a block under checkpointing, from its forward to its recomputes.
 
-The mechanism is that of torch.utils.checkpoint with use_reentrant=False, and exact where that is. In the forward,
-saved-tensor hooks replace each tensor that autograd would save by a `Slot`. When backward unpacks the first slot, the
-region runs the function again, under hooks that assign the saved tensors to the slots, in their order. Nested regions
-need no rule: autograd saves the arguments of the inner one, so in the outer one they are slots.
+The mechanism is that of torch.utils.checkpoint with use_reentrant=False, and it is exact where torch's is. In the
+forward, saved-tensor hooks replace each tensor that autograd would save by a `Slot`. When backward unpacks the first
+slot, the region runs the function again. Hooks then assign the tensors that autograd saves to the slots, in order.
+Nested regions need no rule: autograd saves the arguments of the inner region, so they are slots of the outer one.
 
-An autograd node holds its slots, and the region refers to them weakly: nothing is kept for a node that is gone.
+An autograd node holds its slots, and the region refers to them weakly: no tensor is held for a node that is gone.
 """
 
 from __future__ import annotations
@@ -48,70 +48,93 @@ from fastac.errors import FastacError, is_out_of_memory
 
 _NOTHING = contextlib.nullcontext()
 _MISTAKES = (AssertionError, AttributeError, IndexError, KeyError, NameError, RuntimeError, TypeError, ValueError)
-"""Errors of a block whose state changed. Subclasses of these mean something else."""
+"""Errors that a block raises in recompute if its state changed. Subclasses of these mean something else."""
 
 
 RECOMPUTE = "fastac::recompute"
 """Name of a recompute in the profile of fastac.verify."""
 
 
-class _Stop(Exception):  # noqa: N818 it ends a recompute that has all that it needs
-    pass
+class _Stop(Exception):  # noqa: N818 not an error
+    """Ends a recompute early: backward has all tensors that it needs."""
 
 
 class Slot:
-    """Replaces a tensor that an autograd node saves."""
+    """Replaces a tensor that an autograd node saves. It has the tensor's metadata, and no data."""
 
     __slots__ = ("__weakref__", "metadata")
     metadata: Metadata
 
 
 Recomputed = dict[Slot, tuple[torch.Tensor, int]]
-"""What takes the place of each slot, with its version when it was saved."""
+"""The tensor that recompute made for each slot, with its version at that time."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Region:
-    """One call of a function under checkpointing. It lives as long as its autograd graph."""
+    """One call of a function under checkpointing. It lives as long as its autograd graph.
+
+    Args:
+        function: what runs, with args and kwargs. The region saves args as autograd would.
+        modules: the block, or the modules that the function may run.
+        block_state: what is known of the block.
+        tape: of the forward; None under a policy that saves nothing.
+        preserve_rng_state: recompute draws the random numbers that the forward drew.
+        compares: metadata of all tensors that recompute saves are compared with the forward's.
+        is_sampled: their values are compared, too.
+        early_stop: recompute ends with the last tensor that backward needs.
+        stash: of a region that offloads.
+        buffers: of a block that has some.
+        mode: makes a context for recompute: a dispatch mode, if the forward ran under one.
+    """
 
     function: Callable[..., Any]
-    args: Any  # saved as autograd saves them
+    args: Any
     kwargs: dict[str, Any]
-    modules: Sequence[torch.nn.Module]  # the block, or those that the function may run
-    block_state: BlockState  # of the block
-    tape: Tape | None  # None under a policy that saves nothing
+    modules: Sequence[torch.nn.Module]
+    block_state: BlockState
+    tape: Tape | None
     _: dataclasses.KW_ONLY
     preserve_rng_state: bool = True
-    compares: bool = True  # metadata of recompute with those of the forward
-    is_sampled: bool = False  # values are compared, too
+    compares: bool = True
+    is_sampled: bool = False
     early_stop: bool = True
-    stash: Stash | None = None  # of a region that offloads
-    buffers: Buffers | None = None  # of a block that has some
-    mode: Callable[[], AbstractContextManager[Any]] | None = None  # under which it runs again, if it is watched
+    stash: Stash | None = None
+    buffers: Buffers | None = None
+    mode: Callable[[], AbstractContextManager[Any]] | None = None
 
     def __post_init__(self) -> None:
         self.early_stop = torch_private.early_stop(self.early_stop)
         self.has_fingerprints = self.is_sampled and self.compares and self.preserve_rng_state
-        self.complete = False  # the forward has ended
+        # Whether the forward has ended. A gradient taken inside the forward recomputes it before that.
+        self.complete = False
         self.slots: list[weakref.ref[Slot]] = []
+        # Of the tensors that the forward saved, if values are compared.
         self.fingerprints: list[Fingerprint | None] = []
         self.settling = Settling() if self.is_sampled else None
-        self.recomputed: dict[Any, Recomputed] = {}  # by backward, without what it has unpacked
-        # The state in which a recompute begins.
+        # By backward: the tensors that it has not unpacked yet.
+        self.recomputed: dict[Any, Recomputed] = {}
+        # What follows is the state in which the forward begins, and recompute again.
         self.generators = current_states((*self.args, *self.kwargs.values())) if self.preserve_rng_state else []
-        # Python's and numpy's take long to read: in sampled steps, and in all of a block that drew from them there.
+        # The states of Python's and numpy's generators take long to read. They are read in sampled steps, and in every
+        # step of a block that drew from them in a sampled one.
         reads = self.preserve_rng_state and (self.is_sampled or self.block_state.draws)
         self.drawn = python_states() if reads else b""
-        self.versions = _versions(self.args, self.kwargs)  # of inputs
+        self.versions = _versions(self.args, self.kwargs)
         self.args = torch_private.save(self.args)
-        self.in_checkpoint = torch_private.innermost_checkpoint() is not None  # its inputs are slots of that
+        # In a checkpoint of somebody else's around the region, its inputs are slots.
+        self.in_checkpoint = torch_private.innermost_checkpoint() is not None
         self.autocast = _autocast()
         self.default_device = torch_private.default_device()
         self.stance = torch_private.stance()
 
+    def __repr__(self) -> str:
+        state = "complete" if self.complete else "in its forward"
+        return f"Region({describe(self.function)}, {len(self.slots)} saved tensors, {state}, {self.tape})"
+
     @torch_private.without_dynamo
     def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
-        """Call the function, and save nothing for backward but slots. observer: is open while the function runs."""
+        """Call the function. For backward, autograd saves slots only. observer: is open while the function runs."""
         draws = None
         if self.is_sampled and self.compares and not self.preserve_rng_state:
             draws = Draws((*args, *self.kwargs.values()))
@@ -145,11 +168,11 @@ class Region:
             self.settling = None
         if self.buffers is not None:
             self.buffers = self.buffers.keep_written(describe(self.function))
-        # What the function writes itself, such as a cache, recompute writes again.
-        self.versions = [one for one in self.versions if not _was_written(*one)]
+        # Inputs that the function writes itself, such as a cache, are written by recompute as well.
+        self.versions = [(tensor, version) for tensor, version in self.versions if not _was_written(tensor, version)]
 
     def offload(self, args: Iterable[Any], stash: Stash) -> None:
-        """Give what the region keeps to a stash, which may move it to the host. args: those of the forward."""
+        """Hand outputs and inputs to a stash, which may move them to the host. args: the arguments of the forward."""
         if self.tape is not None and stash.policy.offloads_outputs:
             for entry in self.tape.entries:
                 entry.offload(stash)
@@ -214,13 +237,14 @@ class Region:
         )
 
     def _recompute(self, backward: Any) -> Recomputed:
-        """Run the function again for a backward. Returns the tensor of each slot."""
+        """Run the function again for a backward, on copies of its buffers. Returns the tensor of each slot."""
         if self.buffers is None:
             return self._run_again(backward)
         with self.buffers.as_the_forward_began():
             return self._run_again(backward)
 
     def _run_again(self, backward: Any) -> Recomputed:
+        """Run the function again, in the state in which its forward began."""
         recompute = _Recompute(self)
         tensors = recompute.tensors
         before = [(device, generator_state(device)) for device, _ in self.generators]
@@ -231,7 +255,11 @@ class Region:
                 recompute.reloaded = self.stash.reload()
                 kwargs = unpack_keywords(kwargs)
             args = torch_private.unpack(self.args)
-            if self.compares and self.complete and any(_was_written(*one) for one in self.versions):
+            if (
+                self.compares
+                and self.complete
+                and any(_was_written(tensor, version) for tensor, version in self.versions)
+            ):
                 self._check_inputs(recompute.comparison)
             set_states(self.generators)
             if self.drawn:
@@ -251,7 +279,9 @@ class Region:
                     self._name_cause(error, (*args, *kwargs.values()))
                     raise
             self.block_state.recomputed = True
-            if self.complete or not recompute.surplus:  # else a gradient inside the forward, which recompute ran past
+            # Otherwise a gradient was taken in the middle of the forward, and this recompute ran further than the
+            # forward had come.
+            if self.complete or not recompute.surplus:
                 recompute.check()
         finally:
             set_states(before)
@@ -265,11 +295,11 @@ class Region:
         return tensors
 
     def found(self) -> str:
-        """What may explain that recompute differs, as a line with its break; "" for nothing."""
+        """What may explain that recompute differs, as a line with its break, or ""."""
         return causes.found(self.function, self.modules, self.kwargs.values(), self.stance)
 
     def _name_cause(self, error: Exception, inputs: Iterable[Any]) -> None:
-        """Raise RecomputeError for an error of a recompute; not for lack of memory, which a trainer may catch."""
+        """Raise RecomputeError for an error in recompute. Not for a lack of memory: a trainer may catch that error."""
         if type(error) not in _MISTAKES or is_out_of_memory(error):
             return
         guess = "The block probably read state that changed in between: a cache, a list, a flag, random numbers, a "
@@ -279,14 +309,14 @@ class Region:
                 "Its forward ran inside torch.vmap, and recompute runs after that has ended. Give the block a batch "
             )
             guess += "in the place of vmap, or do not"
-        # Also an instance of the error's own type, which torch's checkpoint raises.
+        # Code that expects the block's error, as torch's checkpoint raises it, must catch this one as well.
         raise type("RecomputeError", (RecomputeError, type(error)), {})(
             f"{describe(self.function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"
             f'{self.found()}{guess} checkpoint the block (policy "none", blocks=... without it).'
         ) from error
 
     def _check_inputs(self, comparison: Comparison) -> None:
-        """Raise RecomputeError for an input that was written since the forward, unless values are compared."""
+        """Raise RecomputeError for an input that was written since the forward, unless its value is compared."""
         if not comparison.inputs_are_rewritten():
             raise RecomputeError(
                 f"{describe(self.function)}: a tensor given by keyword, or inside a tuple, list or dict, was "
@@ -301,26 +331,32 @@ class Region:
         if self.autocast == _autocast() and device == torch_private.default_device():
             return _NOTHING
         stack = contextlib.ExitStack()
-        for kind in _kinds_of_autocast():
-            stack.enter_context(torch.amp.autocast(kind, enabled=False))
-        for kind, dtype, caches in self.autocast:
-            stack.enter_context(torch.amp.autocast(kind, dtype, cache_enabled=caches))
+        for device_type in _autocast_device_types():
+            stack.enter_context(torch.amp.autocast(device_type, enabled=False))
+        for device_type, dtype, caches in self.autocast:
+            stack.enter_context(torch.amp.autocast(device_type, dtype, cache_enabled=caches))
         if device is not None:
             stack.enter_context(device)
         return stack
 
 
 class _Recompute:
-    """Finds the tensor of each slot of a region. It does not hold the region: its graph may outlive the region."""
+    """Finds the tensor of each slot of a region.
+
+    It does not hold the region: the graph of the recompute holds its hook, and may outlive the region.
+    """
 
     def __init__(self, region: Region) -> None:
         self.function = region.function
         self.tensors: Recomputed = {}
-        self.reloaded: object = None  # what offload brought back for it
+        # Storages that offload brought back to the device for this recompute.
+        self.reloaded: object = None
         self.count = len(region.slots)
         self.slots = iter(region.slots)
+        # With the tensor of this slot, recompute ends.
         self.last = region.slots[-1] if region.early_stop and not region.block_state.saves_early else None
-        self.surplus = 0  # tensors that the forward did not save
+        # Number of tensors that the forward did not save.
+        self.surplus = 0
         self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
         fingerprints = region.fingerprints if self.has_fingerprints else ()
         ends, region_of = Region._run_again.__code__, weakref.ref(region)
@@ -379,14 +415,14 @@ class _Recompute:
 
 
 def _versions(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[tuple[weakref.ref[torch.Tensor], int]]:
-    """The tensors by keyword or inside of containers, with their versions. autograd guards those given by position."""
-    values = [one for one in args if not isinstance(one, torch.Tensor)]
+    """The tensors given by keyword or inside containers, with their versions. autograd guards the positional ones."""
+    values = [value for value in args if not isinstance(value, torch.Tensor)]
     values += kwargs.values()
-    return [(weakref.ref(one), one._version) for one in tensors_in(values) if not one.is_inference()]
+    return [(weakref.ref(tensor), tensor._version) for tensor in tensors_in(values) if not tensor.is_inference()]
 
 
 def _was_written(reference: weakref.ref[torch.Tensor], version: int) -> bool:
-    tensor = reference()  # None: it was replaced, or is on the host
+    tensor = reference()  # None if somebody replaced it, or if it is on the host
     return tensor is not None and tensor._version != version
 
 
@@ -397,21 +433,22 @@ def _forget(reference: weakref.ref[Region], backward: int) -> None:
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself: unpacks what was packed as a tensor."""
+    """The tensor itself: the hook that unpacks a tensor that was packed as it is."""
     return tensor
 
 
 def _autocast() -> list[tuple[str, torch.dtype, bool]]:
-    """Kinds of device for which autocast is on, of the CPU and the accelerator; its dtype, and whether it caches."""
+    """The device types for which autocast is on; its dtype, and whether it caches."""
     return [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-        for kind in _kinds_of_autocast()
-        if torch.is_autocast_enabled(kind)
+        (device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled())
+        for device_type in _autocast_device_types()
+        if torch.is_autocast_enabled(device_type)
     ]
 
 
 @functools.cache
-def _kinds_of_autocast() -> list[str]:
+def _autocast_device_types() -> list[str]:
+    """The CPU and the accelerator, if autocast knows them."""
     accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
+    device_types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return [device_type for device_type in device_types if torch.amp.is_autocast_available(device_type)]

@@ -1,8 +1,8 @@
-"""The tape of one region: what its forward keeps, and how a recompute gets it back.
+"""The tape of one region: its forward stores outputs of attention here, and each recompute gets them back.
 
-While a region runs, every call of an op with a row arrives at `call` of the innermost scope that is open in the thread,
-below autograd (`fastac.engine.interception`): a `Tape` in the forward, a `Replay` of it in each recompute. Every guard
-here follows a run with wrong gradients, a false alarm or a leak: docs/hazards.md names its test.
+While a region runs, `fastac.engine.interception` sends every call of an op with a row to `Scope.call`, below autograd.
+The scope is a `Tape` in the forward, and a `Replay` of that tape in each recompute. Every guard here follows a run with
+wrong gradients, a false alarm or a leak: docs/hazards.md names its test.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Functions that pack and unpack a saved tensor: torch.autograd.graph.saved_tensors_hooks."""
 
 Caller = tuple[int, frozenset[int]]
-"""Of an attention call: the newest autograd node when it was made, and the ids of the code that was running."""
+"""Where an attention call was made: the newest autograd node at that time, and the ids of the code that was running."""
 
 Listener = Callable[[BoundOp, Sequence[Any], Mapping[str, Any]], None]
+"""Called with an attention op and its arguments."""
 
 
 class _State(threading.local):
@@ -78,9 +79,9 @@ thread = engine.thread
 def run_kernel(
     op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inside: Scope | None = None
 ) -> Any:
-    """Run the kernel itself, with the GIL released. Ops that it calls are part of it: not recorded, not replayed.
+    """Run the kernel itself, with the GIL released. Ops that the kernel calls are neither recorded nor replayed.
 
-    inside: the scope that stays open while the kernel runs, for an op that the scope ignores.
+    inside: a scope that stays open while the kernel runs, because it ignores this op but not what the op calls.
     """
     scope = thread.scope
     thread.scope = inside
@@ -105,13 +106,13 @@ def caller() -> Caller:
     codes = set()
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
-        codes.add(id(frame.f_code))  # some code of torch.fx cannot be hashed
+        codes.add(id(frame.f_code))  # not the code itself: some code of torch.fx cannot be hashed
         frame = frame.f_back
     return torch_private.newest_node(), frozenset(codes)
 
 
 class Packed:
-    """A copy of an output, packed by the saved-tensor hooks around the region, which may move it elsewhere."""
+    """A copy of an output that the user's saved-tensor hooks have packed. They may have moved it elsewhere."""
 
     def __init__(self, tensor: torch.Tensor, hooks: Hooks) -> None:
         pack, self.unpack = hooks
@@ -119,24 +120,25 @@ class Packed:
         self.stride, self.nbytes = tensor.stride(), tensor.nbytes
 
     def tensor(self, private: bool = True) -> torch.Tensor:
-        """The output, in memory of its own."""
+        """The output, in memory that nobody else uses."""
         return torch_private.clone(self.unpack(self.value), self.stride)
 
 
 class Entry:
-    """One call of a region."""
+    """One call that a region made."""
 
     ran = False
+    """The call returned. It may raise instead, and the block may then try another kernel."""
     stored: Sequence[Any] | None = None
-    """The outputs of the call; None where it is recomputed."""
+    """The outputs of the call; None if recompute runs the call again."""
     single = False
     """The call returns one tensor, not a sequence."""
     guarded = False
     """Autograd notices in-place changes of the outputs."""
     versions: Sequence[int | None] = ()
-    """Version of each output when it was kept: how often it was changed in place."""
+    """Version of each output when it was stored: how often it had been changed in place."""
     generators: States = ()
-    """Generators that the kernel drew from, in the states that it left."""
+    """Generators from which the kernel drew, in the states in which it left them."""
     selection: sparse.Selection | None = None
     """The blocks that sparse attention was given."""
     companion: Any = None
@@ -145,44 +147,52 @@ class Entry:
     def __init__(self, op: BoundOp, keys: int, inputs: Sequence[Any], product: str = "") -> None:
         self.op = op
         self.keys = keys
-        self.inputs = inputs  # compared with those of recompute
-        self.product = product  # name in the block of the Linear module whose output it is
+        # Metadata of the inputs, which recompute must repeat.
+        self.inputs = inputs
+        # Name in the block of the Linear module whose output this is, or "".
+        self.product = product
+
+    def __repr__(self) -> str:
+        state = "recomputed" if self.stored is None else "stored"
+        return f"Entry({self.op.name}{f' of {self.product}' * bool(self.product)}, {self.keys} keys, {state})"
 
     def store_outputs(self, outputs: Any, guarded: bool, copied: bool, hooks: Hooks | None = None) -> None:
-        """Keep the outputs of the call, or copies of them, or copies that the hooks packed."""
+        """Store the outputs of the call; copies of them if `copied`; copies that the user's hooks pack, if any."""
         self.single = isinstance(outputs, torch.Tensor)
         self.guarded = guarded and hooks is None
         sequence = (outputs,) if self.single else outputs
         if hooks is not None:
-            self.store([Packed(one, hooks) if isinstance(one, torch.Tensor) else one for one in sequence])
+            self.store([Packed(value, hooks) if isinstance(value, torch.Tensor) else value for value in sequence])
         else:
             self.store(torch_private.clones(sequence) if copied else torch_private.aliases(sequence))
 
     def store_copy(self, position: int) -> None:
-        """Keep a copy of one output instead of the output."""
+        """Store a copy of one output instead of the output itself."""
         stored = list(self.stored or ())
         stored[position : position + 1] = torch_private.clones(stored[position : position + 1])
         self.store(stored)
 
     def store(self, stored: Sequence[Any]) -> None:
-        """Keep these values, as they are now."""
+        """Store values, as they are now."""
         self.stored, self.versions = stored, torch_private.versions(stored)
 
     def offload(self, stash: Stash) -> None:
-        """Give the outputs to the stash of the region, which may move them to the host."""
+        """Hand the outputs to the region's stash, which may move them to the host."""
         if self.stored is not None and self.op.kind != "choice" and not self.was_changed:
-            self.store([stash.take(one, one._version) if torch_private.is_plain(one) else one for one in self.stored])
+            self.store(
+                [stash.take(value, value._version) if torch_private.is_plain(value) else value for value in self.stored]
+            )
 
     @property
     def was_changed(self) -> bool:
-        """Whether an output was changed in place since it was kept."""
+        """Whether somebody changed an output in place since it was stored."""
         stored = self.stored or ()
         return torch_private.versions(stored) != self.versions or any(
             value.was_changed for value in stored if isinstance(value, StashedTensor)
         )
 
     def replayed(self) -> Any:
-        """The outputs for one recompute. It cannot write what a later backward gets."""
+        """The outputs for one recompute, which cannot write into what a later backward gets."""
         assert self.stored is not None
         if self.was_changed:
             raise FastacError(
@@ -191,28 +201,29 @@ class Entry:
             )
         if self.op.kind == "choice":
             return sparse.unpacked(self.stored)
-        # Guarded memory may be shared: if recompute wrote it, so did the forward, which was refused above.
-        outputs = tuple([_replayed(one, not self.guarded) for one in self.stored])
+        # Autograd guards this memory, so it may be shared. A recompute that writes it would mean that the forward wrote
+        # it too, and that was refused above.
+        outputs = tuple([_replayed(value, not self.guarded) for value in self.stored])
         return outputs[0] if self.single else outputs
 
     @property
     def held(self) -> tuple[Any, ...]:
-        """The kept outputs, and the tensors of the selection."""
+        """The stored outputs, and the tensors of the selection."""
         return (*(self.stored or ()), *(self.selection.tensors if self.selection is not None else ()))
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of memory that the kept outputs hold."""
+        """Bytes of memory that the stored outputs hold."""
         return storage_bytes(self.held)
 
     @property
     def extra_bytes(self) -> int:
-        """Of saved_bytes, those that only the backward of an opaque kernel needs."""
+        """The part of `saved_bytes` that only the backward of an opaque kernel needs."""
         return 0 if self.companion is None else int(self.companion.extra_bytes(self.stored or ()))
 
 
 def _replayed(value: Any, private: bool) -> Any:
-    """An output that was kept. private: in memory of its own."""
+    """A stored output, for recompute. private: in memory that nobody else uses."""
     if isinstance(value, (StashedTensor, Packed)):
         return value.tensor(private)
     if isinstance(value, torch.Tensor):
@@ -228,23 +239,23 @@ def storage_bytes(values: Sequence[Any]) -> int:
 
 
 def described(args: Sequence[Any]) -> list[Any]:
-    """Metadata of a call's query, key and value, which recompute must repeat. Runs in every call, so kept cheap."""
+    """Metadata of a call's query, key and value, which recompute must repeat. It runs in every call, so it is cheap."""
     return [(a.shape, a.stride(), a.dtype) for a in args[:3] if isinstance(a, torch.Tensor)]
 
 
 def inputs_of(args: Sequence[Any]) -> list[Any]:
-    """The same for a collective: metadata of its tensors; its splits, operation and group."""
+    """Metadata of a collective, which recompute must repeat: of its tensors, and its splits, operation and group."""
     first = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    return [one for i in range(0, len(first), 3) for one in described(first[i : i + 3])] + list(args[1:])
+    return [tensor for i in range(0, len(first), 3) for tensor in described(first[i : i + 3])] + list(args[1:])
 
 
 def readable(op: BoundOp, inputs: Sequence[Any], product: str) -> str:
-    """A call in words. inputs: as above. product: the Linear module whose output it is, or ""."""
+    """A call in words. inputs: its metadata, see above. product: the Linear module whose output it is, or ""."""
     parts = [
-        f"{tuple(one[0])} {str(one[2]).removeprefix('torch.')} with strides {one[1]}"
-        if isinstance(one, tuple) and one and isinstance(one[0], torch.Size)
-        else str(one)
-        for one in inputs
+        f"{tuple(value[0])} {str(value[2]).removeprefix('torch.')} with strides {value[1]}"
+        if isinstance(value, tuple) and value and isinstance(value[0], torch.Size)
+        else str(value)
+        for value in inputs
     ]
     return f"{op.name}({', '.join(parts)})" + f" of the Linear module {product!r}" * bool(product)
 
@@ -256,7 +267,7 @@ class Scope:
     policy: Policy
     outer: Scope | None = None
     product: str | None = None
-    """The Linear module that runs and whose output is saved, until its matmul is called."""
+    """The Linear module that runs, if its output is saved. A hook of the module sets it; its matmul removes it."""
 
     def __enter__(self) -> Scope:
         self.outer = thread.scope
@@ -267,14 +278,14 @@ class Scope:
         thread.scope, self.outer = self.outer, None
 
     def call(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """An op with a row is called in this thread while the scope is open. Returns its outputs."""
+        """Called for every op with a row that this thread calls while the scope is open. Returns the op's outputs."""
         product = ""
         if op.kind == "linear":
             if self.product is None:
                 return op.redispatch(keyset & BELOW_BACKEND_SELECT, *args, **kwargs)
             product, self.product = self.product, None
-        # Ignored: ops that were intercepted after the region began, which have no entries; and calls of dynamo and AOT
-        # while a region is open, with fake tensors, or with a real kernel on meaningless ones.
+        # Do not record (1) ops that were intercepted after this region began: the forward has no entry for them;
+        # (2) calls that dynamo or AOT make while they trace: their tensors have no meaningful values.
         if op.number > self.tape.ops_at_start or torch_private.is_abstract(args):
             return run_kernel(op, keyset, args, kwargs, inside=self)
         if op.kind == "choice" and not sparse.is_choice(args):
@@ -282,49 +293,66 @@ class Scope:
         return self.handle(op, keyset, args, kwargs, product)
 
     def handle(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
-        """Record or replay a call. product: the Linear module that it belongs to, or ""."""
+        """Record the call, or replay it. product: the Linear module whose matmul it is, or ""."""
         raise NotImplementedError
 
     def pass_on(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Forward the call: to the region around this one, which may hold its output, or to the kernel."""
+        """Pass the call on to the region around this one, which may have stored its output, or to the kernel."""
         outer = self.outer
+        # A backward inside this region's forward opened a scope with the same tape. It is not a region around this one.
         while outer is not None and outer.tape is self.tape:
-            outer = outer.outer  # a backward inside the region's own forward: that is no region around it
+            outer = outer.outer
         if outer is None:
             return run_kernel(op, keyset, args, kwargs)
         return outer.call(op, keyset, args, kwargs)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Tape(Scope):
-    """The forward of a region: runs each call, and keeps what the policy saves as long as the autograd graph lives."""
+    """The forward of a region: runs each call, and stores what the policy saves as long as the autograd graph lives."""
 
     policy: Policy
     preserves_generators: bool = True
-    """Recompute restores generators. If not, nor does replay: what follows would draw the same numbers again."""
+    """Whether recompute restores the random number generators. If it does not, replay must not either: later ops would
+    draw the same numbers twice."""
     callers: list[Caller] | None = None
-    """Collects the caller of each attention call in the first region of a kind."""
+    """Collects the caller of each attention call, if the region is observed."""
     hooks: Hooks | None = None
-    """Pack and unpack the outputs that are saved."""
+    """The user's hooks that pack and unpack the outputs that are saved."""
 
     def __post_init__(self) -> None:
         self.entries: list[Entry] = []
         self.ops_at_start = len(engine.installed)
-        self.complete = False  # a gradient taken inside the forward recomputes calls that have no entry yet
-        self.first_node = self.last_node = 0  # the newest autograd node when the forward began, and when it ended
-        self.checkpoint: object = None  # the checkpoint that this is the forward of
+        # Whether the forward has ended. A gradient taken inside the forward recomputes calls that have no entry yet.
+        self.complete = False
+        # The newest autograd node when the forward began, and when it ended.
+        self.first_node = self.last_node = 0
+        # The hook of the region whose forward this is, or of the checkpoint around it.
+        self.checkpoint: object = None
         self.in_outer_recompute = False
-        self.attention_calls: list[tuple[BoundOp, int]] = []  # attention calls, with their numbers of keys
-        self.products: list[str] = []  # Linear modules whose outputs were kept
-        self.denied: list[BoundOp] = []  # ops that drew random numbers in a call in which their row says they do not
-        self.decomposed: list[int] = []  # numbers of keys of attention to be saved that ran as small ops
-        self.communication: Communication | None = None  # None in a region without collectives
-        self.draws: Draws | None = None  # where recompute does not restore generators, and steps are compared
-        self.incomplete: dict[object, list[tuple[Entry, int]]] = {}  # unguarded outputs not waited for, by their memory
+        # Attention calls, with their numbers of keys.
+        self.attention_calls: list[tuple[BoundOp, int]] = []
+        # Names of the Linear modules whose outputs were stored.
+        self.products: list[str] = []
+        # Ops that drew random numbers in a call in which they draw none according to their row.
+        self.denied: list[BoundOp] = []
+        # Numbers of keys of attention that the policy saves and that ran as small ops, with no output to store.
+        self.decomposed: list[int] = []
+        # The collectives of the region; None without any.
+        self.communication: Communication | None = None
+        # Sees whether the region draws random numbers, in sampled steps of a region that does not restore generators.
+        self.draws: Draws | None = None
+        # Outputs of collectives that are not complete yet and that autograd does not guard: key of the storage ->
+        # entry, and position in its outputs.
+        self.incomplete: dict[object, list[tuple[Entry, int]]] = {}
+
+    def __repr__(self) -> str:
+        stored = sum(entry.stored is not None for entry in self.entries)
+        return f"Tape({self.policy}, {len(self.entries)} calls, {stored} stored)"
 
     @property
     def tape(self) -> Tape:  # type: ignore[override]
-        """Itself, as a `Replay` has one."""
+        """Itself. A `Replay` has the tape of the forward here."""
         return self
 
     def __enter__(self) -> Tape:
@@ -338,9 +366,10 @@ class Tape(Scope):
         super().__exit__(*exception)
         self.complete = True
         self.draws = None
-        self.checkpoint = None  # it holds the region, which holds this
+        self.checkpoint = None  # it refers to the region, which refers to this tape
         self.last_node = torch_private.newest_node()
-        self.incomplete.clear()  # an output that is waited for outside the region has its version as only guard
+        # If the wait for an output comes after the region, only its version counter protects the output.
+        self.incomplete.clear()
 
     def handle(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         if op.kind in ("wait", "gather", "exchange"):
@@ -357,7 +386,8 @@ class Tape(Scope):
         saves = self.policy.saves(keys) if op.is_attention else True
         if saves and op.is_attention and not op.differentiates and is_differentiable(args):
             op.check_differentiates()
-        # On the tape before it runs: if the call raises, and the block then tries another kernel, so does recompute.
+        # The entry is made before the call runs: if the call raises and the block then tries another kernel, recompute
+        # does the same.
         entry = Entry(op, keys, described(args), product)
         self.entries.append(entry)
         before = self._prepare(entry, args, kwargs) if saves and op.kind != "choice" else {}
@@ -379,9 +409,9 @@ class Tape(Scope):
             entry.generators = [(device, state) for device, state in after if not torch.equal(state, before[device])]
             if entry.generators and not op.draws(args, kwargs):
                 self.denied.append(op)
-        # autograd guards the output of a differentiable call: it notices in-place changes. Nobody does so inside an
-        # autograd.Function (compiled code and custom ops reuse buffers), nor where no input requires grad and the
-        # user may write into the output. Keep a copy there.
+        # autograd notices in-place changes of the output of a differentiable call. It does not watch outputs inside an
+        # autograd.Function (compiled code and custom ops reuse buffers), or if no input requires grad (the user may
+        # then write into the output). In both cases store a copy.
         guarded = is_differentiable(args) and (not product or op.name == releases.WHOLE_PRODUCT)
         entry.store_outputs(outputs, guarded, not guarded, self.hooks)
         if product:
@@ -394,10 +424,10 @@ class Tape(Scope):
     def _prepare(
         self, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[torch.device, torch.Tensor]:
-        """Check a call that is to be saved, before it runs. Returns states of the generators that it may draw from."""
+        """Check a call whose outputs will be saved. Returns the states of the generators from which it may draw."""
         op = entry.op
         what = f"the Linear module {entry.product!r}" if entry.product else op.name
-        # A checkpoint of the block's own. That of a nested region is fastac's, and the region's scope is open.
+        # The block's own checkpoint is open. (In a nested region of fastac, the scope of that region would be open.)
         own = thread.scope is self and torch_private.innermost_checkpoint() not in (None, self.checkpoint)
         if own or self.in_outer_recompute:
             which = "a checkpoint of the block's own" if own else "a checkpoint around the block"
@@ -409,13 +439,14 @@ class Tape(Scope):
             op.check_call(args, kwargs)
         if op.selects:
             entry.selection = sparse.Selection(op.selection(args, kwargs))
-        is_watched = op.is_attention and self.callers is not None  # whatever its row says of dropout
+        # In an observed region, look whether attention draws, whatever its row says about dropout.
+        is_watched = op.is_attention and self.callers is not None
         if self.preserves_generators and (is_watched or (op.may_draw and op.draws(args, kwargs))):
             return {device: generator_state(device) for device in devices_of(args)}
         return {}
 
     def _communicate(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Keep the outputs of a collective that returns no more than its input, unless the policy recomputes it."""
+        """Store the outputs of a collective that returns no more than its input, unless the policy recomputes it."""
         if op.kind == "wait":
             outputs = self.pass_on(op, keyset, args, kwargs)
             for entry, position in self.incomplete.pop(torch_private.memory(args[0]), ()) if self.incomplete else ():
@@ -448,23 +479,23 @@ class Tape(Scope):
         return RegionResult(
             attention_calls=tuple(self.attention_calls),
             calls=tuple(
-                Call(one.op.name, int(one.keys), one.stored is not None, one.saved_bytes, one.extra_bytes)
-                for one in attention
+                Call(entry.op.name, int(entry.keys), entry.stored is not None, entry.saved_bytes, entry.extra_bytes)
+                for entry in attention
             ),
-            products=tuple(Product(one.product, one.saved_bytes) for one in self.entries if one.product),
-            choice_bytes=sum(one.saved_bytes for one in self.entries if one.op.kind == "choice"),
+            products=tuple(Product(entry.product, entry.saved_bytes) for entry in self.entries if entry.product),
+            choice_bytes=sum(entry.saved_bytes for entry in self.entries if entry.op.kind == "choice"),
             compiled=compiled,
             writing=writing,
         )
 
 
 class Replay(Scope):
-    """One recompute of a region: returns what was kept, in the order of the calls, and runs the rest."""
+    """One recompute of a region: returns what the tape has stored, in the order of the calls, and runs the rest."""
 
     position = 0
 
     def __init__(self, tape: Tape, found: Callable[[], str]) -> None:
-        """found: what may explain another path, as a line with its break."""
+        """found: returns what may explain that recompute took another path, as a line with its break, or ""."""
         self.tape = tape
         self.policy = tape.policy
         self.found = found
@@ -479,7 +510,7 @@ class Replay(Scope):
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        # An early stop is an exception. A recompute that came to its end must have made the same calls.
+        # An early stop is an exception. A recompute that reached its end must have made all calls of the forward.
         if exception[0] is None and self.position != len(self.tape.entries):
             missing = self.tape.entries[self.position]
             raise self._another_path(f"ended before {readable(missing.op, missing.inputs, missing.product)}", "made it")
@@ -494,7 +525,7 @@ class Replay(Scope):
             if is_issued and self.tape.communication is not None:
                 self.tape.communication.count("again", outputs)
             return outputs
-        set_states(entry.generators)  # what runs next draws what it drew before
+        set_states(entry.generators)  # so that the next op draws the numbers that it drew in the forward
         for counter in engine.replayed_calls if op.is_attention else ():
             counter[name_of(op.op)] += 1
         if entry.selection is not None:
@@ -504,13 +535,14 @@ class Replay(Scope):
         return entry.replayed()
 
     def _next(self, op: BoundOp, inputs: Sequence[Any], product: str) -> Entry:
-        """The entry of the call that recompute makes now. Raises RecomputeError if the forward made another."""
+        """The entry of the call that recompute makes now. Raises RecomputeError if the forward made another call."""
         if self.position >= len(self.tape.entries):
             if not self.tape.complete:
                 return Entry(op, 0, inputs)
             raise self._another_path(f"called {readable(op, inputs, product)}", "had ended")
         entry = self.tape.entries[self.position]
-        # By name: torch may return another object for the same op once an older definition of it is collected.
+        # Ops are compared by name: torch may return another object for the same op once the garbage collector has freed
+        # an older definition of it.
         if (
             entry.inputs != inputs
             or entry.product != product
@@ -533,4 +565,5 @@ class RecomputeError(FastacError, CheckpointError):
     """A recompute that differs from the forward. Code that expects torch's CheckpointError catches it."""
 
     def __reduce__(self) -> Any:
-        return RecomputeError, self.args, self.__dict__  # whatever else it is an instance of (fastac.engine.region)
+        # `fastac.engine.region` raises subclasses that are made on the spot, and cannot be pickled.
+        return RecomputeError, self.args, self.__dict__
