@@ -1,9 +1,11 @@
 """checkpoint(function, *args, policy=...): one call of a block under checkpointing.
 
-Life of one call: `checkpoint` opens a `Region` (engine/region.py) with a `Tape` of what the policy saves
-(engine/tape.py); the forward runs in both. Then its calls are compared with those of the first region of its kind,
-which is observed, and judged by `fastac.diagnosis`. Backward recomputes in the region and needs nothing of this module.
-`patch_checkpoint` replaces torch's function where code calls it by name.
+Life of one call: `checkpoint` opens a `Region` (engine/region.py) with a `Tape` that stores what the policy saves
+(engine/tape.py), and runs the forward in both. There are two ways to run it. The first region of a kind is *observed*:
+`fastac.diagnosis` looks at every op for attention that could not be saved. Later regions of the kind are *expected* to
+make the same calls. Backward then needs only the region, and nothing of this module.
+
+`patch_checkpoint` replaces torch's function in all modules that call it by name.
 """
 
 from __future__ import annotations
@@ -87,14 +89,13 @@ def checkpoint(
             decorator is returned.
         policy: "attn_only", "long_attn_only", "full", "none" or a fastac.Policy.
         preserve_rng_state, early_stop: as in torch's function.
-        determinism_check: "default" compares recompute with the forward: shapes, dtypes and versions of weights in
-            every step; values in the steps 0, 1, 2, 4, 8, ... of a block and, where the policy saves something, in
-            the first region of a kind, unless preserve_rng_state=False. "none" compares only the number of tensors
-            that are saved.
-        respect_saved_tensors_hooks: True passes what is saved to the saved_tensors_hooks around the call, such as
+        determinism_check: "default" compares recompute with the forward. In every step: shapes, dtypes and versions
+            of weights. In steps 0, 1, 2, 4, 8, ... of a block: values too. Values are not compared with
+            preserve_rng_state=False. "none" compares only the number of tensors that are saved.
+        respect_saved_tensors_hooks: True passes saved outputs to the saved_tensors_hooks around the call, such as
             torch.autograd.graph.save_on_cpu, as torch 2.14 does under selective checkpointing.
         use_reentrant, context_fn: any value but the default is refused.
-        debug: torch's debug mode, for policy "full" alone.
+        debug: torch's debug mode, only for policy "full".
 
     Returns:
         The outputs of the function.
@@ -173,10 +174,10 @@ def _run_without_region(function: Any, args: Any, kwargs: Any, policy: Policy, o
     return function(*args, **kwargs)  # without gradients there is nothing to recompute
 
 
-def check_determinism(call: str, given: str) -> None:
-    """Raise FastacError for an unknown `determinism_check`. call: the public function that was given it."""
-    if given not in ("default", "none"):
-        raise FastacError(f'{call}(determinism_check={given!r}): there are "default" and "none".')
+def check_determinism(call: str, determinism_check: str) -> None:
+    """Raise FastacError for an unknown `determinism_check`. call: the public function that got it."""
+    if determinism_check not in ("default", "none"):
+        raise FastacError(f'{call}(determinism_check={determinism_check!r}): there are "default" and "none".')
 
 
 def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -188,7 +189,7 @@ def _decorated(function: Callable[..., Any], **options: Any) -> Callable[..., An
 
 
 def _is_captured() -> bool:
-    """Whether a CUDA graph is captured, in which nothing can be read from the device."""
+    """Whether a CUDA graph is being captured. During a capture nothing can be read from the device."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -204,18 +205,20 @@ class _RegionCall:
         self.policy = policy
         self.block = block_of(function)
         self.state = kinds.state_of_function(function) if self.block is None else state_of(self.block)
-        # A closure is a new function in each call. What is observed is noted at the block that it holds.
+        # The state that knows which kinds are watched. A closure is a new function in each call: then it is the state
+        # of the block that the closure holds.
         self.observed_state = self.state
 
     def run(self, hooks: Hooks | None, preserve_rng_state: bool, determinism_check: str, early_stop: bool) -> Any:
         """Run the forward in a region. Returns the outputs. Raises PolicyNotAppliedError."""
         function, policy, state = self.function, self.policy, self.state
-        is_nested = torch_private.in_backward()  # in the recompute of another region: is itself no step
+        # In the recompute of another region. It does not begin a step, and its own backward comes at once.
+        is_nested = torch_private.in_backward()
         is_sampled = not is_nested and state.begin_region() and not _is_captured()
         tape = observation = stash = None
-        if is_nested and policy.saves_nothing:  # else the tape raises
+        if is_nested and policy.saves_nothing:  # under other policies the tape raises
             diagnosis.warn_of_reentrant(function, policy)
-        if policy.offload and not is_nested:  # whose backward comes at once
+        if policy.offload and not is_nested:
             stash = Stash(policy, function, state, (*self.args, *self.kwargs.values()))
         if not policy.saves_nothing:
             self.kind = self._kind()
@@ -262,7 +265,8 @@ class _RegionCall:
         if held:
             self.observed_state = state_of(held[0])
         key = (policy, signature(self.args), signature(self.kwargs) if self.kwargs else None, *map(type, held))
-        if self.block is not None and state.kind is not None and state.key == key:  # cheaper than hashing the key
+        # Comparing keys costs less than hashing one.
+        if self.block is not None and state.kind is not None and state.key == key:
             return state.kind
         kind = kinds.kind_of(function, key)
         if kind.first is None:
@@ -284,11 +288,12 @@ class _RegionCall:
         linear.attach(block, self.policy)
 
     def _run_observed(self, region: Region, tape: Tape, observation: Observation) -> Any:
-        """Run a region that is the first of its kind, or watched. Raises PolicyNotAppliedError for hidden attention."""
+        """Run the first region of a kind, or one that is watched. Raises PolicyNotAppliedError for hidden attention."""
         outputs = region.forward(self.args, observation)
         result = observation.result(outputs)
         graphs.watch(observation.nodes, self.policy)
-        if observation.late:  # the region could not save what its library called
+        if observation.late:
+            # A library was loaded inside the region, which could not save its attention. The next one is observed.
             prepare()
             where, op = describe(self.function), observation.late[0]
             logger.warning("%s: the library of %s was loaded just now; saved from the next region on", where, op)
@@ -309,7 +314,7 @@ class _RegionCall:
         first = self.kind.first
         assert first is not None
         result = first
-        # A function that is not a block may call another compiled graph each time, for another layer.
+        # A plain function can run a different layer, and so a different compiled graph, in each call.
         compilations = graphs.time()
         if compilations != self.state.compilations_seen if self.block is not None else compilations > 0:
             graphs.watch(nodes_between(outputs, (self.args, self.kwargs)), self.policy)
@@ -318,7 +323,8 @@ class _RegionCall:
             raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.attention_calls))
         if not tape.made_the_calls_of(first):
             result = tape.result(first.compiled, first.writing)
-            if result.count < first.count and first.compiled:  # a second run may communicate
+            if result.count < first.count and first.compiled:
+                # Compiled code can only be observed by running it again, and ranks may communicate in it.
                 diagnosis.warn_of_fewer(self.function)
             elif result.count < first.count:
                 self.observed_state.watch(self.kind)
@@ -340,8 +346,9 @@ class _RegionCall:
         saved = sum(call.saved for call in result.calls)
         where = describe(self.function)
         logger.info("%s: %d attention calls, %d saved by %s (%s)", where, len(result.calls), saved, self.policy, ops)
-        enabled = self.block is not None and self.state.name  # then its model checks all of its blocks
-        if enabled or saved or result.products or (tape.communication is not None and tape.communication.saved):
+        # A model that was enabled checks all of its blocks together.
+        is_enabled = self.block is not None and bool(self.state.name)
+        if is_enabled or saved or result.products or (tape.communication is not None and tape.communication.saved):
             return
         if result.calls:
             kinds.warn_once(self.function, "nothing", f"{where}: {self.policy} saves nothing in it: {ops} ran")
@@ -384,7 +391,7 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
 
         @functools.wraps(torch_checkpoint)
         def patched(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_on:  # the name was copied while it was on
+            if not self._is_on:  # somebody copied the function while it was on
                 return torch_checkpoint(function, *args, **kwargs)
             if "context_fn" in kwargs and torch_private.is_abstract(args):
                 raise FastacError(
@@ -412,7 +419,7 @@ def _replace(old: object, new: object) -> list[str]:
     """Replace a function in every module that has it. Returns its names."""
     replaced = []
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "fastac":  # it calls torch's own
+        if name.partition(".")[0] == "fastac":  # fastac calls torch's own function
             continue
         for attribute, value in list(getattr(module, "__dict__", {}).items()):
             if value is old:

@@ -1,6 +1,6 @@
-"""Tells the block that a checkpointed function runs: it may be a module, a method of one, or any other callable.
+"""Finds the block that a checkpointed function runs: the function may be a module, a method, or any other callable.
 
-The `BlockState` of a block is an attribute of the block, and is copied and pickled with it.
+What is known of a block, its `BlockState`, is an attribute of the block, and is copied and pickled with it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from fastac.engine.transport import Transfers
 
 MANY = 256
-"""Input signatures that are remembered for a block's class. With more of them, all are forgotten."""
+"""So many kinds are remembered for a block class. With more of them, all are forgotten."""
 
 _STATE = "_fastac_state"
 _RUNS_ITS_BLOCK = ("__call__", "_wrapped_call_impl", "forward", "new_forward")
-"""The last one is a partial by which hooks of diffusers before 0.40 replace a forward."""
+"""Names of functions that run the block that they belong to. Hooks of diffusers before 0.40 replace a forward by a
+partial of `new_forward`."""
 
 
 WATCHED = 8
@@ -129,7 +130,7 @@ def is_inside(name: str, block: str) -> bool:
 
 
 def module_of(function: Any) -> torch.nn.Module | None:
-    """The module that a function is, or is a method of, also where hooks of other libraries wrap it."""
+    """The module that a function is, or whose method it is, also if hooks of other libraries wrap the function."""
     while function is not None:
         is_bound = isinstance(function, functools.partial) and function.args and hasattr(function, "__wrapped__")
         owner = function.args[0] if is_bound else getattr(function, "__self__", function)
@@ -140,14 +141,14 @@ def module_of(function: Any) -> torch.nn.Module | None:
 
 
 def block_of(function: Any) -> torch.nn.Module | None:
-    """The block that a function runs: a module, or its forward. Other methods may run any of several layers."""
+    """The block that a function runs, if it is a module or its forward. Other methods may run any of several layers."""
     if isinstance(function, torch.nn.Module):
         return inside(function)  # type: ignore[no-any-return]
     return module_of(function) if getattr(function, "__name__", "") in _RUNS_ITS_BLOCK else None
 
 
 def state_of(block: torch.nn.Module) -> BlockState:
-    """The state of a block, made if there is none."""
+    """The state of a block. It is made if the block has none."""
     own = vars(block)
     state: BlockState | None = own.get(_STATE)
     if state is None:
@@ -172,18 +173,19 @@ def code_of(function: Any) -> Any:
         if block is not None:
             for name in ("_fsdp_wrapped_module", "_orig_mod"):
                 block = getattr(block, name, block)
-            # `fully_shard` derives a class, and may come after `enable`, which forgets kinds by class.
-            return next(kind for kind in type(block).__mro__ if kind.__name__ == class_name(block))
+            # `fully_shard` derives a class. It may come after `enable`, which forgot the kinds of the original class.
+            return next(cls for cls in type(block).__mro__ if cls.__name__ == class_name(block))
         if isinstance(function, types.MethodType):
             return function.__func__
-        inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)  # partial, decorator
+        # The function inside a partial, or inside a decorator.
+        inner = getattr(function, "func", None) or getattr(function, "__wrapped__", None)
         if inner is None:
             return getattr(function, "__code__", type(function))
         function = inner
 
 
 def modules_run_by(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.nn.Module]:
-    """The module that a function is, or is a method of; else those among its arguments and in what it refers to."""
+    """The module that a function runs. If that is not known: the modules in its arguments and in what it refers to."""
     module = module_of(function)
     if module is not None:
         return [inside(module)]
@@ -192,32 +194,33 @@ def modules_run_by(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]
     levels = _DEPTH
     while values:
         values = values[:_WIDTH]
-        found |= {inside(one): None for one in values if issubclass(type(one), torch.nn.Module)}
-        levels = min(levels - 1, 1) if found else levels - 1  # one level beyond the nearest
-        others = [one for one in values if not issubclass(type(one), _WITHOUT_PARTS)] if levels else []
+        found |= {inside(value): None for value in values if issubclass(type(value), torch.nn.Module)}
+        # Look one level beyond that of the first module.
+        levels = min(levels - 1, 1) if found else levels - 1
+        others = [value for value in values if not issubclass(type(value), _WITHOUT_PARTS)] if levels else []
         values = []
-        for one in others:
-            with contextlib.suppress(Exception):  # objects may answer as they like, and this is a search
-                values += _parts_of(one)
+        for value in others:
+            with contextlib.suppress(Exception):  # an object may raise whatever it likes when its parts are read
+                values += _parts_of(value)
     return list(found)
 
 
 def globals_of(function: Any) -> list[Any]:
-    """What a function, or one that it wraps, uses of its module, without other functions."""
+    """The globals that a function uses, or that a function which it wraps uses, without other functions."""
     found: list[Any] = []
     while function is not None:
         function = function.func if isinstance(function, functools.partial) else function
         codes = [getattr(function, "__code__", None)]
-        codes += [one for one in getattr(codes[0], "co_consts", ()) if isinstance(one, types.CodeType)]
+        codes += [value for value in getattr(codes[0], "co_consts", ()) if isinstance(value, types.CodeType)]
         names = dict.fromkeys(name for code in codes for name in getattr(code, "co_names", ()))
         globals_ = getattr(function, "__globals__", {})
         found += [globals_[name] for name in names if name in globals_]
         function = getattr(function, "__wrapped__", None)
-    return [one for one in found if not isinstance(one, types.FunctionType)]
+    return [value for value in found if not isinstance(value, types.FunctionType)]
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
-    """What a container, a function or an object refers to; nothing of a large container, which holds data."""
+    """The values that a container, a function or an object refers to. A large container is data: none of its values."""
     if issubclass(type(value), _CONTAINERS):
         items = value.values() if isinstance(value, dict) else value
         return items if len(value) <= MANY else ()
@@ -243,13 +246,13 @@ _WITHOUT_PARTS = (
     types.BuiltinFunctionType,
 )
 _DEPTH, _WIDTH = 5, 100
-"""A closure over an object whose list holds a block is the deepest that is searched. Values of one level."""
+"""How many levels are searched (a closure over an object whose list holds a block is found), and values per level."""
 
 
 def modules_in(function: Any) -> list[torch.nn.Module]:
     """The modules that a function holds: in its closure, its defaults, or in a partial."""
-    owners = [one.__self__ if isinstance(one, types.MethodType) else one for one in held_by(function)]
-    return [inside(one) for one in owners if isinstance(one, torch.nn.Module)]
+    owners = [value.__self__ if isinstance(value, types.MethodType) else value for value in held_by(function)]
+    return [inside(owner) for owner in owners if isinstance(owner, torch.nn.Module)]
 
 
 def held_by(function: Any) -> list[Any]:
@@ -263,14 +266,14 @@ def held_by(function: Any) -> list[Any]:
         held += getattr(function, "__defaults__", None) or ()
         held += (getattr(function, "__kwdefaults__", None) or {}).values()
         for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # it is empty
+            with contextlib.suppress(ValueError):  # the cell is empty
                 held.append(cell.cell_contents)
         function = getattr(function, "__wrapped__", None)
     return held
 
 
 def describe(function: Any) -> str:
-    """A block or function in words: the qualified name if `enable` saw it, else its class, or the function's name."""
+    """A block or function in words: its qualified name if `enable` saw it, or its class, or the function's name."""
     while isinstance(function, functools.partial):
         function = function.func
     block = block_of(function)
@@ -291,7 +294,7 @@ def is_compiled(function: Any) -> bool:
 
 
 def signature(value: Any) -> Any:
-    """A key for inputs with which a region makes the same attention calls: shapes, dtypes, flags, structure."""
+    """A key for inputs: shapes, dtypes, flags, structure. Regions with the same key make the same attention calls."""
     if isinstance(value, (tuple, list)):
         return tuple([(shape_of(v), v.dtype) if isinstance(v, torch.Tensor) else signature(v) for v in value])
     if isinstance(value, torch.Tensor):
@@ -300,4 +303,4 @@ def signature(value: Any) -> Any:
         return tuple([(key, signature(item)) for key, item in value.items()])
     if value is None or isinstance(value, (bool, str)):
         return value
-    return type(value)  # a number may change with every step
+    return type(value)  # not the value: a number may change in every step
