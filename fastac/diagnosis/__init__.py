@@ -24,18 +24,18 @@ from fastac.registry import BoundOp
 logger = logging.getLogger("fastac")
 
 MOST_PROBLEMS = 3
-"""How many of them one message names."""
+"""So many problems are named in one message."""
 
 
 def warn_of_fewer(function: Any) -> None:
-    """Warn, once, of compiled code that makes fewer attention calls than it did."""
+    """Warn, once, that compiled code makes fewer attention calls than before."""
     why = "layer drop, a branch, or attention that fastac cannot see"
     said = f"{describe(function)}: compiled, and fewer attention calls than before: {why} (fastac.verify tells)"
     kinds.warn_once(function, "fewer", said)
 
 
 def warn_of_reentrant(function: Any, policy: Policy) -> None:
-    """Warn, once, of a region that a reentrant checkpoint opens in its backward: its forward runs for a third time."""
+    """Warn, once, that a reentrant checkpoint opens a region in its backward, whose forward then runs a third time."""
     node = engine_private.running_node()
     checkpoint = None if node is None else engine_private.function_of(node)
     if checkpoint is not None and not engine_private.in_recompute():
@@ -50,21 +50,21 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
     """Whether a model's forward, which has ended, saved something.
 
     Args:
-        policy: for messages.
-        blocks: with the policy of each.
+        policy: the policy in words, for messages.
+        blocks: each block, with its policy.
 
     Raises:
         PolicyNotAppliedError: regions ran, and nothing was saved in any.
     """
     states = [state for state in map(known_state, blocks) if state is not None]
     results = [state.latest for state in states if state.latest is not None]
-    ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for one in results for call in one.calls))
-    saved = any(one.products or any(call.saved for call in one.calls) for one in results) or any(
+    ran = ", ".join(dict.fromkeys(f"{call.op} over {call.keys} keys" for result in results for call in result.calls))
+    saved = any(result.products or any(call.saved for call in result.calls) for result in results) or any(
         state.communication is not None and state.communication.saved for state in states
     )
-    if not ran and any(one.saves(sys.maxsize) for one in blocks.values()):
-        saved = False  # attention was to be saved, and none was seen
-    if results and not saved and not any(one.compiled for one in results):
+    if not ran and any(block_policy.saves(sys.maxsize) for block_policy in blocks.values()):
+        saved = False  # the policy saves attention, and none was seen
+    if results and not saved and not any(result.compiled for result in results):
         raise PolicyNotAppliedError(
             f"{policy}: {'nothing' if ran else 'no attention'} is saved in any block of {class_name(model)}.\n"
             f"Attention in its blocks: {ran or 'none seen (linear, in small ops, or a kernel without a row)'}.\n"

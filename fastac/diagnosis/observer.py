@@ -1,4 +1,4 @@
-"""Watches the first region of a kind: attention that no row covers, where it is called, and why it cannot be saved."""
+"""A dispatch mode that sees every op of a region: attention without a row, where it is called, why it is not saved."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class SmallOps:
 
     module: str  # its name in the block
     keys: int
-    cause: str  # "" where it does not show
+    cause: str  # "" if it does not show
 
 
 class PassThrough(TorchDispatchMode):
-    """A mode that does nothing: for the recompute of a region that was watched.
+    """A mode that does nothing, for the recompute of a region that was observed.
 
-    Some functions of torch take another path while any mode is open, such as ctc_loss. Compiled code inside keeps
-    running compiled, and reaches the tape by itself.
+    Some functions of torch take another path while any mode is open, such as ctc_loss. Compiled code inside stays
+    compiled, and its ops reach the tape without the mode.
     """
 
     supports_higher_order_operators = True
@@ -55,20 +55,30 @@ class PassThrough(TorchDispatchMode):
 
 
 class Observer(PassThrough):
-    """Watches a region's forward for attention calls that no row covers. It changes nothing."""
+    """Watches a region's forward for attention calls without a row. It changes nothing."""
 
     def __init__(self, module: torch.nn.Module | None, inputs: Any, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
+        # Attention that ran as small ops.
         self.small: list[SmallOps] = []
-        self.unknown: dict[Op, str] = {}  # ops that look like attention and have no row, and the line that registers it
-        self.foreign: dict[Op, str] = {}  # ops that are not torch's and have no row, and the module that called each
-        self.ops: set[str] = set()  # that ran, as torch.library names their autograd nodes
-        self.elsewhere: list[str] = []  # sentences on attention that was called where no region is open
-        self.silent: list[str] = []  # attention modules that ran, and in which no attention was seen
-        self.late: list[str] = []  # ops with a row whose library was loaded during this forward
-        self.writing = 0  # collectives that wrote a buffer, except FSDP's own
-        self.flops = self.saved_flops = 0  # of all ops, and of the attention that the policy saves
+        # Ops that look like attention and have no row, with the line of code that registers a row.
+        self.unknown: dict[Op, str] = {}
+        # Ops that are not torch's and have no row, with the module that called each.
+        self.foreign: dict[Op, str] = {}
+        # The ops that ran, by the name that torch.library gives their autograd nodes.
+        self.ops: set[str] = set()
+        # Sentences on attention that was called outside the region.
+        self.elsewhere: list[str] = []
+        # Attention modules that ran, and in which no attention was seen.
+        self.silent: list[str] = []
+        # Ops with a row whose library was loaded during this forward.
+        self.late: list[str] = []
+        # Number of collectives that wrote a buffer, except FSDP's own.
+        self.writing = 0
+        # FLOPs of all ops, and of the attention that the policy saves.
+        self.flops = self.saved_flops = 0
+        # Attention ops that were called, to be compared with those that the tape got.
         self._called: list[BoundOp] = []
         self._coarse: list[int] = []
         self._module = module
@@ -77,8 +87,10 @@ class Observer(PassThrough):
         self._softmax_attention = SoftmaxAttention(tensors)
         self._thread = 0
         self._handles: list[Any] = []
-        self._modules: list[tuple[str, int]] = []  # names of running modules, and how much had been seen before each
-        self._added: Any = None  # by the last addition: perhaps a mask, to scores
+        # Names of the modules that run now, and how many attention calls had been seen before each.
+        self._modules: list[tuple[str, int]] = []
+        # What the last addition added: perhaps a mask, to scores.
+        self._added: Any = None
 
     def __enter__(self) -> Observer:
         self._thread = threading.get_ident()
@@ -93,9 +105,9 @@ class Observer(PassThrough):
         engine.listeners.remove(self._outside)
         while self._handles:
             self._handles.pop().remove()
-        self._added, self._roots = None, []  # they hold tensors
+        self._added, self._roots = None, []  # these hold tensors
         coarse = coarse_numbers(self._coarse)
-        self.small = [one for one in self.small if one.keys not in coarse]
+        self.small = [call for call in self.small if call.keys not in coarse]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
@@ -158,7 +170,7 @@ class Observer(PassThrough):
     def _flops_of(self, op: Any, args: Sequence[Any], outputs: Any, kwargs: Mapping[str, Any]) -> int:
         try:
             return flops.of_call(op, args, kwargs, outputs)
-        except Exception as error:  # noqa: BLE001 of a formula of somebody else's: it costs a figure of the report, not the step
+        except Exception as error:  # noqa: BLE001 somebody else's formula costs a figure of the report, not the step
             kinds.warn_once(
                 op,
                 f"FLOPs of {op}",
@@ -168,7 +180,7 @@ class Observer(PassThrough):
             return 0
 
     def passed_by(self) -> list[str]:
-        """Attention ops that were called and did not arrive at the region."""
+        """Attention ops that were called, and whose call the tape did not get."""
         arrived = {op.qualified_name for op, _ in self.tape.attention_calls}
         return [op.name for op in self._called if op.qualified_name not in arrived]
 
@@ -194,7 +206,7 @@ class Observer(PassThrough):
         return self._modules[-1][0] if self._modules else ""
 
     def _why_decomposed(self, scores: torch.Tensor) -> str:
-        """Why torch took no fused kernel; "" where that shows in what runs next, or not at all."""
+        """Why torch took no fused kernel; "" if that shows in the next ops, or not at all."""
         cuda: Any = torch.backends.cuda
         if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()):
             return 'the math kernel is forced (SDPBackend.MATH, backend "_native_math" or torch.backends)'
@@ -207,7 +219,7 @@ class Observer(PassThrough):
         return ""
 
     def _outside(self, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """An attention ran where no region is open: in the kernel of another op, or in another thread."""
+        """Listener: an attention runs outside the region, in the kernel of another op, or in another thread."""
         elsewhere = threading.get_ident() != self._thread and leads_to(args, self._roots)
         if elsewhere and self.tape.policy.saves(op.keys(args, kwargs)):
             self.elsewhere.append(

@@ -15,9 +15,9 @@ class Call:
     keys: int
     saved: bool
     saved_bytes: int
-    """Bytes of memory that its kept outputs hold; 0 when it is recomputed."""
+    """Bytes of memory that its stored outputs hold; 0 if it is recomputed."""
     extra_bytes: int = 0
-    """Of saved_bytes, those that only the backward of an opaque kernel needs."""
+    """The part of `saved_bytes` that only the backward of an opaque kernel needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,25 +30,25 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class RegionResult:
-    """Calls of the forward of one region, and bytes that it keeps."""
+    """The calls that the forward of one region made, and the bytes that it holds until backward."""
 
     attention_calls: tuple[tuple[BoundOp, int], ...]
     """Attention calls in order, op and number of keys. Later regions of the kind are compared with them."""
     calls: tuple[Call, ...]
-    """The same calls."""
+    """The same calls, with what was saved of them."""
     products: tuple[Product, ...] = ()
     choice_bytes: int = 0
     """Bytes that the choices of sparse attention hold."""
     compiled: bool = False
-    """It ran code that torch.compile made."""
+    """The region ran code that torch.compile made."""
     unknown: tuple[str, ...] = ()
-    """Ops and autograd.Functions that run again and that fastac does not know, where the region was watched."""
+    """Ops and autograd.Functions that run again and that fastac does not know, if the region was observed."""
     writing: int = 0
-    """Collectives that wrote a buffer of their caller, where the region was watched."""
+    """Number of collectives that wrote a buffer of their caller, if the region was observed."""
     flops: int = 0
-    """Of the forward; 0 where it was not watched."""
+    """FLOPs of the forward; 0 if the region was not observed."""
     saved_flops: int = 0
-    """Of these, of the attention that is saved."""
+    """The part of `flops` that the saved attention takes."""
 
     @property
     def ops(self) -> tuple[BoundOp, ...]:
