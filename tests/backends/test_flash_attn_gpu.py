@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 from fastac import Policy
 from tests import support
 from tests.backends import flash_on_cpu, groups, packages
-from tests.conftest import as_in_a_fresh_process
 from tests.distributed import ranks
 from tests.engine.simulated import simulated
 from tests.support import AttentionBlock, AttentionStack, assert_same, stack, train_step
@@ -85,6 +84,9 @@ def forward_kernels(run: Callable[[], object], device: str) -> int:
 
 def assert_parity(library: str, way: str, dim: int, device: str) -> None:
     """Outputs and gradients of no checkpointing, bit for bit. Dropout in the blocks follows that in the kernel."""
+    if device == "cpu":
+        packages.use(library)
+        getattr(flash_on_cpu, library)()
     attend, width = attention(importlib.import_module(MODULES[library]), way), HEADS * dim
     generator = torch.Generator().manual_seed(1)
     given = {
@@ -108,25 +110,27 @@ def assert_parity(library: str, way: str, dim: int, device: str) -> None:
                 assert model.blocks[0]._fastac_record.transfers.host_bytes > 0
 
 
-@pytest.mark.gpu
+@pytest.fixture(scope="module")
+def process_of() -> Iterator[Callable[[str], ranks.Pool]]:
+    """A process for a library. In this one diffusers and other tests would find a package without its CUDA part."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def process(library: str) -> ranks.Pool:
+            pool = ranks.Pool(world=1)
+            stack.callback(pool.close)
+            return pool
+
+        yield process
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("library", "way", "dim"), CASES)
-def test_parity(library: str, way: str, dim: int) -> None:
-    pytest.importorskip(MODULES[library], reason=f"not covered: no {library} here", exc_type=ImportError)
-    assert_parity(library, way, dim, "cuda")
-
-
-def assert_parity_on_a_cpu(library: str) -> None:
-    packages.use(library)
-    getattr(flash_on_cpu, library)()
-    for name, way, dim in CASES:
-        if name == library:
-            with as_in_a_fresh_process():
-                assert_parity(library, way, dim, "cpu")
-
-
-@pytest.mark.parametrize("library", MODULES)
-def test_parity_on_a_cpu(library: str) -> None:
-    """Not in this process, where diffusers and other tests would find a package without its CUDA part."""
-    if absent := groups.not_here([library], groups.REQUIRED):
+def test_parity(library: str, way: str, dim: int, device: str, process_of: Callable[[str], ranks.Pool]) -> None:
+    if device == "cuda":
+        pytest.importorskip(MODULES[library], reason=f"not covered: no {library} here", exc_type=ImportError)
+        assert_parity(library, way, dim, device)
+    elif absent := groups.not_here([library], groups.REQUIRED):
         pytest.skip("\n".join(absent))
-    ranks.results(ranks.outcomes(assert_parity_on_a_cpu, library, world=1))
+    else:
+        ranks.results(process_of(library).call(assert_parity, (library, way, dim, device), ranks.PATIENCE))
