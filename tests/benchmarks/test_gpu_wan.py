@@ -143,7 +143,7 @@ def run(gpu_wan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 def test_all_of_it_in_miniature(
     gpu_wan: Any, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    some = {"short": ("torch SAC, by name",), "compiled": ("torch full", "attn_only", "attn_only, offload")}
+    some = {"short": ("torch full", "none"), "compiled": ("torch full", "attn_only", "attn_only, offload")}
     cases = [dataclasses.replace(case, rounds=min(case.rounds, 1)) for case in gpu_wan.CASES]
     cases = [dataclasses.replace(case, ways=some.get(case.name, case.ways)) for case in cases]
     monkeypatch.setattr(gpu_wan, "CASES", tuple(cases))
@@ -162,7 +162,7 @@ def test_all_of_it_in_miniature(
         assert all(0 < forward < step for row in case["rows"] for forward, step in zip(*times(row), strict=True))
         assert case["rows"][0]["relative"] == 1
     long, short, compiled, lora = ({row["way"]: row for row in case["rows"]} for case in found["cases"])
-    assert set(short) == {"torch SAC, by name"}
+    assert set(short) == {"torch full", "none"}
 
     attention = {way: row["attention_kernels"] for way, row in long.items() if not way.startswith("plan ")}
     assert attention == {"torch full": 12, "full": 12, "none": 6} | {
