@@ -136,7 +136,7 @@ def verify_faulty(fault: str, name: str, seed: int) -> None:
         fastac.verify(model, **inputs)
 
 
-@pytest.mark.parametrize("name", ROUNDINGS)
+@pytest.mark.parametrize("name", ["at random", "one in 10,000"])
 def test_a_healthy_model_passes(name: str) -> None:
     results = [verify_healthy(name, seed) for seed in range(2)]
     assert not any(result.broken for result in results)
@@ -149,8 +149,9 @@ def test_a_healthy_model_passes(name: str) -> None:
         assert cell.startswith(f"within the noise of {result.runs} runs (")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["3 % off, attention", "a dropout mask drawn anew", "a LoRA scale that was reset"])
 def test_a_fault_is_seen(fault: str) -> None:
+    """The others, and many more of each, below."""
     verify_faulty(fault, "at random", seed=list(FAULTS).index(fault))
 
 
