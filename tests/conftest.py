@@ -44,8 +44,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "ROWS", registry.rows())  # no warning of rows of other tests, whose ops are gone
     monkeypatch.setenv("COLUMNS", "200")  # nothing in tables is folded, whatever the tests run in
+    monkeypatch.setattr(gc, "unfreeze", unfreeze)
+    freeze_imported()
     with as_in_a_fresh_process():
         yield
+
+
+_imported = 0
+_unfreeze = gc.unfreeze
+
+
+def freeze_imported() -> None:
+    """Collections of garbage skip what was imported, a million objects: hundreds of tests collect several times."""
+    global _imported
+    if len(sys.modules) > _imported:
+        _imported = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def unfreeze() -> None:
+    """As `bench` does, which ends with nothing frozen: the next test freezes again."""
+    global _imported
+    _imported = 0
+    _unfreeze()
 
 
 @contextmanager

@@ -16,6 +16,11 @@ def slow(*cases: Any) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
+def soak(*cases: Any) -> list[Any]:
+    """Parameters of a test whose faults other cases see: before a release, outside CI."""
+    return [pytest.param(case, marks=pytest.mark.soak) for case in cases]
+
+
 def quick(names: Iterable[Any], *of: Any) -> list[Any]:
     """Parameters of a test: names, all of them slow but for some. A name that there is not would leave none."""
     names = list(names)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import importlib
 import json
 import os
@@ -386,6 +387,7 @@ def serve() -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # paths print
+    gc.freeze()  # forks do not look at it, nor copy it
     for line in sys.stdin:
         if (child := os.fork()) == 0:
             print(json.dumps(problem_of(line.strip())), file=answers, flush=True)

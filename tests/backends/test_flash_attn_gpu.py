@@ -1,6 +1,6 @@
 """Real flash-attn 2 and 3 on a Hopper GPU, where they are installed: one forward kernel per call, equal gradients.
 
-On a CPU their real Python layers run over kernels of tests/backends/flash_on_cpu.py, each case in a process of its own.
+On a CPU their real Python layers run over kernels of tests/backends/flash_on_cpu.py, each library in its own process.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -110,13 +110,27 @@ def assert_parity(library: str, way: str, dim: int, device: str) -> None:
                 assert model.blocks[0]._fastac_state.transfers.host_bytes > 0
 
 
+@pytest.fixture(scope="module")
+def process_of() -> Iterator[Callable[[str], ranks.Pool]]:
+    """A process for a library. In this one diffusers and other tests would find a package without its CUDA part."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def process(library: str) -> ranks.Pool:
+            pool = ranks.Pool(world=1)
+            stack.callback(pool.close)
+            return pool
+
+        yield process
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("library", "way", "dim"), CASES)
-def test_parity(library: str, way: str, dim: int, device: str) -> None:
+def test_parity(library: str, way: str, dim: int, device: str, process_of: Callable[[str], ranks.Pool]) -> None:
     if device == "cuda":
         pytest.importorskip(MODULES[library], reason=f"not covered: no {library} here", exc_type=ImportError)
         assert_parity(library, way, dim, device)
     elif absent := groups.not_here([library], groups.REQUIRED):
         pytest.skip("\n".join(absent))
-    else:  # not in this process, where diffusers and other tests would find a package without its CUDA part
-        ranks.results(ranks.outcomes(assert_parity, library, way, dim, device, world=1))
+    else:
+        ranks.results(process_of(library).call(assert_parity, (library, way, dim, device), ranks.PATIENCE))

@@ -25,6 +25,7 @@ from tests.compiled.steps import (
     train,
 )
 from tests.compiler import compiled_so_far, reset
+from tests.hook.hosts import diffuser
 from tests.marks import NEEDS_COMPILED_MODELS, needs_diffusers
 from tests.support import assert_same, dropping_out, math_kernel, stack, stack_inputs, train_step, written_out
 
@@ -157,7 +158,7 @@ class Around(torch.nn.Module):
 
 def test_gradient_checkpointing_enabled_again_without_fastac() -> None:
     """Inside another compiled module, the hook of fastac on the model is traced."""
-    model, inputs = support.build("WanTransformer3DModel")
+    model, inputs = diffuser(), stack_inputs()
     fastac.enable(model)
     called = compile_whole(Around(model), "aot_eager")
     model.enable_gradient_checkpointing()

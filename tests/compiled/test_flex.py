@@ -187,8 +187,17 @@ def test_inductors_own_kernel() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize("way", ["blocks", "alone"])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [  # soak: its attention is seen in blocks, its way with other attentions
+        *(("blocks", name) for name in ATTENTIONS),
+        *(("alone", name) for name in ("two shapes", "behind a graph break")),
+        *(
+            pytest.param("alone", name, marks=pytest.mark.soak)
+            for name in ("plain", "block mask", "score mod with a tensor")
+        ),
+    ],
+)
 def test_a_step(way: str, name: str, device: str) -> None:
     """On a GPU by inductor's Triton kernels, forward and backward."""
     attend, calls = ATTENTIONS[name][0](device), ATTENTIONS[name][1]

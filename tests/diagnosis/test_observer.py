@@ -385,9 +385,10 @@ def test_every_case_trains() -> None:
 
 
 def test_ops_of_torch() -> None:
+    """Some of them; `make soak` takes all."""
     counts: Counter[str] = Counter()
-    ops = [op for op in torch_data()[0] if op.full_name not in OTHER_PATH | AT_TIMES][::12]
+    ops = [op for op in torch_data()[0] if op.full_name not in OTHER_PATH | AT_TIMES][::36]
     wrong = [line for op in ops for line in changes_of_op(op, (torch.float32, torch.complex64), 2, MODES, counts)]
     assert not wrong, "\n".join(wrong)
-    assert counts["ops"] > 50
-    assert counts["exact"] > 500
+    assert counts["ops"] > 15
+    assert counts["exact"] > 150

@@ -12,6 +12,7 @@ import dataclasses
 import datetime as dt
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -166,6 +167,7 @@ def _processes(backend: str) -> Any:
 
 def _serve(connection: Connection, rank: int, world: int, store: str, timeout: float, backend: str) -> None:
     """Call what comes until nothing does."""
+    gc.freeze()  # what the server has loaded
     stderr = os.open(Path(store).parent / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(stderr, 2)
     faulthandler.enable()  # for where a rank was that is aborted

@@ -21,7 +21,7 @@ def test_parity(case: str) -> None:
     (name,) = packages.DIFFUSERS[case]
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-k", FAMILIES]
     environment = {**os.environ, "PYTHONPATH": str(packages.place(name))}
-    command.append("tests/models/test_parity.py")
+    command.append("tests/models/test_parity.py::test_parity")
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout
     assert f"diffusers {packages.PACKAGES[name].version} has no WanAnimate2" in done.stdout, "another one ran"

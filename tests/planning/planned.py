@@ -38,6 +38,11 @@ def tiny(
 
 
 @functools.cache
+def plan_of(name: str) -> fastac.Plan:
+    return fastac.plan(*tiny(name))
+
+
+@functools.cache
 def forecast_of(name: str) -> Forecast:
     return Forecast(fake_model(*tiny(name)))
 
@@ -79,13 +84,11 @@ def live(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
     return held, meter.peak
 
 
-def allocated(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of the allocator: still allocated after the forward, and the most of a step."""
+def allocated(model: torch.nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Bytes of the allocator that are still allocated after the forward."""
     step(model, inputs)  # what is built once is built now
     clear(model, inputs)
-    held = allocated_bytes(lambda: model(**inputs)).held
-    clear(model, inputs)
-    return held, allocated_bytes(lambda: step(model, inputs)).peak
+    return allocated_bytes(lambda: model(**inputs)).held
 
 
 def counted_flops(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, int]:

@@ -58,7 +58,7 @@ def test_prediction_is_measurement(name: str, monkeypatch: pytest.MonkeyPatch) -
     half = of_first(list(found.fake_model.blocks), len(found.fake_model.blocks) // 2, "attn_only")
     for policy in (*POLICIES, half):
         plan, mine = found.plan(policy), planned.under(model, policy)
-        (held, _), (held_seen, peak_seen) = planned.allocated(mine, inputs), planned.live(mine, inputs)
+        held, (held_seen, peak_seen) = planned.allocated(mine, inputs), planned.live(mine, inputs)
         states = GENERATOR_STATE * sum(
             found.policies(policy)[block_name(one)].checkpoints for one in found.full.candidates
         )
@@ -99,12 +99,12 @@ def test_a_block_that_is_called_twice() -> None:
     found = Forecast(fake_model(model, inputs, "blocks"))
     assert list(found.full.candidates)[-1] == "blocks.1#2"
     assert len(found.outputs()["blocks.1"]) == 2 * len(found.outputs()["blocks.0"])
-    full, _ = planned.allocated(planned.under(model, "full", blocks="blocks"), inputs)
+    full = planned.allocated(planned.under(model, "full", blocks="blocks"), inputs)
     for policy in ("full", "attn_only", ALL_LINEAR):
         mine = planned.under(model, policy, blocks="blocks")
         planned.step(mine, inputs)
         # of what is kept of Linear modules since torch 2.15, a copy, the allocator alone knows
-        assert found.plan(policy).saved_bytes == planned.allocated(mine, inputs)[0] - full
+        assert found.plan(policy).saved_bytes == planned.allocated(mine, inputs) - full
         if WHOLE_PRODUCT or policy is not ALL_LINEAR:
             assert found.plan(policy).held_bytes - 4 * GENERATOR_STATE == planned.live(mine, inputs)[0]
 
@@ -117,7 +117,7 @@ def test_blocks_before_all_that_is_trained_keep_nothing() -> None:
     assert [len(outputs) > 0 for outputs in found.outputs().values()] == [False, False, True, True]
     for policy in ("full", "attn_only"):
         mine = planned.under(model, policy, blocks="blocks")
-        assert found.plan(policy).held_bytes == planned.allocated(mine, inputs)[0]
+        assert found.plan(policy).held_bytes == planned.allocated(mine, inputs)
 
 
 # What is chosen for a number of bytes

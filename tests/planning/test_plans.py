@@ -22,7 +22,7 @@ from fastac.policy import Policy
 from tests.hook.hosts import CheckpointsItself, diffuser
 from tests.model_state import state_of
 from tests.planning import planned
-from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, WAN, stack_inputs, tiny
+from tests.planning.planned import COGVIDEOX, HUNYUAN_VIDEO, WAN, plan_of, stack_inputs, tiny
 from tests.support import AttentionStack, stack
 
 # States
@@ -66,13 +66,13 @@ def test_two_blocks_are_gathered_and_one_gradient() -> None:
 def test_what_is_within_holds_no_more(name: str) -> None:
     """As it was planned, measured under `enable` with that mapping; gradients are those without checkpointing."""
     model, inputs = tiny(name)
-    plan = fastac.plan(model, inputs)
+    plan = plan_of(name)
     saved = next(one.saved_bytes for one in plan.policies if one.policy == "attn_only")
-    least, _ = planned.allocated(planned.under(model, "full"), inputs)
+    least = planned.allocated(planned.under(model, "full"), inputs)
     for limit in (saved // 2, 2 * saved):
         chosen = plan.within(limit)
         assert any(not policy.saves_nothing for policy in chosen.values())
-        held, _ = planned.allocated(planned.under(model, chosen), inputs)
+        held = planned.allocated(planned.under(model, chosen), inputs)
         expected = plan.forecast.plan(chosen)
         assert held - least == expected.saved_bytes <= limit
     assert str(fastac.verify(model, **inputs, policy=chosen))
@@ -82,7 +82,7 @@ def test_what_is_within_holds_no_more(name: str) -> None:
 
 
 def test_within_takes_bytes_as_people_write_them(caplog: pytest.LogCaptureFixture) -> None:
-    plan = fastac.plan(*tiny(WAN))
+    plan = plan_of(WAN)
     assert plan.within("20KiB") == plan.within(20 * 1024)
     assert {policy.linear for policy in plan.within("20KiB", linear=False).values()} == {()}
     offloading = plan.within("20KiB", offload=True)
@@ -201,7 +201,7 @@ def test_a_plan_leaves_inputs_that_the_model_changes() -> None:
 def test_a_model_without_weights() -> None:
     """On the device meta, inputs and all: the figures are the same."""
     model, inputs = tiny(COGVIDEOX)
-    expected = fastac.plan(model, inputs)
+    expected = plan_of(COGVIDEOX)
     shapes = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
     found = fastac.plan(model.to("meta"), shapes)
     assert found == expected
@@ -211,7 +211,7 @@ def test_a_model_without_weights() -> None:
 def test_a_model_that_is_enabled() -> None:
     """What is enabled on it is neither planned nor lost, before its first step and after others."""
     model, inputs = tiny(WAN)
-    expected = fastac.plan(model, inputs)
+    expected = plan_of(WAN)
     fastac.enable(model, expected.within("20KiB"))
     for _ in range(2):
         assert fastac.plan(model, inputs) == expected
@@ -220,7 +220,7 @@ def test_a_model_that_is_enabled() -> None:
 
 
 def test_what_a_plan_says() -> None:
-    found = fastac.plan(*tiny(WAN))
+    found = plan_of(WAN)
     assert found.subject == WAN
     assert found.inputs.startswith("hidden_states (1, 4, 2, 16, 16), timestep (1,)")
     saved, relative = zip(*found.frontier, strict=True)

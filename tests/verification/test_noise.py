@@ -136,7 +136,7 @@ def verify_faulty(fault: str, name: str, seed: int) -> None:
         fastac.verify(model, **inputs)
 
 
-@pytest.mark.parametrize("name", ROUNDINGS)
+@pytest.mark.parametrize("name", ["at random", "one in 10,000"])
 def test_a_healthy_model_passes(name: str) -> None:
     results = [verify_healthy(name, seed) for seed in range(2)]
     assert not any(result.broken for result in results)
@@ -149,8 +149,9 @@ def test_a_healthy_model_passes(name: str) -> None:
         assert cell.startswith(f"within the noise of {result.runs} runs (")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["3 % off, attention", "a dropout mask drawn anew", "a LoRA scale that was reset"])
 def test_a_fault_is_seen(fault: str) -> None:
+    """The others, and many more of each, below."""
     verify_faulty(fault, "at random", seed=list(FAULTS).index(fault))
 
 
@@ -233,8 +234,7 @@ def modes() -> tuple[Any, ...]:
     return torch.get_deterministic_debug_mode(), fill, torch._inductor.config.deterministic
 
 
-@pytest.mark.parametrize("mode", ["default", "warn"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "mode"), [*((way, "default") for way in WAYS), ("attn_only", "warn")])
 def test_deterministic_kernels_are_compared_bitwise(way: str, mode: str) -> None:
     """Afterwards torch's switches are the user's, also when a fault was found."""
     torch.set_deterministic_debug_mode(mode)
@@ -251,9 +251,17 @@ def test_deterministic_kernels_are_compared_bitwise(way: str, mode: str) -> None
         torch.set_deterministic_debug_mode("default")
 
 
-@pytest.mark.parametrize("refuses", ["", "kernel_cuda does not have a deterministic implementation"])
-@pytest.mark.parametrize("of", ["first", "later"])
-@pytest.mark.parametrize("way", ["attn_only", "offload", "per block"])
+@pytest.mark.parametrize(
+    ("way", "of", "refuses"),
+    [  # each pair of them
+        ("attn_only", "first", ""),
+        ("attn_only", "later", "kernel_cuda does not have a deterministic implementation"),
+        ("offload", "first", "kernel_cuda does not have a deterministic implementation"),
+        ("offload", "later", ""),
+        ("per block", "first", ""),
+        ("per block", "later", "kernel_cuda does not have a deterministic implementation"),
+    ],
+)
 def test_a_fault_of_the_first_or_of_later_steps_is_seen(
     way: str, of: str, refuses: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
