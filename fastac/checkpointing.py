@@ -36,10 +36,9 @@ from fastac.engine.blocks import (
     signature,
     state_of,
 )
-from fastac.engine.kinds import Kind
 from fastac.engine.offload import Stash
 from fastac.engine.region import Region
-from fastac.engine.results import RegionResult
+from fastac.engine.results import Kind, RegionResult
 from fastac.engine.tape import Hooks, Tape, engine
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import DISABLED, Policy, resolve

@@ -11,19 +11,16 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fastac.engine.checkpoint_wrappers import inside
 from fastac.engine.collectives import Communication
-from fastac.engine.results import RegionResult
+from fastac.engine.results import Kind, RegionResult
 from fastac.engine.torch_private import shape_of
+from fastac.engine.transport import Transfers
 from fastac.errors import class_name
-
-if TYPE_CHECKING:
-    from fastac.engine.kinds import Kind
-    from fastac.engine.transport import Transfers
 
 MANY = 256
 """So many kinds are remembered for a block class. With more of them, all are forgotten."""

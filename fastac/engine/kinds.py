@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import weakref
 from typing import Any
@@ -10,29 +9,13 @@ from typing import Any
 import torch
 
 from fastac.engine.blocks import MANY, BlockState, block_of, code_of
-from fastac.engine.results import RegionResult
+from fastac.engine.results import Kind, RegionResult
 
 logger = logging.getLogger("fastac")
 
 SIGNATURES = 4
 """So many input signatures that differ only in shapes are observed, if their regions make the same calls; twice as many
 if not. After that, regions of any other shapes are one kind."""
-
-
-@dataclasses.dataclass(eq=False)
-class Kind:
-    """Regions of one block class (or code), one policy and one input signature."""
-
-    key: tuple[object, ...]
-    """Policy, signatures of the arguments, and the classes of the modules that a function holds."""
-    first: RegionResult | None = None
-    """The result of its first region. None until that has ended: the region is observed."""
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether its first region shows what the policy saves. Attention that is too short to be saved does not."""
-        policy: Any = self.key[0]
-        return self.first is not None and (not policy.min_kv or any(call.saved for call in self.first.calls))
 
 
 class Kinds:

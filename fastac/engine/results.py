@@ -1,8 +1,9 @@
-"""The result of a region: which calls it made, and what it holds."""
+"""The result of a region: which calls it made, and what it holds. Regions of one kind should have the same result."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from fastac.registry import BoundOp
 
@@ -59,3 +60,19 @@ class RegionResult:
     def count(self) -> int:
         """Number of calls that a policy may save."""
         return len(self.attention_calls) + len(self.products)
+
+
+@dataclasses.dataclass(eq=False)
+class Kind:
+    """Regions of one block class (or code), one policy and one input signature."""
+
+    key: tuple[object, ...]
+    """Policy, signatures of the arguments, and the classes of the modules that a function holds."""
+    first: RegionResult | None = None
+    """The result of its first region. None until that has ended: the region is observed."""
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its first region shows what the policy saves. Attention that is too short to be saved does not."""
+        policy: Any = self.key[0]
+        return self.first is not None and (not policy.min_kv or any(call.saved for call in self.first.calls))
