@@ -1,0 +1,89 @@
+"""Finds private names of torch, and says which ones this build of torch lacks."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+SEEN_IN = "2.9 to 2.15"
+"""Releases of torch that fastac was run with: docs/versions.md."""
+
+
+def find(name: str) -> Any:
+    """The object of a dotted name, relative to `torch`. Imports its module. Raises AttributeError if there is none."""
+    return pkgutil.resolve_name(f"torch.{name}")
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """Which of some names, relative to `torch`, this build of torch does not have."""
+    absent = []
+    for name in names:
+        try:
+            find(name)
+        except AttributeError:
+            absent.append(name)
+    return absent
+
+
+def require(names: Iterable[str], user: str = "fastac") -> None:
+    """Raise ImportError if this build of torch lacks one of the names. user: who needs them, for the message."""
+    if absent := missing(names):
+        raise ImportError(
+            f"{user} needs {', '.join('torch.' + name for name in absent)}, which torch {torch.__version__} does not "
+            f"have. It was seen in torch {SEEN_IN}: install one of these, or a newer fastac."
+        )
+
+
+# All names of the engine are asked for together, before any module of this package uses one: then one error lists all
+# that are missing. The reason for each name stands where it is used.
+_REQUIRED = (
+    "_C.DispatchKey.ADInplaceOrView",
+    "_C.DispatchKey.BackendSelect",
+    "_C._DisableTorchDispatch",
+    "_C._FunctionBase.dirty_tensors",
+    "_C._FunctionBase.non_differentiable",
+    "_C._FunctionBase.to_save",
+    "_C._AutoDispatchBelowADInplaceOrView",
+    "_C._AutoDispatchBelowAutograd",
+    "_C._ExcludeDispatchKeyGuard",
+    "_C._ForceDispatchKeyGuard",
+    "_C._SetExcludeDispatchKeyGuard",
+    "_C._TorchDispatchModeKey.PROXY",
+    "_C._autograd._get_sequence_nr",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._current_autograd_node",
+    "_C._current_graph_task_id",
+    "_C._functorch.is_batchedtensor",
+    "_C._dispatch_get_all_op_names",
+    "_C._dispatch_has_kernel_for_dispatch_key",
+    "_C._dispatch_kernel_for_dispatch_key_is_fallthrough",
+    "_C._dispatch_keyset_full",
+    "_C._dispatch_keyset_full_after",
+    "_C._dispatch_tls_local_exclude_set",
+    "_C._dispatch_tls_local_include_set",
+    "_C._dynamo.eval_frame._FrameAction.DEFAULT",
+    "_C._dynamo.eval_frame._FrameAction.SKIP",
+    "_C._dynamo.eval_frame._FrameExecStrategy",
+    "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "_C._get_dispatch_mode",
+    "_C._has_storage",
+    "_C._len_torch_dispatch_stack",
+    "_C._len_torch_function_stack",
+    "_guards.TracingContext.try_get",
+    "_library.custom_ops.OPDEFS",
+    "Tensor._nested_tensor_size",
+    "_ops.HigherOrderOperator.dispatch",
+    "_ops.HigherOrderOperator.py_impl",
+    "_ops._compute_keyset",
+    "autograd._engine_run_backward",
+    "autograd.forward_ad._current_level",
+    "autograd.Variable._execution_engine.queue_callback",
+    "compiler._is_exporting_flag",
+    "utils.checkpoint._checkpoint_debug_enabled",
+    "utils.checkpoint._enable_checkpoint_early_stop",
+)
+
+require(_REQUIRED)
