@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch._C._dynamo.eval_frame as _eval_frame
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -125,10 +124,3 @@ def in_dispatch_mode() -> bool:
 def without_modes() -> Any:
     """A context in which no TorchDispatchMode sees ops."""
     return torch._C._DisableTorchDispatch()
-
-
-def is_abstract(args: Sequence[object]) -> bool:
-    """Whether an op is called to find out its outputs' metadata, not their values: by dynamo, AOT or a planner."""
-    # Without the second half, calls that AOT makes with real tensors of meaningless values were recorded: gradients of
-    # the first step after each compilation were silently wrong (error 36).
-    return (bool(args) and type(args[0]) is FakeTensor) or TracingContext.try_get() is not None

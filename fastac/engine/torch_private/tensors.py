@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -64,6 +65,13 @@ def has_no_data(tensor: torch.Tensor) -> bool:
 def is_batched(value: object) -> bool:
     """Whether a value is a tensor of torch.vmap, also after that has ended."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_batchedtensor(value)
+
+
+def is_abstract(args: Sequence[object]) -> bool:
+    """Whether an op is called to find out its outputs' metadata, not their values: by dynamo, AOT or a planner."""
+    # Without the second half, calls that AOT makes with real tensors of meaningless values were recorded: gradients of
+    # the first step after each compilation were silently wrong (error 36).
+    return (bool(args) and type(args[0]) is FakeTensor) or TracingContext.try_get() is not None
 
 
 def aliases(values: Sequence[Any]) -> tuple[Any, ...]:
