@@ -25,7 +25,7 @@ from fastac.errors import FastacError, readable_bytes
 logger = logging.getLogger("fastac")
 
 SMALL, FEW = 2**16, 8
-"""Bytes of a small buffer; number of buffers of a block up to which small ones are always copied."""
+"""Bytes of a small buffer. The most buffers that a block may have if its small ones are always copied."""
 
 LARGE = 64 * 2**20
 """Bytes of copies for one region above which the log says so."""
@@ -110,7 +110,7 @@ class Buffers:
         if lost := ", ".join(buffer.known.name for buffer in newly_written if buffer.is_newer and buffer.value is None):
             raise FastacError(
                 f"{where}: it began to write a buffer ({lost}) in a step in which fastac had no copy of it: recompute "
-                f" would begin with what the forward left, and gradients would be wrong.\nFrom now on it is "
+                f"would begin with what the forward left, and gradients would be wrong.\nFrom now on it is "
                 f"copied: run the step again, or resume from a checkpoint."
             )
         size = sum(_size(buffer.value) for buffer in self.buffers if buffer.value is not None)

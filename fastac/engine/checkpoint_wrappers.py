@@ -80,10 +80,10 @@ def check_default(wrapper: Any, where: str) -> None:
     function = wrapper.checkpoint_fn
     keywords = function.keywords if isinstance(function, functools.partial) else {}
     # The two differ while patch_checkpoint is on: then the second is fastac's.
-    own = getattr(function, "func", None) not in (torch_checkpoint, torch.utils.checkpoint.checkpoint)
-    if own or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):
+    custom = getattr(function, "func", None) not in (torch_checkpoint, torch.utils.checkpoint.checkpoint)
+    if custom or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):
         raise FastacError(
             f"{where} is wrapped in a CheckpointWrapper that does not checkpoint as torch does by default "
-            f"({'another checkpoint_fn' if own else 'reentrant, with a context_fn or in debug mode'}), which fastac "
+            f"({'another checkpoint_fn' if custom else 'reentrant, with a context_fn or in debug mode'}), which fastac "
             f"cannot take over. Wrap it without these options, or take the wrapper away."
         )

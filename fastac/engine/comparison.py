@@ -85,13 +85,13 @@ class Difference(NamedTuple):
     # The block, in words.
     block: str
     forward: Fingerprint
-    again: Fingerprint
+    recomputed: Fingerprint
     # The noise that is allowed between the two.
     allowed: float
     # The tensor's op and module, in words.
     where: str
     # What may explain the difference, as a line with its line break.
-    found: str
+    causes: str
 
 
 @dataclasses.dataclass
@@ -130,9 +130,9 @@ class Comparison:
         buffer may not, unless the block writes it itself. If the block does not, and values are compared, then the
         values decide: somebody may stream the weights of many blocks through one buffer.
         """
-        again = metadata(tensor)
-        if forward[:-1] != again[:-1]:
-            what = f"saves {_readable(*again)} where the forward saved {_readable(*forward)}"
+        recomputed = metadata(tensor)
+        if forward[:-1] != recomputed[:-1]:
+            what = f"saves {_readable(*recomputed)} where the forward saved {_readable(*forward)}"
         else:
             # A Linear module saves a view of its weight. A view of a buffer counts by itself: the view may be a part
             # that was not written.
@@ -156,8 +156,8 @@ class Comparison:
         if not self.fingerprints:
             return "weights" in self.block_state.rewritten
         forward = self.fingerprints[self._position + 1]
-        again = fingerprint(weight)
-        if forward is None or again is None or _differ(forward, again):
+        recomputed = fingerprint(weight)
+        if forward is None or recomputed is None or _differ(forward, recomputed):
             return False
         self._rewritten.add("weights")
         return True
@@ -178,20 +178,20 @@ class Comparison:
     def _compare(self, settled: Iterable[Saved]) -> None:
         for position, tensor in settled:
             forward = self.fingerprints[position] if self._error is None else None
-            again = None if forward is None else fingerprint(tensor)
-            if forward is None or again is None:
+            recomputed = None if forward is None else fingerprint(tensor)
+            if forward is None or recomputed is None:
                 continue
             # Later tensors are computed from this one, in another dtype or not: its noise is in them.
             allowed = tolerance(forward.dtype)
             if allowed:
                 allowed = self._allowed = max(self._allowed, allowed)
-            if forward.is_read_later or relative_difference(forward, again) > allowed:
+            if forward.is_read_later or relative_difference(forward, recomputed) > allowed:
                 where = place(module_of(self.function), tensor, self.ends)
                 if where is not None:
                     # On an accelerator most of these turn out equal. The explanation is looked for once.
-                    found = self._differences[0].found if self._differences else self.found()
+                    causes = self._differences[0].causes if self._differences else self.found()
                     block = describe(self.function)
-                    self._differences.append(Difference(block, forward, again, allowed, where, found))
+                    self._differences.append(Difference(block, forward, recomputed, allowed, where, causes))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether the block has written a weight in this recompute."""
@@ -222,9 +222,9 @@ class _Unread:
 
     def check(self) -> None:
         """Read all numbers, and raise RecomputeError if some differ."""
-        pairs = [(difference.forward, difference.again) for difference in self.differences]
+        pairs = [(difference.forward, difference.recomputed) for difference in self.differences]
         read = iter(_read([fingerprint for pair in pairs for fingerprint in pair]))
-        _check(difference._replace(forward=next(read), again=next(read)) for difference in self.differences)
+        _check(difference._replace(forward=next(read), recomputed=next(read)) for difference in self.differences)
 
 
 def _check_at_end_of_backward(differences: list[Difference]) -> None:
@@ -259,13 +259,13 @@ def _read(fingerprints: Sequence[Fingerprint]) -> list[Fingerprint]:
 
 
 def _check(differences: Iterable[Difference]) -> None:
-    for block, forward, again, allowed, where, found in differences:
-        apart = relative_difference(forward, again)
+    for block, forward, recomputed, allowed, where, causes in differences:
+        apart = relative_difference(forward, recomputed)
         if apart > allowed:
             seen = f"relative difference {apart:.1e}, {allowed:.1e} is noise" if allowed else "whole numbers differ"
             raise RecomputeError(
                 f"{block}: recompute does not compute what the forward did. The first difference is {where} "
-                f"({seen}).\n{found}Something besides its arguments changed before backward: an adapter or its scale, "
+                f"({seen}).\n{causes}Something besides its arguments changed before backward: an adapter or its scale, "
                 f"weights, a cache, a context variable, random numbers of another generator than the default one, or a "
                 f"state that the block changes itself. Gradients would be wrong, and may have been before: values are "
                 f"compared in steps 0, 1, 2, 4, 8, ...\n"
@@ -395,10 +395,10 @@ def _differ(first: Fingerprint | None, second: Fingerprint | None) -> bool:
     return first is not None and second is not None and relative_difference(first, second) > 0
 
 
-def relative_difference(forward: Fingerprint, again: Fingerprint) -> float:
+def relative_difference(forward: Fingerprint, recomputed: Fingerprint) -> float:
     """Difference of two fingerprints, relative to the norm: 0 if they are equal, infinite for unequal integers."""
-    largest, scale = 0.0, max(float(forward.norm), float(again.norm))
-    for first, second in zip((*forward.sums, forward.norm), (*again.sums, again.norm), strict=True):
+    largest, scale = 0.0, max(float(forward.norm), float(recomputed.norm))
+    for first, second in zip((*forward.sums, forward.norm), (*recomputed.sums, recomputed.norm), strict=True):
         # A batch with NaN in it is legal: recompute gives NaN in the same places.
         if first != second and not (math.isnan(first) and math.isnan(second)):
             apart = float(abs(first - second)) / scale if scale else math.inf

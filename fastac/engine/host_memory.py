@@ -23,18 +23,18 @@ _state = _State()
 def available() -> int | None:
     """Bytes available on this host, or in its container (cgroup v2); None if neither is known."""
     # A container has its own limit, which MemAvailable does not show. Beyond it the kernel kills the process.
-    found = []
+    limits = []
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+        limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
         limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
         # memory.current counts the page cache (a data loader's files) as used. The kernel frees it on demand.
         cache = int(stat["inactive_file"]) + int(stat["active_file"])
-        found.append(limit - used + cache)
+        limits.append(limit - used + cache)
     except (OSError, KeyError, ValueError):  # not Linux; or the limit is "max", which is none
         pass
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def check_available(size: int, blocks: int, policy: Policy) -> None:

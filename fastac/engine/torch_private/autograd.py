@@ -191,14 +191,14 @@ def on_backward_error(function: Callable[[BaseException], None]) -> None:
 # torch.utils.checkpoint has functions that set these two switches, and none that reads them.
 
 
-def early_stop(given: bool) -> bool:
-    """Whether a recompute ends with the last tensor that is needed: as given, unless torch's switch is set."""
-    return given if (switch := torch.utils.checkpoint._enable_checkpoint_early_stop) is None else switch
+def early_stop(default: bool) -> bool:
+    """Whether a recompute ends with the last tensor that is needed: as `default` says, unless torch's switch is set."""
+    return default if (switch := torch.utils.checkpoint._enable_checkpoint_early_stop) is None else switch
 
 
-def in_debug_mode(given: bool) -> bool:
-    """Whether torch.utils.checkpoint's debug mode is on: as given, unless torch's switch is set."""
-    return given if (switch := torch.utils.checkpoint._checkpoint_debug_enabled) is None else switch
+def in_debug_mode(default: bool) -> bool:
+    """Whether torch.utils.checkpoint's debug mode is on: as `default` says, unless torch's switch is set."""
+    return default if (switch := torch.utils.checkpoint._checkpoint_debug_enabled) is None else switch
 
 
 def profiler(**options: Any) -> torch.profiler.profile:
@@ -216,7 +216,7 @@ def profiled_events(profiled: torch.profiler.profile) -> list[Any]:
 
 def given_to(context: Any) -> tuple[tuple[Any, ...], ...]:
     """Arguments that an autograd.Function gave to save_for_backward, mark_non_differentiable and mark_dirty."""
-    return tuple(tuple(given or ()) for given in (context.to_save, context.non_differentiable, context.dirty_tensors))
+    return tuple(tuple(values or ()) for values in (context.to_save, context.non_differentiable, context.dirty_tensors))
 
 
 def without_base(value: Any) -> Any:

@@ -47,8 +47,8 @@ def call_under_mode(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """Call an op from a dispatch mode, so that its kernels see the dispatch keys that they see without the mode.
 
     Under a mode torch leaves out all keys above it: autograd, autocast, conjugation, counting in-place changes. Kernels
-    are made of ops that may need them. So they are put back, except for those that a kernel of the op above the mode
-    leaves out itself. Without an autograd kernel of the op, autograd differentiates what is inside.
+    are made of ops that may need these keys. So the keys are put back, except for those that a kernel of the op, above
+    the mode, leaves out itself. If the op has no autograd kernel, autograd differentiates the ops inside.
     """
     # Since torch 1.12 a mode has to ask for the keys (pytorch#75130). enable_reentrant_dispatch gives all of them back,
     # and would call the op's own autograd and autocast kernels a second time.
