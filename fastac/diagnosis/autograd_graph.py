@@ -51,6 +51,8 @@ def leads_to(values: Iterable[Any], roots: Iterable[torch.Tensor]) -> bool:
     return any(id(root if root.grad_fn is None else root.grad_fn) in reached for root in roots if root.requires_grad)
 
 
+# torch gives this name in torch/_library/autograd.py. `Observer` makes the same names from the ops that it sees, and
+# `hidden_functions` compares the two.
 GENERATED = "GeneratedBackwardFor_"
 """Begins the name of the Function that torch.library makes for an op. Namespace, name and overload follow."""
 

@@ -37,6 +37,7 @@ def found(function: Any, modules: Sequence[torch.nn.Module], values: Iterable[An
 def _hooks(function: Any) -> Iterator[str]:
     """About hooks on a block, if the function is the block's `forward`."""
     # nn.Module.__call__ runs hooks around `forward`. If only `forward` is checkpointed, recompute does not run them.
+    # The names `__call__` and `_call_impl` are torch's: these functions run the hooks themselves.
     block = None if isinstance(function, torch.nn.Module) else block_of(function)
     if block is None or "call" in function.__name__:
         return

@@ -19,6 +19,7 @@ from fastac.engine.tape import Scope, thread
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, did_you_mean
 from fastac.policy import Policy, patterns_of
 
+# It is pickled with the module, as its hooks are.
 _NAME = "_fastac_linear"
 """Attribute of a Linear module with hooks: its name in its block."""
 

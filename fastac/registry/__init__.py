@@ -31,6 +31,7 @@ b batch, s sequence, h heads, d dim, t the tokens of all sequences packed, 3 que
 ALWAYS = "always"
 """`dropout` of a row if its kernel draws random numbers in every call, or if nobody knows."""
 
+# Part of op names that users see in reports and profiles, and that compiler caches on disk contain: do not rename it.
 OPAQUE_NAMESPACE = "fastac_opaque"
 """Namespace of the ops that fastac.make_visible makes."""
 
