@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -12,29 +11,15 @@ SEEN_IN = "2.9 to 2.15"
 """Releases of torch that fastac was run with: docs/versions.md."""
 
 
-def find(name: str) -> Any:
-    """The object of a dotted name, relative to `torch`. Imports its module. Raises AttributeError if there is none."""
-    return pkgutil.resolve_name(f"torch.{name}")
-
-
 def missing(names: Iterable[str]) -> list[str]:
-    """Which of some names, relative to `torch`, this build of torch does not have."""
+    """Which of some dotted names, relative to `torch`, this build of torch does not have. Imports their modules."""
     absent = []
     for name in names:
         try:
-            find(name)
+            pkgutil.resolve_name(f"torch.{name}")
         except AttributeError:
             absent.append(name)
     return absent
-
-
-def require(names: Iterable[str], user: str = "fastac") -> None:
-    """Raise ImportError if this build of torch lacks one of the names. user: who needs them, for the message."""
-    if absent := missing(names):
-        raise ImportError(
-            f"{user} needs {', '.join('torch.' + name for name in absent)}, which torch {torch.__version__} does not "
-            f"have. It was seen in torch {SEEN_IN}: install one of these, or a newer fastac."
-        )
 
 
 # All names of the engine are asked for together, before any module of this package uses one: then one error lists all
@@ -67,4 +52,8 @@ _AUTOGRAD = (
 )
 # fmt: on
 
-require((*_DISPATCHER, *_DYNAMO, *_TENSORS, *_AUTOGRAD))
+if absent := missing((*_DISPATCHER, *_DYNAMO, *_TENSORS, *_AUTOGRAD)):
+    raise ImportError(
+        f"fastac needs {', '.join('torch.' + name for name in absent)}, which torch {torch.__version__} does not "
+        f"have. It was seen in torch {SEEN_IN}: install one of these, or a newer fastac."
+    )
