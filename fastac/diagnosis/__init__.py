@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastac.diagnosis.autograd_graph import may_run_again
-from fastac.engine import kinds
-from fastac.engine import torch_private as engine_private
+from fastac.engine import kinds, torch_private
 from fastac.engine.blocks import describe, known_state
 from fastac.engine.tape import thread
 from fastac.errors import PolicyNotAppliedError, class_name
@@ -36,9 +35,9 @@ def warn_of_fewer(function: Any) -> None:
 
 def warn_of_reentrant(function: Any, policy: Policy) -> None:
     """Warn, once, that a reentrant checkpoint opens a region in its backward, whose forward then runs a third time."""
-    node = engine_private.running_node()
-    checkpoint = None if node is None else engine_private.function_of(node)
-    if checkpoint is not None and not engine_private.in_recompute():
+    node = torch_private.running_node()
+    checkpoint = None if node is None else torch_private.function_of(node)
+    if checkpoint is not None and not torch_private.in_recompute():
         said = (
             f"{describe(function)}: its forward runs three times in a step: {checkpoint.__name__}, a reentrant "
             f"checkpoint, is around this one of policy {str(policy)!r}. Pass use_reentrant=False, or switch one off."
@@ -76,12 +75,12 @@ def judge_model(model: Any, policy: str, blocks: Mapping[Any, Policy]) -> bool:
 
 def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise PolicyNotAppliedError for attention that the backward of a region runs again, outside a recompute."""
-    if not op.is_attention or thread.backward != engine_private.running_backward() or engine_private.is_abstract(args):
+    if not op.is_attention or thread.backward != torch_private.running_backward() or torch_private.is_abstract(args):
         return
-    node = engine_private.running_node()
+    node = torch_private.running_node()
     if node is None or may_run_again(node):
         return
-    number, keys = engine_private.sequence_number(node), op.keys(args, kwargs)
+    number, keys = torch_private.sequence_number(node), op.keys(args, kwargs)
     for first, last, policy in thread.replayed:
         if first < number <= last and policy.saves(keys):
             raise PolicyNotAppliedError(
@@ -93,10 +92,10 @@ def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
 def ran_past_patch(policy: Policy, op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise PolicyNotAppliedError for attention under a checkpoint that `patch_checkpoint` did not replace."""
-    node = engine_private.running_node()
-    in_graph = node is not None and node.name() == engine_private.COMPILED_NODE
+    node = torch_private.running_node()
+    in_graph = node is not None and node.name() == torch_private.COMPILED_NODE
     again = in_graph or (node is not None and not may_run_again(node))
-    if (again or engine_private.innermost_checkpoint()) and policy.saves(keys := op.keys(args, kwargs)):
+    if (again or torch_private.innermost_checkpoint()) and policy.saves(keys := op.keys(args, kwargs)):
         seen = f"in the backward of {node.name()}" if again else "under torch's own checkpoint"
         graph = "is in a graph, as torch.compile makes an operator of what is called by this name, or " * in_graph
         raise PolicyNotAppliedError(
@@ -117,7 +116,7 @@ def not_applied(function: Any, policy: Policy, problems: Iterable[str], made: in
         listed[-1] += f" And {len(problems) - MOST_PROBLEMS} more."
     first = f"{policy}: not every attention call at {describe(function)} was saved ({made} reached a known op)."
     way_out = 'Fix the cause, or use policy="full" for this block.'
-    if engine_private.in_forward_mode():
+    if torch_private.in_forward_mode():
         way_out = 'Run torch.func.jvp under torch.no_grad(), or without checkpointing (fastac.disable, policy "none").'
     return PolicyNotAppliedError("\n".join([first, *listed, way_out]))
 

@@ -20,17 +20,18 @@ from fastac.registry.torch_private import op_names
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested inputs or outputs, dataclasses among them."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for leaf in torch_private.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-    return found
+            tensors += tensors_of([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return tensors
 
 
 def nodes_between(outputs: Any, inputs: Any, limit: int = 20000) -> list[Any]:
     """The autograd nodes between a region's inputs and its outputs."""
+    # By id, with the node as the value: Python's object of a node goes when nobody holds it, and its id is given away.
     seen: dict[int, Any] = {id(tensor.grad_fn): tensor.grad_fn for tensor in tensors_of(inputs)}
     begin = len(seen)
     waiting: list[Any] = [tensor.grad_fn for tensor in tensors_of(outputs)]
@@ -45,17 +46,20 @@ def nodes_between(outputs: Any, inputs: Any, limit: int = 20000) -> list[Any]:
 def leads_to(values: Iterable[Any], roots: Iterable[torch.Tensor]) -> bool:
     """Whether the autograd graph behind some values reaches one of the roots."""
     values = list(values)
-    nodes = nodes_between(values, ())  # held, or their ids would be given away again
+    nodes = nodes_between(values, ())  # held while their ids are compared
     reached = set(map(id, values + nodes)) | {id(getattr(node, "variable", None)) for node in nodes}
     return any(id(root if root.grad_fn is None else root.grad_fn) in reached for root in roots if root.requires_grad)
 
 
+# torch gives this name in torch/_library/autograd.py. `Observer` makes the same names from the ops that it sees, and
+# `hidden_functions` compares the two.
 GENERATED = "GeneratedBackwardFor_"
-"""Begins the name of the Function that torch.library makes for an op; namespace, name and overload follow."""
+"""Begins the name of the Function that torch.library makes for an op. Namespace, name and overload follow."""
 
 
 def place_of(function: type) -> tuple[str, str]:
     """Namespace and name of the op that torch.library made a Function for; module and name of any other Function."""
+    # Underscores join the three parts and are legal in each, so the name cannot be taken apart: all ops are tried.
     for qualified in op_names() if function.__name__.startswith(GENERATED) else ():
         namespace, _, rest = qualified.partition("::")
         name, _, overload = rest.partition(".")
@@ -67,53 +71,56 @@ def place_of(function: type) -> tuple[str, str]:
 def recorded_nodes(nodes: Sequence[Any], callers: Iterable[Caller]) -> set[int]:
     """Sequence numbers of the nodes in which attention calls were recorded.
 
-    callers: of these calls. In the forward of a Function the newest node is its own, or one of a graph inside it, of
-    which none is among these nodes. After it, too, if what follows needs no gradient: then its forward is no caller.
+    callers: for each recorded attention call, the newest autograd node when it was made, and the code that was running.
+        If an autograd.Function made the call, the newest node is the Function's, or a node of a graph inside its
+        forward, which is not in `nodes`.
     """
-    places = {torch_private.sequence_number(node): node for node in nodes}
-    numbers = sorted(places)
-    found = set()
+    by_number = {torch_private.sequence_number(node): node for node in nodes}
+    numbers = sorted(by_number)
+    recorded = set()
     for newest, codes in callers:
         position = bisect.bisect_right(numbers, newest) - 1
         if position < 0:
             continue
-        function = torch_private.function_of(places[numbers[position]])
+        function = torch_private.function_of(by_number[numbers[position]])
         code = getattr(getattr(function, "forward", None), "__code__", None)
+        # Attention without a gradient makes no node: after a hidden Function its newest node is the Function's. The
+        # running code tells the two apart.
         if code is None or id(code) in codes:
-            found.add(numbers[position])
-    return found
+            recorded.add(numbers[position])
+    return recorded
 
 
 def foreign_functions(nodes: Sequence[Any], recorded: Collection[int]) -> dict[type, list[torch.Size | None]]:
     """The autograd.Functions among some nodes that fastac does not know, with the shapes of their inputs.
 
-    They are not torch's, recorded no attention, and no row says that they are none.
+    They are not torch's, recorded no attention, and no row says that they are not an attention.
 
     recorded: sequence numbers of nodes in which attention calls were recorded.
     """
-    found: dict[type, list[torch.Size | None]] = {}
+    foreign: dict[type, list[torch.Size | None]] = {}
     for node in nodes:
         function = torch_private.function_of(node)
         if function is None or torch_private.sequence_number(node) in recorded:
             continue
         is_known = opaque.is_visible(function) or is_other(function.__module__, function.__name__)
         if not is_known and function.__module__.partition(".")[0] != "torch":
-            found.setdefault(function, torch_private.input_shapes(node))
-    return found
+            foreign.setdefault(function, torch_private.input_shapes(node))
+    return foreign
 
 
 def hidden_functions(
     nodes: Sequence[Any], recorded: Collection[int], policy: Policy, seen: Collection[str] = ()
 ) -> dict[type, list[torch.Size | None]]:
-    """The Functions among these nodes that look like an attention the policy saves, and recorded no call.
+    """The Functions among these nodes that look like an attention which the policy saves, and recorded no call.
 
     recorded: sequence numbers of nodes in which attention calls were recorded.
-    seen: ops that were observed, as torch names their nodes. Others were called in another thread.
+    seen: ops that were observed, as torch names their nodes. Other ops were called in another thread.
 
     Returns:
-        Each with the shapes of its inputs.
+        The Functions, with the shapes of their inputs.
     """
-    found: dict[type, list[torch.Size | None]] = {}
+    hidden: dict[type, list[torch.Size | None]] = {}
     for node in nodes:
         function = torch_private.function_of(node)
         if function is None or torch_private.sequence_number(node) in recorded or function.__name__ in seen:
@@ -121,17 +128,19 @@ def hidden_functions(
         place = place_of(function)
         if is_other(*place):
             continue
+        # A visible Function that recorded no call: its kernel ran where the tape was not open, in another thread.
         keys = sys.maxsize if opaque.is_visible(function) else _keys_of_attention(node, function, *place)
         if keys and policy.saves(keys):
-            found.setdefault(function, torch_private.input_shapes(node))
-    return found
+            hidden.setdefault(function, torch_private.input_shapes(node))
+    return hidden
 
 
 def may_run_again(node: Any) -> bool:
-    """Whether attention in the backward of a node is no sign of a checkpoint.
+    """Whether attention that runs during this node's backward is expected.
 
-    An attention's own backward may run its forward again (diffusers' context parallelism), as without checkpointing;
-    so may Functions of torch's own: of compiled code, custom ops, torch.cond.
+    If not, a checkpoint that is not fastac's is running it again. An attention's own backward may run its forward again
+    (diffusers' context parallelism does), with or without checkpointing. So may Functions of torch: compiled code,
+    custom ops, torch.cond.
     """
     function = torch_private.function_of(node)
     if function is None or function.__module__.startswith("torch._") or opaque.is_visible(function):
@@ -143,7 +152,8 @@ def may_run_again(node: Any) -> bool:
 def _keys_of_attention(node: Any, function: type, namespace: str, name: str) -> int:
     """The number of keys of the attention that a node looks like, by its name and inputs; 0 if it looks like none."""
     shapes = torch_private.input_shapes(node)
-    library = namespace if function.__name__.startswith(GENERATED) else ""  # a module's name says nothing
+    # A module's name says nothing: attention modules have Functions for much else.
+    library = namespace if function.__name__.startswith(GENERATED) else ""
     if not names_attention_kernel(name, library) or not any(shapes):
         return 0
     if not has_attention_inputs(shapes, parameters_of(function)):
@@ -160,7 +170,10 @@ def parameters_cut_off(module: torch.nn.Module | None, nodes: Iterable[Any]) -> 
     """
     reached = {id(getattr(node, "variable", None)) for node in nodes}
     named = module.named_parameters() if module is not None else ()
-    parameters = [(name, one) for name, one in named if one.requires_grad and says_attention(name.rpartition(".")[0])]
-    # A DTensor is FSDP's shard, which replaced the parameter that was used.
-    cut_off = [name for name, one in parameters if id(one) not in reached and not hasattr(one, "to_local")]
-    return cut_off if len(cut_off) < len(parameters) else []  # all of them: frozen inputs, or another path was taken
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    trained = [(name, parameter) for name, parameter in trained if says_attention(name.rpartition(".")[0])]
+    # A DTensor is FSDP's shard. It has replaced the parameter that was used, so the graph does not reach it.
+    plain = [(name, parameter) for name, parameter in trained if not hasattr(parameter, "to_local")]
+    cut_off = [name for name, parameter in plain if id(parameter) not in reached]
+    # If all are cut off, inputs are frozen or the block took another path: that is legal.
+    return cut_off if len(cut_off) < len(trained) else []

@@ -25,19 +25,20 @@ def look(
 ) -> tuple[Observer, Sequence[Any]] | None:
     """Run a region's function once more, eagerly. Generators and buffers are restored afterwards.
 
-    Not where ranks communicate in it: the region may be the first of its kind on one rank alone. first: the tape of its
-    forward.
+    first: the tape of its forward.
 
     Returns:
-        The observer, whose tape lists the attention calls, and the autograd nodes of the region. None where ranks may
-        communicate.
+        The observer, whose tape lists the attention calls, and the autograd nodes of the region. None if ranks may
+        communicate in the region.
     """
+    # The region may be the first of its kind on one rank and not on others: that rank would wait for them for ever.
     modules = modules_run_by(function, args, kwargs)
     if rank() and (first.communication is not None or _may_communicate(function, modules)):
         return None
     module, policy = module_of(function), first.policy
     tape = _Unkept(policy, callers=[])
     observer = _Watch(module, (args, kwargs), tape)
+    # The tape of the region that asked must not record this run.
     outer, thread.scope = thread.scope, None
     try:
         with (
@@ -58,8 +59,9 @@ def look(
 
 
 def _may_communicate(function: Any, modules: Sequence[torch.nn.Module]) -> bool:
-    """Whether hooks run in a function, or units of FSDP1: these gather weights. Without a module, nobody knows."""
-    around = module_of(function) if getattr(function, "__name__", "") == "forward" else None  # its hooks do not run
+    """Whether hooks run in a function, or units of FSDP1: both may gather weights. Without a module, nobody knows."""
+    # The hooks of a block run around its `forward`, not in it.
+    around = module_of(function) if getattr(function, "__name__", "") == "forward" else None
     return not modules or any(
         (inner is not around and (inner._forward_pre_hooks or inner._forward_hooks))
         or hasattr(inner, "_fsdp_wrapped_module")
@@ -69,11 +71,11 @@ def _may_communicate(function: Any, modules: Sequence[torch.nn.Module]) -> bool:
 
 
 class _Communicates(BaseException):
-    """A collective is about to be issued. No handler of a block's own catches it."""
+    """A collective is about to be issued. A BaseException: an `except Exception` of the block does not catch it."""
 
 
 class _Watch(Observer):
-    """Stops before the first collective among ranks: no tape shows one that writes a buffer."""
+    """Stops before the first collective. Collectives that write a buffer have no row, so the tape does not see them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if rank() and str(func).startswith(("c10d.", "_c10d")):
@@ -82,7 +84,7 @@ class _Watch(Observer):
 
 
 class _Unkept(Tape):
-    """Records which calls are made, and keeps none of their outputs."""
+    """Records which calls are made, and stores none of their outputs."""
 
     def handle(self, op: BoundOp, keyset: Any, args: Sequence[Any], kwargs: Mapping[str, Any], product: str) -> Any:
         if op.kind == "decomposition":

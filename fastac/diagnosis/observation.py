@@ -24,12 +24,12 @@ from fastac.diagnosis.autograd_graph import (
 from fastac.diagnosis.eager_look import look
 from fastac.diagnosis.observer import Observer, PassThrough
 from fastac.diagnosis.recognition import no_attention, suggested_visible
-from fastac.diagnosis.torch_private import CompiledCalls
 from fastac.diagnosis.unknown import check_rows, unknown_calls
 from fastac.engine import kinds, opaque, releases, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled, module_of
 from fastac.engine.results import RegionResult
 from fastac.engine.tape import Tape, engine
+from fastac.engine.torch_private import CompiledCalls
 from fastac.registry import AttentionOp
 from fastac.registry.torch_private import name_of, qualified_name
 

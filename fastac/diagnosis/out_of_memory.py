@@ -29,6 +29,7 @@ _FULL, _OFFLOADED = Policy("full"), Policy("full", offload="inputs")
 @functools.cache
 def watch_backward() -> None:
     """Explain out-of-memory errors of every backward of this process from now on."""
+    # Cached, so that the wrapper around torch's function is put on once.
     torch_private.on_backward_error(explain)
 
 
@@ -53,26 +54,31 @@ class _Held(NamedTuple):
     """Memory of one storage that a region holds."""
 
     container: str
-    kind: str  # attention, Linear, collectives, inputs, or buffers: copies of those that the block writes
+    # attention, Linear, collectives, inputs; or buffers: copies of buffers that the block writes.
+    contents: str
+    # The type of the device, HOST or HOOKS.
     place: str
-    size: int  # bytes
-    keys: int  # of the attention call
+    # In bytes.
+    size: int
+    # Number of keys of the attention call.
+    keys: int
 
 
 def _note(error: BaseException) -> str:
-    regions = [one for one in gc.get_objects() if type(one) is Region]  # nobody else lists them: their graphs hold them
+    # Regions are held by their autograd graphs, and no list holds them: it would keep graphs alive.
+    regions = [value for value in gc.get_objects() if type(value) is Region]
     if not regions:
         return "fastac holds nothing now, outside of compiled graphs: weights, the optimizer or a single block fill it."
     held = _held(regions)
     lines = ["fastac holds now:"]
     for container, count in collections.Counter(map(_container, regions)).items():
         sizes: collections.Counter[str] = collections.Counter()
-        for one in held:
-            if one.container == container:
-                sizes[f"{one.kind} on {one.place}"] += one.size
+        for storage in held:
+            if storage.container == container:
+                sizes[f"{storage.contents} on {storage.place}"] += storage.size
         parts = [f"{what} {readable_bytes(size)}" for what, size in sizes.items()]
         lines.append(f"- {container}, {count} region{'s' * (count > 1)}: {', '.join(parts) or 'nothing'}")
-    if isinstance(error, FastacError):  # of the host's memory; it says what to do
+    if isinstance(error, FastacError):  # the host's memory ran out, and the error says what to do
         return "\n".join(lines)
     may_be_host = "error: out of memory" in str(error).lower()  # a full device: "CUDA out of memory"
     if may_be_host:
@@ -81,7 +87,7 @@ def _note(error: BaseException) -> str:
 
 
 def _container(region: Region) -> str:
-    """The qualified name of the list that a block stands in, or of the block itself."""
+    """The qualified name of the list that a block is in, or of the block itself."""
     name = describe(region.function)
     container, _, last = name.rpartition(".")
     return container if last.isdigit() else name
@@ -89,20 +95,22 @@ def _container(region: Region) -> str:
 
 def _held(regions: Sequence[Region]) -> list[_Held]:
     """The storages that regions hold, each once."""
-    found: dict[object, _Held] = {}
+    held: dict[object, _Held] = {}
     for region in regions:
         container = _container(region)
         values: list[tuple[str, int, Any]] = []
         for entry in region.tape.entries if region.tape is not None else ():
-            kind = "Linear" if entry.product else "attention" if entry.op.kind != "exchange" else "collectives"
-            values += [(kind, int(entry.keys), one) for one in entry.held]
-        values += [("inputs", 0, one) for one in _inputs(region)]
-        values += [("buffers", 0, one.value) for one in region.buffers.buffers] if region.buffers is not None else []
-        for kind, keys, value in values:
+            contents = "Linear" if entry.product else "attention" if entry.op.kind != "exchange" else "collectives"
+            values += [(contents, int(entry.keys), value) for value in entry.held]
+        values += [("inputs", 0, value) for value in _inputs(region)]
+        buffers = region.buffers.buffers if region.buffers is not None else ()
+        values += [("buffers", 0, buffer.value) for buffer in buffers]
+        for contents, keys, value in values:
             key: object
             storage = value.storage if isinstance(value, StashedTensor) else value
             tensor = storage.device if isinstance(storage, StashedStorage) else value
-            if isinstance(value, Packed):  # the hooks decide where it is
+            # The user's hooks decide where it is: to ask them would bring it back.
+            if isinstance(value, Packed):
                 key, place, size = id(value), HOOKS, value.nbytes
             elif isinstance(storage, StashedStorage) and tensor is None:
                 key, place, size = id(storage), HOST, storage.size
@@ -111,14 +119,15 @@ def _held(regions: Sequence[Region]) -> list[_Held]:
                 size = tensor.untyped_storage().nbytes()
             else:
                 continue
-            found.setdefault(key, _Held(container, kind, place, size, keys))
-    return list(found.values())
+            held.setdefault(key, _Held(container, contents, place, size, keys))
+    return list(held.values())
 
 
 def _inputs(region: Region) -> Iterable[Any]:
-    if region.stash is not None and region.stash.takes_inputs:  # to unpack them would copy them back
-        return [one for one in region.stash.storages if one.input_of is not None]
-    # Slots of a checkpoint around the region hold nothing, and to unpack them would recompute that one.
+    # To unpack offloaded inputs would copy them back, and there is no memory.
+    if region.stash is not None and region.stash.takes_inputs:
+        return [storage for storage in region.stash.storages if storage.input_of is not None]
+    # Slots of a checkpoint around the region hold nothing, and to unpack them would run that checkpoint's recompute.
     args = () if region.in_checkpoint else torch_private.unpack(region.args)
     return torch_private.tree_leaves((args, region.kwargs))
 
@@ -128,29 +137,32 @@ def _way_out(regions: Sequence[Region], held: Sequence[_Held], may_be_host: bool
 
     may_be_host: do not move more to the host.
     """
-    policies = {one.tape.policy if one.tape is not None else _FULL for one in regions}
-    now = policies.pop() if len(policies) == 1 else _FULL  # of a mixture: "full" throughout
-    on_device = [one for one in held if one.place not in (HOST, HOOKS)]
-    steps = [_OFFLOADED if now.offloads_inputs else _FULL]
-    if now.name == "attn_only":
-        attention_only = replace(now, linear=())
-        steps = [attention_only, replace(attention_only, min_kv=max(now.min_kv, LONG_MIN_KV)), *steps]
-    if not may_be_host and any(one.kind == "inputs" and one.place != "cpu" for one in on_device):
+    policies = {region.tape.policy if region.tape is not None else _FULL for region in regions}
+    # If blocks have different policies, the advice is "full" for all.
+    current = policies.pop() if len(policies) == 1 else _FULL
+    on_device = [storage for storage in held if storage.place not in (HOST, HOOKS)]
+    steps = [_OFFLOADED if current.offloads_inputs else _FULL]
+    if current.name == "attn_only":
+        attention_only = replace(current, linear=())
+        steps = [attention_only, replace(attention_only, min_kv=max(current.min_kv, LONG_MIN_KV)), *steps]
+    if not may_be_host and any(storage.contents == "inputs" and storage.place != "cpu" for storage in on_device):
         steps.append(_OFFLOADED)
 
     def size_under(policy: Policy) -> int:
-        moves = policy.offloads_inputs and not now.offloads_inputs
-        kept = min(policy.keep, len(regions)) if moves else len(regions)  # regions whose inputs stay
-        inputs = sum(one.size for one in on_device if one.kind == "inputs") * kept // len(regions)
-        return inputs + sum(one.size for one in on_device if _is_saved(policy, one))
+        moves = policy.offloads_inputs and not current.offloads_inputs
+        # Regions whose inputs stay on the device.
+        staying = min(policy.keep, len(regions)) if moves else len(regions)
+        inputs = sum(storage.size for storage in on_device if storage.contents == "inputs") * staying // len(regions)
+        return inputs + sum(storage.size for storage in on_device if _is_saved(policy, storage))
 
-    total = sum(one.size for one in on_device)
-    for size, policy in {size_under(policy): policy for policy in steps}.items():  # of two equal ones, the plainer
+    total = sum(storage.size for storage in on_device)
+    # If two policies hold the same number of bytes, the dict has the later one, which is the plainer.
+    for size, policy in {size_under(policy): policy for policy in steps}.items():
         if size < total:
             return f"{policy} would hold {readable_bytes(size)} of it: fastac.enable(model, policy={policy.as_code()})"
     return "No policy of fastac's holds less: take fewer frames, a smaller batch, or shard the model."
 
 
 def _is_saved(policy: Policy, held: _Held) -> bool:
-    is_attention = held.kind == "attention" and policy.saves(held.keys)
-    return is_attention or (held.kind == "collectives" and policy.saves_collectives)
+    is_attention = held.contents == "attention" and policy.saves(held.keys)
+    return is_attention or (held.contents == "collectives" and policy.saves_collectives)

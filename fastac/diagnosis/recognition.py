@@ -14,10 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastac.engine import torch_private
 from fastac.registry.torch_private import Op, arguments_of, name_of
 
+# An op without a row says only by its name what it computes. The words are those of kernels and Functions of the
+# libraries that fastac's rows and tests name.
 _ATTENTION = re.compile(r".*(attn|attention)$|(f?mha|f?mla|sdpa)\d*$|(fna\d?|na[123])d?$|fa[234]$")
-"""A word for attention: such as selfattention, sdpa, or natten's fna."""
+"""A word for attention: selfattention, sdpa, or natten's fna."""
 _LIBRARY = re.compile(r"flash|sage|fa[234]|fna")
-"""The word of a library of attention kernels: alone it names an attention, as in flash_fwd."""
+"""A library of attention kernels. Its word alone names an attention, as in flash_fwd."""
 _FORWARD = re.compile(r"fwd|forward|func")
 _BACKWARD = re.compile(r"backward|bwd|grad$")
 _MASK = re.compile(r"masks?$")
@@ -28,7 +30,7 @@ _BESIDE_ATTENTION = re.compile(
     r"^(a2a|out|scale|shift|add|mul|sum|ffn?|fft|act|cast|cat|pack|pad|copy|map|stat|prob|plan|ln|rms|ada|moe|linear|"
     r"roll)s?$"
 )
-"""A word of what stands beside attention. All to all is three words, of which none is such."""
+"""A word for something beside attention. "All to all" is found otherwise: none of its three words says so."""
 _KEYS = re.compile(r"(k|keys?|kv|qkv)(_|$)|packed_qkv|xk$")
 """A parameter that holds keys."""
 _MATRIX_PRODUCTS = ("aten::bmm", "aten::baddbmm")
@@ -39,26 +41,26 @@ _COPIES = ("aten::_to_copy", "aten::clone", "aten::native_dropout", "aten::_unsa
 
 
 Shape = Sequence[Any]
-"""Of a tensor; of a nested one, the shapes of its parts."""
+"""The shape of a tensor. A nested tensor has the shapes of its parts."""
 
 
 def coarse_numbers(coarse: Iterable[int]) -> set[int]:
-    """Numbers of keys of the coarse attention that sparse attention chooses its blocks by. It may be recomputed.
+    """Numbers of keys of the coarse attention with which sparse attention chooses its blocks. It may be recomputed.
 
-    coarse: numbers of blocks of the region's sparse calls. One key may also stand for two or four of them: some
-    kernels divide their blocks.
+    coarse: numbers of blocks of the region's sparse calls. One key may also stand for two or four blocks: some kernels
+    divide their blocks.
     """
     return {blocks // times for blocks in coarse for times in (1, 2, 4) if blocks % times == 0}
 
 
 def words_of(name: str) -> list[str]:
-    """The words of a name in lower case: what underscores, capitals, and the end of "attention" divide."""
+    """The words of a name in lower case. Underscores, capitals, and the end of "attention" divide them."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
     return [word for word in re.split(r"[\W_]+|(?<=attn)|(?<=attention)", name) if word]
 
 
 def says_attention(name: str) -> bool:
-    """Whether a name has attention among its words, and none of a mask, a bias or a backward."""
+    """Whether a name has attention among its words, and no word for a mask, a bias or a backward."""
     words = words_of(name)
     others = [word for word in words if _MASK.match(word) or _BACKWARD.match(word) or word == "bias"]
     return any(map(_ATTENTION.match, words)) and not others
@@ -66,48 +68,48 @@ def says_attention(name: str) -> bool:
 
 @functools.lru_cache(10000)
 def names_attention_kernel(name: str, library: str = "") -> bool:
-    """Whether a Function or an op may run an attention kernel, by its name, rather than something beside one.
+    """Whether a Function or an op may run an attention kernel, by its name, rather than something beside attention.
 
     The words after attention decide: GatedAttention is an attention, AttentionGate a gate.
 
-    library: what else may say attention, for a name that says it is a forward: the namespace of an op.
+    library: the namespace of an op. It may say attention for a name that only says that it is a forward.
     """
     words = words_of(name.partition("_with_")[0].partition("With")[0])
-    found = [i for i, word in enumerate(words) if _ATTENTION.match(word)]
-    found = found or [i for i, word in enumerate(words) if _LIBRARY.match(word)]
-    known = words_of(library)
-    names_library = any(_ATTENTION.match(word) or _LIBRARY.match(word) for word in known)
+    positions = [i for i, word in enumerate(words) if _ATTENTION.match(word)]
+    positions = positions or [i for i, word in enumerate(words) if _LIBRARY.match(word)]
+    library_words = words_of(library)
+    names_library = any(_ATTENTION.match(word) or _LIBRARY.match(word) for word in library_words)
     if (
-        not found
+        not positions
         and names_library
         and any(map(_FORWARD.match, words))
-        and not any(map(_BESIDE_ATTENTION.search, known))
+        and not any(map(_BESIDE_ATTENTION.search, library_words))
     ):
-        found = [-1]
-    if not found or "generated" in words or any(map(_BACKWARD.match, words)):
+        positions = [-1]  # all words come after the namespace
+    if not positions or "generated" in words or any(map(_BACKWARD.match, words)):
         return False
-    after = words[found[-1] + 1 :]
+    after = words[positions[-1] + 1 :]
     end = next((i for i, word in enumerate(after) if _FORWARD.match(word)), len(after))
     if after[:1] == ["bias"] and any(map(_LIBRARY.match, words)):
         return True  # FlashAttentionBias
     if "to" in after and "all" in after:
         return False
-    # Together, too: capitals make two words of RoPE and LoRA.
+    # The words together as well: capitals make two words of RoPE and LoRA.
     return not any(map(_BESIDE_ATTENTION.search, [*after[:end], "".join(after[:end])]))
 
 
 def has_attention_inputs(shapes: Sequence[Shape | None], names: Iterable[str] = ()) -> bool:
-    """Whether tensors of these shapes may be those of an attention: query, key and value, or some of them in one.
+    """Whether tensors of these shapes may be query, key and value of an attention, or some of the three in one tensor.
 
-    shapes: of all floating tensors of a call, in their order; None for one that is not known.
-    names: of the parameters.
+    shapes: one for each floating-point tensor of a call, in their order; None if it is not known.
+    names: names of the parameters.
     """
     if any("kv" in name for name in names) and any(shape is not None and len(shape) > 1 for shape in shapes):
         return True
     ranks = [None if shape is None else len(shape) for shape in shapes]
     for place in range(len(ranks) - 2):
-        found = {rank for rank in ranks[place : place + 3] if rank is not None}
-        if len(found) == 1 and 2 <= found.pop() <= 6:
+        three = {rank for rank in ranks[place : place + 3] if rank is not None}
+        if len(three) == 1 and 2 <= three.pop() <= 6:
             return True
     if len(shapes) == 2:
         first, second = shapes
@@ -121,7 +123,7 @@ def has_attention_inputs(shapes: Sequence[Shape | None], names: Iterable[str] = 
 def looks_like_attention_forward(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op without a row seems to be an attention forward: by its name, and by its tensors.
 
-    The namespace alone may say attention: flash_attn_3::fwd, xformers_flash::flash_fwd.
+    Only the namespace may say attention: flash_attn_3::fwd, xformers_flash::flash_fwd.
     """
     namespace, _, name = name_of(op).partition("::")
     if not names_attention_kernel(name, namespace):
@@ -137,7 +139,7 @@ def looks_like_attention_forward(op: Op, args: Sequence[Any], kwargs: Mapping[st
 def advice(names: Sequence[str], shapes: Mapping[str, Shape | None]) -> tuple[str, str]:
     """Options that say where the keys of a call are, and a sentence on what the user must fill in, or "".
 
-    names: of its parameters. shapes: of those that are tensors; the first is the query.
+    names: names of its parameters. shapes: shapes of the parameters that are tensors; the first is the query.
     """
     key = next((name for name in names if _KEYS.match(name) and name in shapes), None)
     query = next(iter(shapes), None)
@@ -155,7 +157,7 @@ def advice(names: Sequence[str], shapes: Mapping[str, Shape | None]) -> tuple[st
 
 
 def _layout(key: str, query: Shape | None, keys: Shape | None, sequences: bool) -> str | None:
-    """The layout of the keys, if it shows: in the lengths of another sequence, or in a dimension for q, k and v."""
+    """The layout of the keys, if shapes show it: by a sequence of another length, or by a dimension for q, k and v."""
     dims = 0 if keys is None else len(keys)
     if "kv" in key:
         parts = 3 if "qkv" in key else 2
@@ -166,7 +168,8 @@ def _layout(key: str, query: Shape | None, keys: Shape | None, sequences: bool) 
     if query is None or keys is None or len(query) != dims or dims != 4 or query[0] != keys[0]:
         return None
     other = [place for place in (1, 2) if query[place] != keys[place]]
-    if len(other) != 1 or query[other[0]] % keys[other[0]] == 0:  # or fewer heads of keys than of queries
+    # A multiple may also be grouped queries: several heads of queries for each head of keys.
+    if len(other) != 1 or query[other[0]] % keys[other[0]] == 0:
         return None
     return "bshd" if other == [1] else "bhsd"
 
@@ -179,7 +182,7 @@ def suggested_row(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str
     options, missing = advice(names, {name: v.shape for name, v in values.items() if isinstance(v, torch.Tensor)})
     drawing = [name for name in names if "dropout" in name or name == "p"]
     if not any(isinstance(value, torch.Tensor) for value in values.values()):
-        return "it takes its tensors in a list, of which no row can name the keys: let it take them one by one"
+        return "it takes its tensors in a list, and a row cannot name the keys in a list: let it take them one by one"
     return (
         f'fastac.register(fastac.AttentionOp(backend="mine", namespace="{namespace}", name="{name}", {options}, '
         f"dropout={repr(drawing[0]) if drawing else None})){missing}"
@@ -195,13 +198,14 @@ def parameters_of(function: type) -> list[str]:
     forward: Any = function.forward  # type: ignore[attr-defined]
     try:
         parameters = list(inspect.signature(forward).parameters.values())[0 if _has_setup_context(function) else 1 :]
-    except (TypeError, ValueError):  # it is no Python function
+    except (TypeError, ValueError):  # it is not a Python function
         return []
-    return [one.name for one in parameters if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [parameter.name for parameter in parameters if parameter.kind is positional]
 
 
 def suggested_visible(function: type, shapes: Sequence[Shape | None]) -> str:
-    """The line that makes an autograd.Function visible. shapes: of its tensors; None where a shape is not known."""
+    """The line that makes an autograd.Function visible. shapes: one for each of its tensors; None if not known."""
     if _has_setup_context(function):
         return "write its setup_context and forward as one forward(ctx, ...), and call fastac.make_visible"
     names = parameters_of(function)
@@ -212,7 +216,7 @@ def suggested_visible(function: type, shapes: Sequence[Shape | None]) -> str:
 
 
 def no_attention(namespace: str, name: str) -> str:
-    """The line that says that an op, or a Function of a module, is no attention."""
+    """The line that says that an op, or a Function of a module, is not an attention."""
     return f'fastac.register(fastac.Row(namespace={namespace!r}, name="{name}", kind="other"))'
 
 
@@ -221,24 +225,27 @@ class SoftmaxAttention:
 
     The product of two activations gives scores, their softmax gives probabilities, and the product of these with the
     values is one attention call that ran as small ops. Another softmax (a gate, a router) is ignored, and so is a
-    product with a weight. What else changes the scores may not change their shape, except for picking some, and their
-    softmax is over the last dimension: an activation that two products made earlier is not taken for scores.
+    product with a weight. Other ops between the two products may pick some of the scores, and may not change their
+    shape otherwise. The softmax of changed scores is over their last dimension. So an activation that two products made
+    earlier is not taken for scores.
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor] = ()) -> None:
-        self.products = 0  # of two activations
-        self._kinds: dict[int, tuple[StorageWeakRef, str]] = {}
+        # Number of products of two activations.
+        self.products = 0
+        # Storage -> its mark. The weak reference keeps the address from being given to another storage.
+        self._marks: dict[int, tuple[StorageWeakRef, str]] = {}
         for tensor in inputs:
             if torch_private.has_storage(tensor):
                 self._mark(tensor, "input")
 
-    def _kind(self, tensor: torch.Tensor) -> str | None:
-        found = self._kinds.get(StorageWeakRef(tensor.untyped_storage()).cdata)
-        return found[1] if found else None
+    def _mark_of(self, tensor: torch.Tensor) -> str | None:
+        _, mark = self._marks.get(StorageWeakRef(tensor.untyped_storage()).cdata, (None, None))
+        return mark
 
-    def _mark(self, tensor: torch.Tensor, kind: str) -> None:
+    def _mark(self, tensor: torch.Tensor, mark: str) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
-        self._kinds[reference.cdata] = (reference, kind)
+        self._marks[reference.cdata] = (reference, mark)
 
     def follow(self, op: torch._ops.OpOverload, args: Iterable[Any], outputs: Any) -> int | None:
         """Take note of one op. Returns the number of keys of the attention that it completes, if any."""
@@ -246,48 +253,49 @@ class SoftmaxAttention:
         if not isinstance(output, torch.Tensor) or not torch_private.has_storage(output):
             return None
         name = op._schema.name
-        flat = [one for a in args for one in (a if isinstance(a, (list, tuple)) else (a,))]
-        tensors = [one for one in flat if isinstance(one, torch.Tensor) and torch_private.has_storage(one)]
+        flat = [value for arg in args for value in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        tensors = [value for value in flat if isinstance(value, torch.Tensor) and torch_private.has_storage(value)]
         for tensor in tensors:
-            # Views of inputs look like leaves in the forward of an autograd.Function; others cannot tell their graph.
-            if tensor._is_view() or self._kind(tensor) is not None:
+            # In the forward of an autograd.Function a view of an input looks like a leaf. So a view is not a weight.
+            if tensor._is_view() or self._mark_of(tensor) is not None:
                 continue
             if isinstance(tensor, torch.nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
                 self._mark(tensor, "weight")
-        marked = [(tensor, kind) for tensor in tensors if (kind := self._kind(tensor))]
-        kinds = {kind: tensor for tensor, kind in marked}
+        marked = [(tensor, mark) for tensor in tensors if (mark := self._mark_of(tensor))]
+        marks = {mark: tensor for tensor, mark in marked}
         if name in _MATRIX_PRODUCTS:
-            if "probabilities" in kinds:
-                return int(kinds["probabilities"].shape[-1])
-            if "weight" not in kinds:
+            if "probabilities" in marks:
+                return int(marks["probabilities"].shape[-1])
+            if "weight" not in marks:
                 self.products += 1
                 self._mark(output, "scores")
             else:
-                self._carry(kinds, name, output)  # heads are mixed
+                self._carry(marks, name, output)  # scores or probabilities whose heads are mixed
         elif name == "aten::_softmax":
             is_last = list(args)[1] in (-1, output.dim() - 1)
-            if "scores" in kinds or ("changed scores" in kinds and is_last):
+            if "scores" in marks or ("changed scores" in marks and is_last):
                 self._mark(output, "probabilities")
-        elif name in _JOINS:  # with sinks, or chunk by chunk
-            for kind in kinds.keys() & _SCORES.keys():
-                self._mark(output, kind)
+        elif name in _JOINS:  # scores joined with sinks, or computed chunk by chunk
+            for mark in marks.keys() & _SCORES.keys():
+                self._mark(output, mark)
         elif marked and (name in _COPIES or torch.Tag.pointwise in op.tags):
-            tensor, kind = max(marked, key=lambda pair: pair[0].numel())
-            if output.numel() == tensor.numel() and kind != "input" and (kind != "weight" or len(tensors) == 1):
-                self._mark(output, kind)
+            # Of several marked inputs the largest counts: the others are broadcast (a mask, a scale).
+            tensor, mark = max(marked, key=lambda pair: pair[0].numel())
+            if output.numel() == tensor.numel() and mark != "input" and (mark != "weight" or len(tensors) == 1):
+                self._mark(output, mark)
         else:
-            self._carry(kinds, name, output)  # padded, gathered, normalized, mixed over heads
+            self._carry(marks, name, output)  # padded, gathered, normalized, mixed over heads
         return None
 
-    def _carry(self, kinds: Mapping[str, torch.Tensor], name: str, output: torch.Tensor) -> None:
-        """Mark what an op makes of scores or probabilities."""
-        for kind in kinds.keys() & _SCORES.keys():
-            before = kinds[kind]
+    def _carry(self, marks: Mapping[str, torch.Tensor], name: str, output: torch.Tensor) -> None:
+        """Mark the output of an op that takes scores or probabilities."""
+        for mark in marks.keys() & _SCORES.keys():
+            scores = marks[mark]
             is_product = name in _LINEAR_PRODUCTS or name in _MATRIX_PRODUCTS
-            is_pick = name in _PICKS and output.dim() == before.dim() > 2 and output.is_floating_point()
-            if output.shape == before.shape or (is_product and output.numel() == before.numel()) or is_pick:
-                self._mark(output, _SCORES[kind])
+            is_pick = name in _PICKS and output.dim() == scores.dim() > 2 and output.is_floating_point()
+            if output.shape == scores.shape or (is_product and output.numel() == scores.numel()) or is_pick:
+                self._mark(output, _SCORES[mark])
 
 
 _SCORES = {"scores": "changed scores", "changed scores": "changed scores", "probabilities": "probabilities"}
-"""Kinds of numbers for pairs of queries and keys, and what each becomes by an op that is not pointwise."""
+"""Mark of numbers for pairs of queries and keys -> their mark after an op that is not pointwise."""

@@ -1,6 +1,6 @@
-"""What fastac does not know: ops and Functions that a region runs again, and rows that say nothing of any op.
+"""What fastac does not know: ops and Functions that a region runs again, and rows that match no op.
 
-Names have gaps: an attention whose name is neutral is not recognized. It is among what is listed here.
+Names have gaps: an attention with a neutral name is not recognized. It is in the list that this module makes.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ def unknown_calls(
     Args:
         where: the region's block.
         nodes: autograd nodes of the region.
-        recorded: sequence numbers of those in which attention calls were recorded.
-        observer: of the region; None for compiled code.
+        recorded: sequence numbers of the nodes in which attention calls were recorded.
+        observer: the observer of the region; None for compiled code.
     """
-    found = {} if observer is None else {name_of(op): f"in {where}.{at}" for op, at in observer.foreign.items()}
+    places = {} if observer is None else {name_of(op): f"in {where}.{at}" for op, at in observer.foreign.items()}
     for function in foreign_functions(nodes, recorded):
-        found[function.__name__] = f"of {function.__module__}, in {where}"
-    for name, at in found.items():
+        places[function.__name__] = f"of {function.__module__}, in {where}"
+    for name, place in places.items():
         if kinds.is_first(f"unknown {name}"):
-            logger.info("%s (%s) runs again in recompute: it has no row, and is not torch's", name, at.rstrip("."))
-    return tuple(found)
+            logger.info("%s (%s) runs again in recompute: it has no row, and is not torch's", name, place.rstrip("."))
+    return tuple(places)
 
 
 def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> None:
-    """Warn, once, of rows and Functions that name nothing, and of ops whose calls do not arrive where they should.
+    """Warn, once, of rows and Functions that match nothing, and of ops whose calls do not arrive where they should.
 
-    Only of those that were registered by the user or by a plugin.
+    Only rows and Functions of the user or of a plugin are looked at.
 
     Args:
         nodes: autograd nodes of a region.
-        recorded: sequence numbers of those in which attention calls were recorded.
-        tape: of its forward.
+        recorded: sequence numbers of the nodes in which attention calls were recorded.
+        tape: the tape of its forward.
     """
+    # fastac's own rows are for many libraries, and most of these are not installed.
     loaded = [plugin for plugin in plugins.installed() if not plugin.problem]
     of_plugins = [row for plugin in loaded for row in plugin.rows]
     rows = [row for row in registry.rows() if isinstance(row, AttentionOp) and row.namespace != OPAQUE_NAMESPACE]
@@ -65,7 +66,8 @@ def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> N
     problems += [opaque.missing(function) for plugin in loaded for function in plugin.functions]
     arrived = kinds.ops_called() | {op.qualified_name for op, _ in tape.attention_calls}
     waiting = [op for op in bound if op.differentiates and op.qualified_name not in arrived]
-    waiting = [op for op in waiting if not torch_private.is_custom_op(name_of(op.op))]  # its autograd kernel calls it
+    # The autograd kernel of a torch.library.custom_op calls the op, so its calls arrive.
+    waiting = [op for op in waiting if not torch_private.is_custom_op(name_of(op.op))]
     foreign = foreign_functions(nodes, recorded) if waiting else {}
     for op in waiting:
         for function, shapes in foreign.items():
@@ -81,12 +83,12 @@ def check_rows(nodes: Sequence[Any], recorded: Collection[int], tape: Tape) -> N
 
 
 def _unmatched(row: Row, is_of_plugin: bool) -> str:
-    """A sentence on a row that names no op; "" if the library of a plugin may not be loaded."""
+    """A sentence on a row that matches no op; "" if a plugin's library may not be loaded."""
     names: dict[str, list[str]] = {}
     for qualified in op_names():
         namespace, _, name = qualified.partition(".")[0].partition("::")
         names.setdefault(namespace, []).append(name)
-    there = [name for namespace, found in names.items() if re.fullmatch(row.namespace, namespace) for name in found]
+    there = [name for space, ops in names.items() if re.fullmatch(row.namespace, space) for name in ops]
     if not there and is_of_plugin:
         return ""
     close = difflib.get_close_matches(row.name, there, 1) or difflib.get_close_matches(row.namespace, names, 1)

@@ -1,9 +1,9 @@
 """Buffers that a block writes: counters, running statistics, codebooks. Without checkpointing they are written once.
 
-So does a region. Its recompute runs on copies of what the forward began with, and the buffers stay as the forward left
-them. Which ones a block writes is seen by comparing all values, in the steps whose values are compared. In other steps
-these are copied, and of the rest versions are compared, as a block may begin to write later. Where a block has few
-buffers, small ones are always copied for that case.
+A region writes them once as well. Its recompute runs on copies of what the forward began with, and the buffers stay as
+the forward left them. In the steps whose values are compared, the values of all buffers are compared too: that shows
+which buffers a block writes. In other steps only these are copied. The versions of the rest are compared, because a
+block may begin to write later. If a block has few buffers, small ones are always copied for that case.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fastac.errors import FastacError, readable_bytes
 logger = logging.getLogger("fastac")
 
 SMALL, FEW = 2**16, 8
-"""Bytes of a small buffer; number of buffers of a block up to which small ones are always copied."""
+"""Bytes of a small buffer. The most buffers that a block may have if its small ones are always copied."""
 
 LARGE = 64 * 2**20
-"""Bytes that are kept for one region from which on the log says so."""
+"""Bytes of copies for one region above which the log says so."""
 
 _ABSENT = object()
 """Stands for a buffer that was not registered."""
@@ -36,44 +36,50 @@ _ABSENT = object()
 
 @dataclasses.dataclass(eq=False)
 class _Buffer:
-    """A buffer as it stood."""
+    """A buffer, as it was at one moment."""
 
     known: KnownBuffer
-    tensor: Any  # None, or _ABSENT, where there was none
-    version: int | None  # None where it has none
-    value: torch.Tensor | None  # a copy, where one was made
+    # The tensor; None if the buffer was None, _ABSENT if the module had none of that name.
+    tensor: Any
+    # None if the tensor does not count its changes, or is not a tensor.
+    version: int | None
+    # A copy of the tensor, if one was made.
+    value: torch.Tensor | None
 
     @property
-    def now(self) -> Any:
-        """What stands in its place."""
+    def current(self) -> Any:
+        """What the module has in its place now."""
         return self.known.buffers.get(self.known.name, _ABSENT)
 
     def was_written(self, looks: bool) -> bool:
-        """Whether it was written since, or another was put in its place. looks: compare its value."""
-        if self.now is not self.tensor or self.is_newer:
+        """Whether it was written since, or another tensor was put in its place. looks: compare its value."""
+        if self.current is not self.tensor or self.is_newer:
             return True
         if not looks or self.value is None or is_equal(self.tensor, self.value):
             return False
-        self.known.has_versions = False  # it is written through `data`
+        # The value changed and the version did not: it is written through `data`. A copy of an earlier region with the
+        # same version may then be out of date, so `_copy_of` must not share it.
+        self.known.has_versions = False
         return True
 
     @property
     def is_newer(self) -> bool:
-        """Whether the tensor that stood there has another version."""
+        """Whether the tensor has another version than at that moment."""
         return self.version is not None and self.tensor._version != self.version
 
     def copy(self) -> Any:
-        """What a recompute gets in its place."""
+        """The tensor that a recompute gets in its place."""
         if self.version is None:
             return self.tensor
         source = self.tensor if self.value is None else self.value
         copy = source.detach().clone().requires_grad_(self.tensor.requires_grad)
+        # Versions are compared with those of the forward, for every tensor that recompute saves.
         torch_private.set_version(copy, self.version)
         return copy
 
 
 class Buffers:
-    """The buffers of some modules as a forward began; once it has ended, those that the modules write.
+    """The buffers of some modules as a forward began; once it has ended, only the buffers that the modules write.
 
     looks: compare the values of all of them.
     """
@@ -81,59 +87,65 @@ class Buffers:
     def __init__(self, modules: Sequence[torch.nn.Module], looks: bool) -> None:
         self.looks, self.modules = looks, modules if looks else ()
         self.lock = state_of(modules[0]).lock
-        known = [one for module in modules for one in state_of(module).buffers or ()]
-        small = SMALL if len(known) <= FEW else -1
-        self.buffers = [_begin(one, sys.maxsize if looks or one.is_written else small) for one in known]
+        all_known = [known for module in modules for known in state_of(module).buffers or ()]
+        small = SMALL if len(all_known) <= FEW else -1
+        self.buffers = [_begin(known, sys.maxsize if looks or known.is_written else small) for known in all_known]
 
     def keep_written(self, where: str) -> Buffers | None:
-        """The forward has ended: keep what the modules write, if anything. where: the block, in words.
+        """The forward has ended: keep only the buffers that the modules write; None if there are none.
 
-        Raises FastacError for a large buffer that they begin to write in a later step.
+        where: the block, in words. Raises FastacError for a large buffer that the modules begin to write in a later
+        step.
         """
-        for module in self.modules:  # what was registered since
+        # Buffers that the forward registered did not exist for the recompute, which is to register them again.
+        for module in self.modules:
             self.buffers += [_Buffer(known, _ABSENT, None, None) for known in _find(module, state_of(module))]
         self.modules = ()
-        found = [one for one in self.buffers if not one.known.is_written and one.was_written(self.looks)]
-        for one in found:
-            one.known.is_written = True
-        self.buffers = [one for one in self.buffers if one.known.is_written]
-        if lost := ", ".join(one.known.name for one in found if one.is_newer and one.value is None):
+        newly_written = [buffer for buffer in self.buffers if not buffer.known.is_written]
+        newly_written = [buffer for buffer in newly_written if buffer.was_written(self.looks)]
+        for buffer in newly_written:
+            buffer.known.is_written = True
+        self.buffers = [buffer for buffer in self.buffers if buffer.known.is_written]
+        # A large buffer is copied only if the block is known to write it. The forward has overwritten this one.
+        if lost := ", ".join(buffer.known.name for buffer in newly_written if buffer.is_newer and buffer.value is None):
             raise FastacError(
                 f"{where}: it began to write a buffer ({lost}) in a step in which fastac had no copy of it: recompute "
-                f" would begin with what the forward left, and gradients would be wrong.\nFrom now on it is "
+                f"would begin with what the forward left, and gradients would be wrong.\nFrom now on it is "
                 f"copied: run the step again, or resume from a checkpoint."
             )
-        size = sum(_size(one.value) for one in self.buffers if one.value is not None)
-        if found and size >= LARGE:
+        size = sum(_size(buffer.value) for buffer in self.buffers if buffer.value is not None)
+        if newly_written and size >= LARGE:
             logger.warning("%s: copies %s of buffers that it writes, for each region", where, readable_bytes(size))
         return self if self.buffers else None
 
     @contextlib.contextmanager
     def as_the_forward_began(self) -> Iterator[None]:
         """A context in which the modules have copies of these buffers, which a recompute may write."""
-        with self.lock:  # of two threads that recompute one block, each must put back what was there before both
-            before = [(one.known, one.now) for one in self.buffers]
-            copies: dict[int, Any] = {}  # a tensor may be a buffer of two modules
-            for one in self.buffers:
-                if id(one.tensor) not in copies:
-                    copies[id(one.tensor)] = one.copy()
-                _put(one.known, copies[id(one.tensor)])
+        # If two threads recompute one block at the same time, one of them would put back the copies of the other.
+        with self.lock:
+            tensors = [(buffer.known, buffer.current) for buffer in self.buffers]
+            copies: dict[int, Any] = {}  # by tensor, which may be a buffer of two modules
+            for buffer in self.buffers:
+                if id(buffer.tensor) not in copies:
+                    copies[id(buffer.tensor)] = buffer.copy()
+                _put(buffer.known, copies[id(buffer.tensor)])
             try:
                 yield
             finally:
-                for known, tensor in before:
+                for known, tensor in tensors:
                     _put(known, tensor)
 
 
 def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Buffers | None:
-    """The buffers of some modules, as a forward begins; None where the modules have none.
+    """The buffers of some modules, as a forward begins; None if the modules have none.
 
-    looks: compare the values of all of them. A module that was never looked at is looked at.
+    looks: compare the values of all of them. They are compared in any case if a module is new.
     """
     states = [state_of(module) for module in modules]
     looks = looks or any(state.buffers is None for state in states)
     for module, state in zip(modules, states, strict=True):
-        if looks or any(one.is_written for one in state.buffers or ()):  # another module may stand in its place
+        # A submodule may have been replaced since the last region, and its buffers with it.
+        if looks or any(known.is_written for known in state.buffers or ()):
             _find(module, state)
     if not (modules and (looks or any(state.buffers for state in states))):
         return None
@@ -141,29 +153,30 @@ def begin(modules: Sequence[torch.nn.Module], looks: bool) -> Buffers | None:
 
 
 def _find(module: torch.nn.Module, state: BlockState) -> list[KnownBuffer]:
-    """Bring the state of a module up to date. Returns the buffers that it did not name."""
-    before = {(id(one.buffers), one.name): one for one in state.buffers or ()}
+    """Bring the list of buffers in the state of a module up to date. Returns the buffers that were not in it."""
+    earlier = {(id(known.buffers), known.name): known for known in state.buffers or ()}
     state.buffers, new = [], []
     owners, state.buffer_dicts = state.buffer_dicts, set()
     for owner in module.modules():
         buffers = _dict_of(owner)
         state.buffer_dicts.add(id(buffers))
         for name in buffers:
-            known = before.get((id(buffers), name))
+            known = earlier.get((id(buffers), name))
             if known is None:
                 known = KnownBuffer(buffers, name)
-                new += [known] if id(buffers) in owners else []  # a module that was made since stays as it is
+                # A submodule that the forward made stays: recompute finds it there, with its buffers.
+                new += [known] if id(buffers) in owners else []
             state.buffers.append(known)
     return new
 
 
 def _dict_of(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's buffers; none of one of TorchScript."""
+    """A module's buffers; empty for a module of TorchScript, whose buffers are not in a dict."""
     return module._buffers if isinstance(module._buffers, dict) else {}
 
 
 def _begin(known: KnownBuffer, copied: int = sys.maxsize) -> _Buffer:
-    """A buffer as it stands. copied: bytes up to which it is copied."""
+    """A buffer as it is now. copied: bytes up to which it is copied."""
     tensor: Any = known.buffers.get(known.name, _ABSENT)
     if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor) or tensor.is_inference():
         return _Buffer(known, tensor, None, None)
@@ -172,10 +185,10 @@ def _begin(known: KnownBuffer, copied: int = sys.maxsize) -> _Buffer:
 
 
 def _copy_of(known: KnownBuffer, tensor: torch.Tensor) -> torch.Tensor | None:
-    """A copy that nobody writes: the latest one, if another region keeps it and the buffer is as it was."""
+    """A copy that nobody writes: the latest one, if another region holds it and the buffer did not change since."""
     copy = known.copy() if known.has_versions else None
     if copy is None or known.copied != (id(tensor), tensor._version):
-        # Of a tensor subclass, or quantized in an unusual way, which somebody may just keep there.
+        # Some subclasses and quantized tensors cannot be cloned. Somebody may only keep them in the module.
         with contextlib.suppress(NotImplementedError, RuntimeError):
             copy = tensor.detach().clone()
             known.copy, known.copied = weakref.ref(copy), (id(tensor), tensor._version)
@@ -183,7 +196,7 @@ def _copy_of(known: KnownBuffer, tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Bytes of a plain tensor; of any other, so many that it counts as large."""
+    """Bytes of a plain tensor; for any other tensor a number that counts as large."""
     return tensor.nbytes if torch_private.is_plain(tensor) else SMALL + 1
 
 
@@ -194,11 +207,12 @@ def _put(known: KnownBuffer, tensor: Any) -> None:
         known.buffers[known.name] = tensor
 
 
-def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor and a copy of it have the same bits, of any dtype. True if they are not plain."""
-    if not torch_private.is_plain(one):
+def is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a tensor and a copy of it have the same bits, in any dtype. True if they are not plain."""
+    if not torch_private.is_plain(tensor):
         return True
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+    # As bytes: a NaN then equals itself, in every dtype.
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (tensor, copy)))
 
 
 @contextlib.contextmanager
@@ -212,7 +226,7 @@ def buffers_preserved(modules: Iterable[torch.nn.Module]) -> Iterator[Preserved]
 
 
 class Preserved:
-    """The buffers of some modules as they stood."""
+    """The buffers of some modules, as they were when this was made."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.modules = list(modules)
@@ -227,19 +241,19 @@ class Preserved:
             yield from module.named_modules(prefix=str(number) if number else "")
 
     def written(self) -> Mapping[str, torch.Tensor]:
-        """Those that were written since, by name, as they are now."""
-        found = {name: one.now for name, one in self.buffers.items() if one.was_written(looks=True)}
-        return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+        """The buffers that were written since, by name, as they are now."""
+        written = {name: buffer.current for name, buffer in self.buffers.items() if buffer.was_written(looks=True)}
+        return {name: tensor for name, tensor in written.items() if isinstance(tensor, torch.Tensor)}
 
     def restore(self) -> None:
-        """Put all of them back, and remove what was registered since."""
-        known = {(id(one.known.buffers), one.known.name) for one in self.buffers.values()}
+        """Put all of them back, and remove the buffers that were registered since."""
+        names = {(id(buffer.known.buffers), buffer.known.name) for buffer in self.buffers.values()}
         for _, owner in self._owners():
             for name in list(_dict_of(owner)):
-                if (id(owner._buffers), name) not in known:
+                if (id(owner._buffers), name) not in names:
                     del owner._buffers[name]
-        for one in self.buffers.values():
-            _put(one.known, one.tensor)
-            # Writing would count as an in-place change.
-            if one.value is not None and (one.is_newer or not is_equal(one.tensor, one.value)):
-                one.tensor.detach().copy_(one.value)
+        for buffer in self.buffers.values():
+            _put(buffer.known, buffer.tensor)
+            # Only if needed: a write counts as an in-place change, and a graph of the user may have saved the buffer.
+            if buffer.value is not None and (buffer.is_newer or not is_equal(buffer.tensor, buffer.value)):
+                buffer.tensor.detach().copy_(buffer.value)

@@ -1,10 +1,10 @@
 """Sentences on what may explain a recompute that differs from its forward.
 
-They are made when that is an error; on an accelerator, whose errors come at the end of a backward, in every region that
-is compared.
+They are made when a difference becomes an error. An accelerator's differences are read at the end of the backward, when
+the region is gone, so there they are made for every difference that may turn out to be an error.
 
-Each says what was found there, not what is likely: hooks of the block that recompute does not run, a generator that it
-does not restore, a setting of the compiler.
+Each sentence says what was found in this block, not what is likely: hooks that recompute does not run, a generator that
+it does not restore, a setting of the compiler.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from fastac.engine.blocks import MANY, block_of, globals_of, held_by, is_compile
 
 
 def found(function: Any, modules: Sequence[torch.nn.Module], values: Iterable[Any], stance: str) -> str:
-    """What was found, as a line with its break; "" for nothing.
+    """The sentences, as a line with its line break; "" if there are none.
 
     Args:
         function: the checkpointed function.
-        modules: the block, or those that the function may run.
-        values: its arguments by keyword.
-        stance: of torch.compiler in the forward.
+        modules: the block, or the modules that the function may run.
+        values: the function's keyword arguments.
+        stance: the stance of torch.compiler in the forward.
     """
     sentences = [*_hooks(function), *_generators(function, modules, values), *_compiler(function, stance)]
     return " ".join(sentences) + "\n" * bool(sentences)
 
 
 def _hooks(function: Any) -> Iterator[str]:
-    """Of hooks on a block whose `forward` is the function: they run around it."""
+    """About hooks on a block, if the function is the block's `forward`."""
+    # nn.Module.__call__ runs hooks around `forward`. If only `forward` is checkpointed, recompute does not run them.
+    # The names `__call__` and `_call_impl` are torch's: these functions run the hooks themselves.
     block = None if isinstance(function, torch.nn.Module) else block_of(function)
     if block is None or "call" in function.__name__:
         return
     hooks = [*block._forward_pre_hooks.values(), *block._forward_hooks.values()]
     functions = [getattr(hook, "func", hook) for hook in hooks]
-    names = [getattr(one, "__name__", type(one).__name__) for one in functions if _package(one) not in _QUIET]
+    foreign = [function for function in functions if _package(function) not in _QUIET]
+    names = [getattr(function, "__name__", type(function).__name__) for function in foreign]
     if names:
         yield (
             f"Forward hooks on the block ({', '.join(list(dict.fromkeys(names))[:3])}) do not run again in recompute: "
@@ -51,7 +54,7 @@ def _hooks(function: Any) -> Iterator[str]:
 
 
 _QUIET = ("torch", "fastac")
-"""Packages whose hooks recompute does not need: FSDP2 has hooks of autograd's as well."""
+"""Packages whose hooks recompute does not need: FSDP2 gathers weights in a recompute by hooks of autograd."""
 
 
 def _package(value: Any) -> str:
@@ -59,30 +62,31 @@ def _package(value: Any) -> str:
 
 
 def _generators(function: Any, modules: Sequence[torch.nn.Module], values: Iterable[Any]) -> Iterator[str]:
-    """Of generators that the block has, or is given."""
+    """About generators that the block has, or is given."""
+    # fastac restores the default generators. Nobody can tell which of other generators a block draws from.
     forward = type(function).forward if isinstance(function, torch.nn.Module) else function
-    places = [("", one) for one in (*values, *held_by(forward), *globals_of(forward))]
+    candidates = [("", value) for value in (*values, *held_by(forward), *globals_of(forward))]
     for module in modules:
         for prefix, inner in itertools.islice(module.named_modules(), MANY):  # a closure may hold the whole model
-            places += [(f"{prefix}.{name}".lstrip("."), one) for name, one in vars(inner).items()]
+            candidates += [(f"{prefix}.{name}".lstrip("."), value) for name, value in vars(inner).items()]
     numpy = sys.modules.get("numpy.random")
-    kinds = (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))
-    for name, one in places:
-        if isinstance(one, kinds) and one is not torch.default_generator:
+    generators = (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy else ()))
+    for name, value in candidates:
+        if isinstance(value, generators) and value is not torch.default_generator:
             yield (
-                f"It has a {type(one).__name__} of {_package(type(one))}{f', {name}' * bool(name)}, which recompute "
-                f"does not restore: draw random numbers from the default generator, or outside the block."
+                f"It has a {type(value).__name__} of {_package(type(value))}{f', {name}' * bool(name)}, which "
+                f"recompute does not restore: draw random numbers from the default generator, or outside the block."
             )
             return
 
 
 def _compiler(function: Any, stance: str) -> Iterator[str]:
-    """Of settings of the compiler, under which code may save other tensors."""
-    now, budget = torch_private.stance(), torch_private.memory_budget()
-    if (stance, now) != ("default", "default"):
+    """About settings of the compiler, under which code may save other tensors."""
+    current, budget = torch_private.stance(), torch_private.memory_budget()
+    if (stance, current) != ("default", "default"):
         yield (
-            f'The stance of torch.compiler is "{stance}" in the forward and "{now}" in recompute: one of them may run '
-            f'compiled, the other one not. Keep it at "default" until backward is done.'
+            f'The stance of torch.compiler is "{stance}" in the forward and "{current}" in recompute: one of them may '
+            f'run compiled, the other not. Keep it at "default" until backward is done.'
         )
     if budget < 1 and is_compiled(function):
         yield (

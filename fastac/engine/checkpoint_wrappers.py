@@ -1,4 +1,4 @@
-"""Modules that torch puts around a block: CheckpointWrapper, OffloadWrapper, and those of FSDP1 in between."""
+"""Modules that torch puts around a block: CheckpointWrapper, OffloadWrapper, and wrappers of FSDP1 in between."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastac.errors import FastacError
 
+# Attributes in which torch's wrappers hold the module. torch has names for them in private modules, which take time to
+# import: torch.distributed.algorithms._checkpoint.checkpoint_wrapper and torch.distributed.fsdp._common_utils.
 _CHECKPOINT, _FSDP1 = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 
 def inside(module: Any) -> Any:
     """The module inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); itself if it has none."""
-    found = module
-    while True:  # runs at every call of a block: no generator
+    # This runs at every call of a block, so it is a plain loop. An FSDP1 wrapper is looked through, but stays around
+    # the module if there is no activation wrapper inside it: its forward gathers the weights.
+    innermost = module
+    while True:
         children: Any = getattr(module, "_modules", ())
         if _CHECKPOINT in children:
-            found = module = children[_CHECKPOINT]
+            innermost = module = children[_CHECKPOINT]
         elif _FSDP1 in children:
             module = children[_FSDP1]
         else:
-            return found
+            return innermost
 
 
 def plain_name(name: str) -> str:
@@ -38,12 +42,13 @@ def plain_name(name: str) -> str:
 
 def is_wrapper(module: Any) -> bool:
     """Whether a module is a CheckpointWrapper."""
+    # Nobody has a wrapper before this module is loaded, and loading it takes time.
     loaded = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     return loaded is not None and isinstance(module, loaded.CheckpointWrapper)
 
 
 def wrappers_around(module: Any) -> Iterator[Any]:
-    """The CheckpointWrappers that a module consists of, outer first, without those of FSDP1 in between."""
+    """The CheckpointWrappers that a module consists of, the outer ones first, without wrappers of FSDP1."""
     while module is not None:
         if is_wrapper(module):
             yield module
@@ -59,13 +64,14 @@ def call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def idle(model: torch.nn.Module) -> Iterator[None]:
     """A context in which no CheckpointWrapper in a model checkpoints."""
-    before: list[tuple[Any, Any]] = [(one, one.checkpoint_fn) for one in model.modules() if is_wrapper(one)]
+    wrappers: list[Any] = [module for module in model.modules() if is_wrapper(module)]
+    functions = [wrapper.checkpoint_fn for wrapper in wrappers]
     try:
-        for wrapper, _ in before:
+        for wrapper in wrappers:
             wrapper.checkpoint_fn = call_plainly
         yield
     finally:
-        for wrapper, function in before:
+        for wrapper, function in zip(wrappers, functions, strict=True):
             wrapper.checkpoint_fn = function
 
 
@@ -73,11 +79,11 @@ def check_default(wrapper: Any, where: str) -> None:
     """Raise FastacError for a CheckpointWrapper with other options than torch's defaults. where: the block in it."""
     function = wrapper.checkpoint_fn
     keywords = function.keywords if isinstance(function, functools.partial) else {}
-    # The latter is that of patch_checkpoint while it is on.
-    own = getattr(function, "func", None) not in (torch_checkpoint, torch.utils.checkpoint.checkpoint)
-    if own or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):
+    # The two differ while patch_checkpoint is on: then the second is fastac's.
+    custom = getattr(function, "func", None) not in (torch_checkpoint, torch.utils.checkpoint.checkpoint)
+    if custom or keywords.get("use_reentrant") or keywords.get("context_fn") or keywords.get("debug"):
         raise FastacError(
             f"{where} is wrapped in a CheckpointWrapper that does not checkpoint as torch does by default "
-            f"({'another checkpoint_fn' if own else 'reentrant, with a context_fn or in debug mode'}), which fastac "
+            f"({'another checkpoint_fn' if custom else 'reentrant, with a context_fn or in debug mode'}), which fastac "
             f"cannot take over. Wrap it without these options, or take the wrapper away."
         )

@@ -1,8 +1,8 @@
 """The collectives of one region: how many were issued, saved, and issued again in recompute.
 
-A functional collective returns before it is complete, and a wait for the same memory completes it. An output that
-autograd does not guard, inside an autograd.Function or compiled code, may be overwritten after that: the tape copies it
-when it is waited for.
+A functional collective returns before it is complete, and a wait for the same memory completes it. Inside an
+autograd.Function or compiled code autograd does not guard the output, which may be overwritten after the wait. So the
+tape copies it at the wait.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 _POINT_TO_POINT = ("batch_p2p_ops", "irecv", "isend")
+# These ops of c10d take no tensor of the caller, or only read it.
 _NOT_COUNTED = ("barrier", "monitored_barrier_", "check_for_nan")
 
 
@@ -22,26 +23,28 @@ _NOT_COUNTED = ("barrier", "monitored_barrier_", "check_for_nan")
 class Communication:
     """Numbers of the collectives of one region, and bytes that they returned on this rank."""
 
-    issued: int = 0  # in the forward
+    # Collectives of the forward; how many of these are saved; collectives of recompute.
+    issued: int = 0
     issued_bytes: int = 0
-    saved: int = 0  # of issued
+    saved: int = 0
     saved_bytes: int = 0
-    again: int = 0  # issued in recompute
+    again: int = 0
     again_bytes: int = 0
 
     def __add__(self, other: Communication) -> Communication:
-        """Both together."""
+        """The sums of both."""
         return Communication(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
     def count(self, how: str, outputs: Any) -> None:
         """Count a collective, and the bytes of its outputs. how: "issued", "saved" or "again"."""
-        size = sum(one.nbytes for one in ([outputs] if isinstance(outputs, torch.Tensor) else outputs))
+        size = sum(output.nbytes for output in ([outputs] if isinstance(outputs, torch.Tensor) else outputs))
         for name, more in ((how, 1), (f"{how}_bytes", size)):
             setattr(self, name, getattr(self, name) + more)
 
 
 def writes_its_buffer(op: Any) -> bool:
     """Whether an op is a collective that writes a buffer of its caller, and so is never saved."""
+    # A replay would not write the buffer: gradients were NaN, without an error.
     if not isinstance(op, torch._ops.OpOverload):
         return False
     namespace, _, name = op._schema.name.partition("::")
@@ -51,10 +54,9 @@ def writes_its_buffer(op: Any) -> bool:
 
 
 def is_called_by_fsdp() -> bool:
-    """Whether FSDP calls this, which gathers and frees parameters by its own rules, also in recompute.
-
-    A model that FSDP1 calls does not count as FSDP.
-    """
+    """Whether FSDP calls this. It gathers and frees parameters by its own rules, also in recompute."""
+    # The nearest frame outside torch and fastac belongs to the model. FSDP1 calls the model, so frames beyond it would
+    # say FSDP for every collective of the model.
     frame = sys._getframe().f_back
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -1,13 +1,13 @@
 """FLOPs of attention, forward and backward, for torch's FlopCounterMode and for AOT's partitioners.
 
-Counted as torch counts its own attention: a multiplication and an addition for each element of each product, by the
-heads of the queries. A mask, causal or other, saves nothing. Packed sequences count by their own lengths and sparse
-attention by its blocks, where these values can be read. Of tensors without data (fake, meta) only shapes are known:
-there each query counts with as many keys as the longest sequence has, and with as many blocks as the lists have room
-for. FlopCounterMode sees calls, not kernels: it counts a saved call again when recompute replays it.
+FLOPs are counted as torch counts its own attention: a multiplication and an addition for each element of each product,
+by the heads of the queries. A mask, causal or other, saves nothing. Packed sequences count by their own lengths and
+sparse attention by its blocks, if these values can be read. Tensors without data (fake, meta) have only shapes: there
+each query counts with as many keys as the longest sequence has, and with as many blocks as the lists have room for.
+FlopCounterMode sees calls, not kernels: it counts a saved call again when recompute replays it.
 
-A formula that is in torch's table already, of torch, a library or the user, stays. FlopCounterMode copies the table
-when it is made: an op that is loaded later counts in the next one.
+A formula that torch, a library or the user has put into torch's table stays. FlopCounterMode copies the table when it
+is made: an op that is loaded later counts in the next FlopCounterMode.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from fastac.registry.torch_private import Op, arguments_of
 class Products(NamedTuple):
     """Sizes of the matrix products of one attention call."""
 
-    pairs: int  # of a query and a key that it attends to, of all heads and sequences
-    key_dim: int  # head dim of queries and keys
+    # Pairs of a query and a key that it attends to, in all heads and sequences.
+    pairs: int
+    # Head dim of queries and keys, and of values.
+    key_dim: int
     value_dim: int
 
     def forward(self) -> int:
@@ -37,10 +39,10 @@ class Products(NamedTuple):
         return 2 * self.pairs * (self.key_dim + self.value_dim)
 
     def backward(self) -> int:
-        """FLOPs of scores, again, and of four gradients: torch.utils.flop_counter.sdpa_backward_flop_count.
+        """FLOPs of the scores, which run again, and of four gradients: as sdpa_backward_flop_count of torch counts.
 
-        Three products are over the head dim of the keys: scores, gradients of query and key. Two are over that of the
-        values: gradients of probabilities and values.
+        Three products are over the head dim of the keys: scores, gradients of query and key. Two are over the head dim
+        of the values: gradients of probabilities and values.
         """
         return 2 * self.pairs * (3 * self.key_dim + 2 * self.value_dim)
 
@@ -51,8 +53,8 @@ def products(
     """The products of a call.
 
     Args:
-        call: its arguments by name.
-        output: (..., head dim of the values), or its gradient; with its heads before the last dimension if packed.
+        call: the arguments by name.
+        output: (..., head dim of the values), or its gradient. Packed outputs have their heads before that dimension.
         key: (..., head dim of queries and keys).
     """
     lengths = [_lengths(call.get(name)) for name in row.flops.offsets]
@@ -64,38 +66,40 @@ def products(
         if blocks:
             chosen = blocks[0].numel() if has_no_data(blocks[-1]) else int(blocks[-1].sum())
             coarse = call.get(getattr(row, "coarse", ""))
-            of_keys = blocks[0].shape[-1] if coarse is None else coarse.numel()
-            pairs = pairs * chosen // (math.prod(blocks[0].shape[:-1]) * of_keys)
+            existing = blocks[0].shape[-1] if coarse is None else coarse.numel()
+            pairs = pairs * chosen // (math.prod(blocks[0].shape[:-1]) * existing)
     return Products(pairs, key.shape[-1], output.shape[-1])
 
 
 def _lengths(offsets: torch.Tensor | None) -> list[int]:
-    """Lengths of packed sequences; empty where there are none, or they cannot be read."""
+    """Lengths of packed sequences; empty if there are none, or if they cannot be read."""
     if offsets is None or not offsets.numel() or has_no_data(offsets):
         return []
-    found: list[int] = (offsets.sum(-1) if offsets.dim() == 2 else offsets.diff()).tolist()
-    return found
+    # Two dimensions: a mask for each sequence, in the place of cumulative lengths.
+    lengths: list[int] = (offsets.sum(-1) if offsets.dim() == 2 else offsets.diff()).tolist()
+    return lengths
 
 
 def named_arguments(
     defaults: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A call's arguments by name. defaults: of all arguments, in the order of the signature."""
+    """A call's arguments by name. defaults: of every argument, in the order of the signature."""
     return {**defaults, **dict(zip(defaults, args, strict=False)), **(kwargs or {})}
 
 
 _keys: dict[Any, Callable[[Sequence[Any], Mapping[str, Any]], int]] = {}
-"""Target of an attention op, forward or backward -> number of keys of a call of it."""
+"""Target of an attention op, forward or backward -> function that gives the number of keys of a call."""
 
 
 def add_formula(op: Op, formula: Callable[..., int]) -> None:
     """Put a formula (*args, out_val, **kwargs) -> FLOPs into torch's table, unless the op has one."""
-    # Not by register_flop_formula: two threads may look at a library that was loaded just now.
+    # Not by register_flop_formula, which raises if the op has a formula: the user's formula stays, and two threads may
+    # look at a library that was loaded just now.
     flop_registry.setdefault(_target(op), formula)
 
 
 def of_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> int:
-    """FLOPs of one call of an op; 0 for one without a formula."""
+    """FLOPs of one call of an op; 0 for an op without a formula."""
     formula = flop_registry.get(_target(op))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=outputs))
 
@@ -123,7 +127,7 @@ def register_formulas() -> None:
 def _register(op: Op, row: AttentionOp, is_backward: bool) -> None:
     arguments = arguments_of(op)
     defaults = {argument.name: argument.default for argument in arguments}
-    # An op that writes an argument it must be given has its output there, and may return nothing of use.
+    # An op that always writes one of its arguments has its output there, and may return nothing of use.
     written = [argument.name for argument in arguments if argument.written and not argument.optional]
 
     def forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:

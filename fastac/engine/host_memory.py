@@ -13,7 +13,8 @@ _CONTAINER = Path("/sys/fs/cgroup")
 
 
 class _State:
-    fits = 0  # the largest size of a rank that passed the check
+    # The largest size of a rank that passed the check.
+    fits = 0
 
 
 _state = _State()
@@ -21,31 +22,34 @@ _state = _State()
 
 def available() -> int | None:
     """Bytes available on this host, or in its container (cgroup v2); None if neither is known."""
-    found = []
+    # A container has its own limit, which MemAvailable does not show. Beyond it the kernel kills the process.
+    limits = []
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+        limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
         limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
-        cache = int(stat["inactive_file"]) + int(stat["active_file"])  # the kernel frees it on demand
-        found.append(limit - used + cache)
-    except (OSError, KeyError, ValueError):  # another system; "max" for a container without a limit
+        # memory.current counts the page cache (a data loader's files) as used. The kernel frees it on demand.
+        cache = int(stat["inactive_file"]) + int(stat["active_file"])
+        limits.append(limit - used + cache)
+    except (OSError, KeyError, ValueError):  # not Linux; or the limit is "max", which is none
         pass
-    return min(found, default=None)
+    return min(limits, default=None)
 
 
 def check_available(size: int, blocks: int, policy: Policy) -> None:
     """Raise FastacError if the host has too little memory for its ranks.
 
     Args:
-        size: bytes that each rank is going to keep there. Memory is looked up once for each larger size.
-        blocks: number of blocks that keep them, for the message.
+        size: bytes that each rank is going to hold there. Memory is looked up once for each larger size.
+        blocks: number of blocks that hold them, for the message.
     """
     if size <= _state.fits:
         return
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
     host = available()
-    if host is not None and ranks * (size - _state.fits) > host:  # what fitted before is allocated by now
+    # The size that fitted is allocated by now, and missing in what is available.
+    if host is not None and ranks * (size - _state.fits) > host:
         raise FastacError(
             f"{policy}: {blocks} blocks keep {size / 2**30:.1f} GiB in host memory, on {ranks} ranks "
             f"{ranks * size / 2**30:.1f} GiB, and {host / 2**30:.1f} GiB are available.\n"
@@ -60,7 +64,7 @@ def exhausted(size: int, where: str, policy: Policy, error: BaseException) -> Fa
     Args:
         size: bytes that were asked for.
         where: the block that offloads them.
-        error: what torch raised. It may read like one of the device.
+        error: what torch raised. It may read like an error of the device.
     """
     host = available()
     left = "" if host is None else f" {readable_bytes(host)} are available; the limit of pinned memory may be lower."
@@ -71,7 +75,7 @@ def exhausted(size: int, where: str, policy: Policy, error: BaseException) -> Fa
 
 
 def _way_out(policy: Policy) -> str:
-    less = 'offload="attention" or "inputs" alone, ' if policy.offload is True and not policy.saves_nothing else ""
+    less = 'only offload="attention" or "inputs", ' if policy.offload is True and not policy.saves_nothing else ""
     return (
         f"Offload less: {less}a larger keep= (now {policy.keep}), offload for fewer blocks (a mapping of block names), "
         f"or none; or run fewer ranks on a host."

@@ -23,11 +23,12 @@ from fastac.registry import BoundOp, Row
 logger = logging.getLogger("fastac")
 
 LINEAR_OPS = ("aten::addmm", "aten::mm", "aten::bmm")
-"""Ops that a Linear module ends in (torch 2.13). With a bias it is addmm, unless the input cannot be flattened. Such
-inputs are multiplied sample by sample, by bmm, where the weight is frozen."""
+"""Ops that a Linear module ends in (torch 2.13). With a bias it is addmm, unless the input cannot be flattened. If the
+weight is frozen, an input that cannot be flattened is multiplied sample by sample, by bmm."""
 
+# A Library takes its registrations back when it is collected. Another thread may be inside a call then, and torch fails
+# with an internal assert (fallthrough_kernel was executed). So they live as long as the process.
 _libraries: list[torch.library.Library] = []
-"""They register what they hold for as long as they live."""
 
 
 def install() -> None:
@@ -39,8 +40,10 @@ def install() -> None:
         for op in registry.present_ops():
             _intercept(op)
             op.number = engine.installed[op.qualified_name].number
-            engine.installed[op.qualified_name] = op  # it may have been defined again, with other arguments
-        for other in registry.others(engine.installed):  # a row was replaced
+            # The op may have been defined again since, with other arguments, or its row replaced.
+            engine.installed[op.qualified_name] = op
+        # A row that says "other" now: the function at BackendSelect stays, and passes calls on.
+        for other in registry.others(engine.installed):
             other.number = engine.installed[other.qualified_name].number
             engine.installed[other.qualified_name] = other
         flops.register_formulas()
@@ -57,7 +60,8 @@ def install_linear() -> None:
 
 
 def loaded_modules() -> tuple[int, int, int, str]:
-    """Changes with the rows, and when a module or a library of ops is loaded: their numbers, and the newest module."""
+    """A value that changes with the rows, and when a module or a library of ops is loaded."""
+    # Cheap, because every region asks. The newest module is in it for a module that replaces another one.
     counts = registry.state.changes, len(sys.modules), len(torch.ops.loaded_libraries)
     try:
         return *counts, next(reversed(sys.modules))
@@ -69,6 +73,7 @@ def _intercept(first: BoundOp) -> None:
     name = first.qualified_name
     if name in engine.installed:
         return
+    # The dispatcher does not chain functions at one key: the later one would shadow the earlier.
     if torch_private.has_kernel(name, "BackendSelect"):
         raise FastacError(
             f"{name} cannot be saved: another package has registered a function at its BackendSelect dispatch key, "
@@ -81,11 +86,13 @@ def _intercept(first: BoundOp) -> None:
         if scope is not None and op.kind != "other":
             return scope.call(op, keyset, args, kwargs)
         if engine.listeners and op.kind in ("attention", "decomposition"):
-            for listener in tuple(engine.listeners):  # one that removes itself must not hide the next
+            for listener in tuple(engine.listeners):  # a copy: a listener may remove itself
                 listener(op, args, kwargs)
         return run_kernel(op, keyset, args, kwargs)
 
-    first.number = len(engine.installed) + 1  # before calls of other threads arrive: tapes that are open ignore them
+    # Before the registration, since calls of other threads arrive right after it. Tapes that are open ignore them by
+    # this number: their forward has no entry for them.
+    first.number = len(engine.installed) + 1
     if first.is_higher_order:
         torch_private.at_backend_select(first.op, called)
     else:

@@ -1,7 +1,7 @@
 """Linear modules whose outputs are saved: a module hook says which one runs, and the next matmul is its output.
 
-The output is saved below autograd, as with attention: autograd sees the same of a replayed module as in the forward.
-Hooks stay on a module until `detach`. Without an open scope they do nothing.
+The output is saved below autograd, as attention outputs are. So autograd records the same nodes whether the matmul ran
+or was replayed. Hooks stay on a module until `detach`. Without an open scope they do nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fastac.engine.tape import Scope, thread
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, did_you_mean
 from fastac.policy import Policy, patterns_of
 
+# It is pickled with the module, as its hooks are.
 _NAME = "_fastac_linear"
 """Attribute of a Linear module with hooks: its name in its block."""
 
@@ -27,24 +28,24 @@ def check_names(model: torch.nn.Module, policies: Mapping[torch.nn.Module, Polic
     """Raise FastacError for a name in a policy that no Linear module of its blocks has.
 
     Args:
-        policies: of the model's blocks.
-        are_guessed: the model may checkpoint parts of these blocks, or modules around them. A name that ends like that
-            of any Linear module is accepted: the first region of each kind checks it.
+        policies: the policy of each of the model's blocks.
+        are_guessed: the model may checkpoint parts of these blocks, or modules around them. A name is accepted then if
+            the name of any Linear module ends with it: the first region of each kind checks it.
     """
-    for policy in {one for one in policies.values() if one.linear}:
-        blocks = [block for block, own in policies.items() if own == policy]
+    for policy in {policy for policy in policies.values() if policy.linear}:
+        blocks = [block for block, policy_of_block in policies.items() if policy_of_block == policy]
         inside = dict.fromkeys(name for block in blocks for name in _linear_modules(block))
         names = dict(inside)
         if are_guessed:
             parts = [name.split(".") for name in _linear_modules(model)]
-            names |= dict.fromkeys(".".join(one[first:]) for one in parts for first in range(len(one)))
+            names |= dict.fromkeys(".".join(path[first:]) for path in parts for first in range(len(path)))
         for pattern in policy.linear:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                some = [*inside][:12]
+                listed = [*inside][:12]
                 raise FastacError(
                     f"{policy}: no block of {class_name(model)} under it has a Linear module {pattern!r}."
                     f"{did_you_mean(pattern, [*names, *patterns_of(names)])} Names are those inside a block: "
-                    f"{', '.join(some) or 'it has none'}{', ...' * (len(inside) > len(some))}."
+                    f"{', '.join(listed) or 'it has none'}{', ...' * (len(inside) > len(listed))}."
                 )
 
 
@@ -55,6 +56,7 @@ def attach(block: torch.nn.Module, policy: Policy) -> None:
     """
     named = {name: module for name, module in _linear_modules(block).items() if policy.saves_linear(name)}
     for name, module in named.items():
+        # Another forward may call several matmuls, or none. The hooks take the next matmul for the module's output.
         if type(module).forward is not torch.nn.Linear.forward or is_parametrized(module):
             raise FastacError(
                 f"{policy}: the output of {name!r} ({class_name(module)}) cannot be saved: its forward is not that of "
@@ -75,13 +77,14 @@ def detach(model: torch.nn.Module) -> None:
             state.key = None  # so that its next region attaches them again
         if vars(module).pop(_NAME, None) is None:
             continue
-        for hooks, mine in ((module._forward_pre_hooks, _begin), (module._forward_hooks, _end)):
-            for key in [key for key, hook in hooks.items() if hook is mine]:
+        # Not by the handles that register_forward_hook returned: a deep copy of a module has the hooks without handles.
+        for hooks, function in ((module._forward_pre_hooks, _begin), (module._forward_hooks, _end)):
+            for key in [key for key, hook in hooks.items() if hook is function]:
                 del hooks[key]
 
 
 def check_called(policy: Policy, called: Collection[str], block: torch.nn.Module, where: str) -> None:
-    """Raise PolicyNotAppliedError for a name in a policy that none of the Linear modules has that a block called."""
+    """Raise PolicyNotAppliedError for a name in a policy if the block called no Linear module of that name."""
     for pattern in policy.linear:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in called):
             raise PolicyNotAppliedError(
@@ -101,6 +104,7 @@ def _open_scope() -> Scope | None:
 
 
 def _begin(module: torch.nn.Module, args: Any) -> None:
+    """Say to the scope that the next matmul is this module's output."""
     scope = _open_scope()
     if scope is not None and scope.policy.saves_linear(vars(module)[_NAME]):
         scope.product = vars(module)[_NAME]
@@ -108,6 +112,7 @@ def _begin(module: torch.nn.Module, args: Any) -> None:
 
 def _end(module: torch.nn.Module, args: Any, output: Any) -> None:
     """Raise PolicyNotAppliedError if the module called no matmul that could be seen."""
+    # The scope forgets the name when the matmul arrives.
     scope = _open_scope()
     if scope is None or scope.product is None:
         return

@@ -1,8 +1,8 @@
-"""Moves what a region keeps to host memory between its forward and its recompute.
+"""Moves what a region stores to host memory between its forward and its recompute.
 
-When a region begins, the region `keep` places before it is offloaded, so that the last ones of a forward stay on the
-device. A recompute waits for its own copies back and prefetches those of the region before it in the forward, which
-backward needs next. Each thread reloads for itself. Storages move, not tensors: views share one copy.
+When a region begins, the region `keep` places before it is offloaded, so that the last regions of a forward stay on the
+device. A recompute waits until its own copies are back, and prefetches the copies of the region before it in the
+forward, which backward needs next. Each thread reloads for itself. Storages move, not tensors: views share one copy.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fastac.errors import FastacError, is_out_of_memory
 from fastac.policy import Policy
 
 SMALLEST = 2**21
-"""Bytes of a storage below which it stays on the device: the host takes 85 us to begin both of its copies, in which 25
-GB/s copy 2.1 MB (benchmarks/region_steps.py)."""
+"""Bytes of a storage below which it stays on the device. The host takes 85 us to begin its two copies
+(benchmarks/region_steps.py). In that time 25 GB/s copy 2.1 MB."""
 
 
 class StashedStorage:
-    """A storage that regions keep: its bytes on the device, or on the host."""
+    """A storage that regions hold: its bytes on the device, or on the host."""
 
     last: weakref.ref[Stash] | None = None
-    """The latest region that keeps it. It is offloaded with that one."""
+    """The latest region that holds it. It is offloaded with that region."""
     input_of: weakref.ref[Stash] | None = None
     """The latest region whose input it is."""
     is_common = False
@@ -42,12 +42,15 @@ class StashedStorage:
         # Its bytes; None while they are on the host.
         self.device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.host: list[torch.Tensor] = []
-        # Its bytes on the device again, by the thread whose recompute holds them and has waited for the copies.
+        # Its bytes on the device again, by the thread whose recompute holds them and has waited for the copies. Threads
+        # do not share them: one thread would free, or still copy, what another thread reads.
         self.reloads: dict[int, weakref.ref[ReloadedStorage]] = {}
         self.size = storage.nbytes()
         self.transport = transport
-        self.transfers = transfers  # of the first region that keeps it
-        self._reference = StorageWeakRef(storage)  # no other storage gets the address meanwhile
+        # Counters of the first region that holds it.
+        self.transfers = transfers
+        # While this weak reference lives, no other storage gets the address that is the key in transport.storages.
+        self._reference = StorageWeakRef(storage)
         transport.storages[self._reference.cdata] = self
         transfers.device_bytes += self.size
 
@@ -55,12 +58,14 @@ class StashedStorage:
         """Whether offloading it with a region frees memory of the device."""
         if self.device is None or self.is_common or self.last is not stash.reference:
             return False
-        return not torch_private.is_shared(self.device)  # else the user or autograd holds it anyway
+        # If the user or autograd holds the storage as well, it stays on the device anyway.
+        return not torch_private.is_shared(self.device)
 
     def leave(self, copies: Copies) -> None:
-        """Drop the bytes on the device. copies: to the host."""
+        """Drop the bytes on the device. copies: the copies to the host."""
         del self.transport.storages[self._reference.cdata]
-        self.offloaded = copies  # before the bytes go: a thread that sees that reloads them
+        # In this order: a thread that finds no bytes on the device waits for these copies and reloads.
+        self.offloaded = copies
         self.device = None
         del self._reference
 
@@ -88,25 +93,27 @@ Reloaded = dict[StashedStorage, ReloadedStorage]
 
 
 class StashedTensor:
-    """A tensor that a region keeps, wherever its storage is."""
+    """A tensor that a region stores, wherever its storage is."""
 
     def __init__(self, tensor: torch.Tensor, storage: StashedStorage, version: int) -> None:
-        self.storage, self.version = storage, version  # when it was kept
+        # version: of the moment when the tensor was stored.
+        self.storage, self.version = storage, version
         self.nbytes, self.shape, self.requires_grad = tensor.nbytes, tensor.shape, tensor.requires_grad
         self._counter = torch_private.version_counter(tensor)
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     @property
     def was_changed(self) -> bool:
-        """Whether it was changed in place since it was kept."""
+        """Whether it was changed in place since it was stored."""
         return self._counter._version != self.version
 
     def tensor(self, private: bool = False) -> torch.Tensor:
-        """The tensor on the device. private: in memory of its own."""
+        """The tensor on the device. private: in memory that nothing else uses."""
         device = self.storage.device
-        if device is None:  # then reloading gives it memory of its own
+        if device is None:
+            # Reloaded bytes are private anyway.
             private, reloaded = False, self.storage.reloaded()
-            if reloaded is None:  # it left after the recompute began
+            if reloaded is None:  # another thread's forward offloaded it after this recompute began
                 reloaded = _reload([self.storage], {}, Transfers())[self.storage]
                 reloaded.copies.wait()
             device = reloaded.device
@@ -118,11 +125,13 @@ class StashedTensor:
 
 
 class _State(threading.local):
-    """Regions of this thread."""
+    """Regions of this thread. Weak references: a region goes with its autograd graph."""
 
     def __init__(self) -> None:
-        self.on_device: list[weakref.ref[Stash]] = []  # not offloaded so far, in the order of their forwards
-        self.latest: weakref.ref[Stash] | None = None  # whose forward ended last
+        # Regions that are not offloaded so far, in the order of their forwards.
+        self.on_device: list[weakref.ref[Stash]] = []
+        # The region whose forward ended last.
+        self.latest: weakref.ref[Stash] | None = None
         self.prefetched: weakref.ref[Stash] | None = None
 
 
@@ -130,12 +139,12 @@ _state = _State()
 
 
 class Stash:
-    """Everything that one region keeps.
+    """Everything that one region may offload.
 
     Args:
-        function: that the region runs, for messages.
-        state: of its block.
-        inputs: of the region, when it begins.
+        function: the function that the region runs, for messages.
+        state: the state of its block.
+        inputs: the region's inputs, when it begins.
 
     Raises:
         FastacError: saved_tensors_hooks of the user are open; the host has too little memory.
@@ -149,25 +158,29 @@ class Stash:
             )
         self.policy, self.block_state = policy, state
         self.reference = weakref.ref(self)
+        # Inside another checkpoint inputs are not held: the outer recompute makes them again.
         self.takes_inputs = policy.offloads_inputs and torch_private.innermost_checkpoint() is None
-        self.versions = {one: one._version for one in inputs if torch_private.is_plain(one)}
+        self.versions = {value: value._version for value in inputs if torch_private.is_plain(value)}
         self.storages: list[StashedStorage] = []
-        self.transport: Transport | None = None  # of all of these: tensors on another device stay there
-        self.prefetched: dict[int, Reloaded] = {}  # for a recompute, by the thread that began it
-        self.previous: weakref.ref[Stash] | None = None  # of the region before this one in the forward
+        # The transport of all these storages: a tensor on another device stays there.
+        self.transport: Transport | None = None
+        # Storages that were reloaded for a recompute to come, by the thread that began to copy them.
+        self.prefetched: dict[int, Reloaded] = {}
+        # The region before this one in the forward.
+        self.previous: weakref.ref[Stash] | None = None
         self.transfers = state.transfers = Transfers()
-        _state.on_device = [one for one in _state.on_device if one() is not None]
+        _state.on_device = [region for region in _state.on_device if region() is not None]
         while len(_state.on_device) >= policy.keep:
             earlier = _state.on_device.pop(0)()
             if earlier is not None:
                 earlier.offload()
 
     def take_input(self, value: Any) -> Any:
-        """Keep an input of the region. Returns a StashedTensor, or the input itself if it cannot move."""
+        """Take an input of the region. Returns a StashedTensor, or the input itself if it cannot move."""
         return self.take(value, self.versions[value], True) if torch_private.is_plain(value) else value
 
     def take(self, tensor: torch.Tensor, version: int, is_input: bool = False) -> Any:
-        """Keep a tensor. Returns a StashedTensor, or the tensor itself if it cannot move."""
+        """Take a tensor. Returns a StashedTensor, or the tensor itself if it cannot move."""
         transport, untyped = transport_of(tensor.device), tensor.untyped_storage()
         self.transport = self.transport or transport
         if transport is None or transport is not self.transport or untyped.nbytes() < SMALLEST:
@@ -177,6 +190,7 @@ class Stash:
             storage = StashedStorage(untyped, transport, self.transfers)
         storage.last = self.reference
         if is_input:
+            # The text's embedding, say, is an input of every block: offloaded, it would come back for each of them.
             storage.is_common |= storage.input_of not in (None, self.reference)
             storage.input_of = self.reference
         if storage not in self.storages:
@@ -184,45 +198,48 @@ class Stash:
         return StashedTensor(tensor, storage, version)
 
     def end_forward(self) -> None:
-        """The forward has ended, and `keep` was called for everything that the region keeps."""
-        self.versions = {}
+        """The forward has ended, and `take` was called for everything that the region may offload."""
+        self.versions = {}  # its keys are the inputs, which would stay on the device
         self.previous, _state.latest = _state.latest, self.reference
         _state.on_device.append(self.reference)
 
     def offload(self) -> None:
         """Begin to copy to the host what frees memory of the device. Raises FastacError if the host has too little."""
-        storages = [one for one in self.storages if one.frees_memory(self)]
+        storages = [storage for storage in self.storages if storage.frees_memory(self)]
         blocks = max(1, self.block_state.offloading - self.policy.keep)
-        host_memory.check_available(blocks * sum(one.size for one in storages), blocks, self.policy)
+        host_memory.check_available(blocks * sum(storage.size for storage in storages), blocks, self.policy)
         try:
-            pairs = [pair for one in storages if one.device is not None for pair in one.pairs(one.device)]
+            devices = [(storage, storage.device) for storage in storages]
+            pairs = [pair for storage, device in devices if device is not None for pair in storage.pairs(device)]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            size = sum(one.size for one in storages)
+            size = sum(storage.size for storage in storages)
             raise host_memory.exhausted(size, self.block_state.name or "a block", self.policy, error) from error
         if self.transport is not None and pairs:
             copies = self.transport.begin(pairs, True, (), self.transfers)
-            for one in storages:  # no sooner: allocating host memory may fail
-                one.leave(copies)
-                one.transfers.device_bytes -= one.size
-                self.transfers.host_bytes += one.size
+            # No sooner than here: allocating host memory may fail, and then nothing has moved.
+            for storage in storages:
+                storage.leave(copies)
+                storage.transfers.device_bytes -= storage.size
+                self.transfers.host_bytes += storage.size
 
     def reload(self) -> Reloaded:
         """A recompute begins: wait for its copies, and prefetch for the region that backward needs next.
 
-        Returns what the recompute needs on the device: hold it until it ends.
+        Returns the storages that the recompute needs on the device. Hold them until it ends.
         """
         if self.transport is not None:
             self.transport.release()
         thread = threading.get_ident()
+        # Backward came to another region than the one that was prefetched: drop that. At most one is held for nothing.
         if _state.prefetched is not None and (prefetched := _state.prefetched()) not in (None, self):
-            prefetched.prefetched.pop(thread, None)  # backward came to another region: hold one prefetched at most
+            prefetched.prefetched.pop(thread, None)
         reloaded = _reload(self.storages, self.prefetched.pop(thread, {}), self.transfers)
-        for copies in {one.copies for one in reloaded.values()}:
+        for copies in {storage.copies for storage in reloaded.values()}:
             copies.wait()
-        for storage, one in reloaded.items():
-            storage.reloads[thread] = weakref.ref(one)
+        for stashed, storage in reloaded.items():
+            stashed.reloads[thread] = weakref.ref(storage)
         if self.previous is not None and (previous := self.previous()) is not None:
             _state.prefetched = self.previous
             previous.prefetched[thread] = _reload(previous.storages, {}, previous.transfers)
@@ -230,31 +247,34 @@ class Stash:
 
 
 def _reload(storages: Sequence[StashedStorage], prefetched: Reloaded, transfers: Transfers) -> Reloaded:
-    """Begin to copy back those that are on the host alone. Returns all that were offloaded."""
-    found: dict[StashedStorage, Any] = {
-        one: one.reloaded() or prefetched.get(one) for one in storages if one.device is None
+    """Begin to copy back the storages that are only on the host. Returns all storages that were offloaded."""
+    reloaded: dict[StashedStorage, Any] = {
+        storage: storage.reloaded() or prefetched.get(storage) for storage in storages if storage.device is None
     }
-    away = [one for one, again in found.items() if again is None]
+    away = [storage for storage, copy in reloaded.items() if copy is None]
     if away:
-        devices = [away[0].transport.device_memory(one.size) for one in away]
-        pairs = [pair for one, device in zip(away, devices, strict=True) for pair in one.pairs(device)]
-        copies = away[0].transport.begin(pairs, False, [one.offloaded for one in away if one.offloaded], transfers)
-        found |= {one: ReloadedStorage(device, copies) for one, device in zip(away, devices, strict=True)}
-    return found
+        transport = away[0].transport
+        devices = [transport.device_memory(storage.size) for storage in away]
+        pairs = [pair for storage, device in zip(away, devices, strict=True) for pair in storage.pairs(device)]
+        # The copies to the host may still run, in another stream: the host's bytes are complete only after them.
+        after = [storage.offloaded for storage in away if storage.offloaded]
+        copies = transport.begin(pairs, False, after, transfers)
+        reloaded |= {storage: ReloadedStorage(device, copies) for storage, device in zip(away, devices, strict=True)}
+    return reloaded
 
 
-def unpack_input(kept: StashedTensor) -> torch.Tensor:
-    """An input of a region. Raises FastacError if it was changed in place since it was kept, as autograd does."""
-    if kept.was_changed:
+def unpack_input(stashed: StashedTensor) -> torch.Tensor:
+    """An input of a region. Raises FastacError if it was changed in place since it was stored, as autograd does."""
+    if stashed.was_changed:
         raise FastacError(
-            f"an input {tuple(kept.shape)} of a checkpointed block was changed in place after it was saved, so "
+            f"an input {tuple(stashed.shape)} of a checkpointed block was changed in place after it was saved, so "
             f"recompute cannot use it. Replace the in-place operation."
         )
-    return kept.tensor()
+    return stashed.tensor()
 
 
 def unpack_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a region, with tensors for the KeptTensors among them."""
+    """Keyword arguments of a region, with tensors for the StashedTensors among them."""
     return {
         name: unpack_input(value).requires_grad_(value.requires_grad) if isinstance(value, StashedTensor) else value
         for name, value in values.items()

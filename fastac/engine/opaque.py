@@ -38,13 +38,16 @@ _numbers = itertools.count()
 
 
 class _State:
-    """Functions that are visible in this process, for good, and those that will be once their library is loaded."""
+    """Functions that are visible in this process for good, and Functions that will be once their library is loaded."""
 
     def __init__(self) -> None:
-        self.visible: dict[str, tuple[type[torch.autograd.Function], OpaqueFunction]] = {}  # by the name of their op
+        # By the name of their op.
+        self.visible: dict[str, tuple[type[torch.autograd.Function], OpaqueFunction]] = {}
         self.known: list[OpaqueFunction] = []
-        self.settled: set[tuple[OpaqueFunction, str]] = set()  # with the module in which it was found
-        self.modules: object = None  # modules that were loaded at the last look
+        # Each with the module in which it was found.
+        self.settled: set[tuple[OpaqueFunction, str]] = set()
+        # The modules that were loaded at the last look.
+        self.modules: object = None
         self.lock = threading.RLock()
 
 
@@ -53,9 +56,10 @@ state = _State()
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor of a call. The tensor itself, if an input, would hold the graph that holds it."""
+    """Stands for a tensor of a call. An input itself would hold the graph that holds it, and leak."""
 
-    is_input: bool  # else one of the tensors that the op returns
+    # False: it is one of the tensors that the op returns.
+    is_input: bool
     number: int
 
 
@@ -63,15 +67,19 @@ class _Place:
 class Companion:
     """How a forward used the tensors of its call."""
 
-    outputs: Any  # of the forward: one, or a tuple
-    saved: list[Any]  # given to save_for_backward
-    constant: list[Any]  # given to mark_non_differentiable
-    materializes: list[bool]  # given to set_materialize_grads
-    attributes: Mapping[str, Any]  # other attributes of the context
-    problem: str = ""  # what it did besides, which a call that does not run again cannot repeat
+    # Of the forward: one output, or a tuple.
+    outputs: Any
+    # Given to save_for_backward, mark_non_differentiable and set_materialize_grads.
+    saved: list[Any]
+    constant: list[Any]
+    materializes: list[bool]
+    # Other attributes of the context.
+    attributes: Mapping[str, Any]
+    # Something else that the forward did. A call that does not run again cannot repeat it.
+    problem: str = ""
 
     def check(self) -> None:
-        """Raise FastacError for a call that cannot be replayed, as it did more than to return tensors."""
+        """Raise FastacError for a call that cannot be replayed because it did more than return tensors."""
         if self.problem:
             raise FastacError(
                 f"{self.problem}. A saved call does not run again, so that would be missing in recompute. Change that, "
@@ -95,7 +103,7 @@ class Companion:
     def extra_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
         """Bytes of the tensors that are not among the outputs."""
         outputs = torch_private.tree_leaves(self.outputs)
-        return storage_bytes([one for number, one in enumerate(tensors) if _Place(False, number) not in outputs])
+        return storage_bytes([tensor for n, tensor in enumerate(tensors) if _Place(False, n) not in outputs])
 
 
 @dataclasses.dataclass
@@ -105,7 +113,8 @@ class _KernelCall:
     forward: Callable[..., Any]
     context: Any
     args: tuple[Any, ...]
-    tensors: list[torch.Tensor]  # among the arguments
+    # The tensors among the arguments.
+    tensors: list[torch.Tensor]
     companion: Companion | None = None
 
     def run(self) -> list[torch.Tensor]:
@@ -120,10 +129,10 @@ class _KernelCall:
             del context.set_materialize_grads
         to_save, constant, dirty = torch_private.given_to(context)
         _check_outputs(context, outputs, dirty)
-        # Integers are kept as outputs are: they may be chosen blocks, and recompute may choose others.
-        places = {id(one): _Place(True, n) for n, one in enumerate(self.tensors) if one.is_floating_point()}
+        # Integers are saved as outputs are: they may be chosen blocks, and recompute may choose others.
+        places = {id(tensor): _Place(True, n) for n, tensor in enumerate(self.tensors) if tensor.is_floating_point()}
         attributes = torch_private.tree_map(
-            lambda one: places.get(id(one)) or torch_private.without_base(one), dict(vars(context))
+            lambda value: places.get(id(value)) or torch_private.without_base(value), dict(vars(context))
         )
         tensors: list[torch.Tensor] = []
 
@@ -134,10 +143,12 @@ class _KernelCall:
             return places.get(id(value))
 
         returned = torch_private.tree_map(place_of, outputs)
-        saved, constants = ([place_of(one) for one in given] for given in (to_save, constant))
+        saved, constants = ([place_of(tensor) for tensor in tensors_given] for tensors_given in (to_save, constant))
         problem, function = "", context.name().removesuffix("Backward")
-        if (now := torch_private.versions(self.tensors)) != versions:
-            written = next(i for i, (one, other) in enumerate(zip(versions, now, strict=True)) if one != other)
+        # Kept for later: the call is right as it is, and only its replay would be wrong. See Companion.check.
+        if (versions_after := torch_private.versions(self.tensors)) != versions:
+            pairs = enumerate(zip(versions, versions_after, strict=True))
+            written = next(number for number, (earlier, later) in pairs if earlier != later)
             problem = f"{function} writes into the tensor number {written} of its arguments"
         elif torch_private.count_of_saved() != saved_before:
             problem = f"{function} enables grad in its forward, and makes a graph there"
@@ -147,7 +158,7 @@ class _KernelCall:
 
 def _check_outputs(context: Any, outputs: Any, dirty: Sequence[Any]) -> None:
     sequence = outputs if isinstance(outputs, tuple) else (outputs,)
-    others = [type(one).__name__ for one in sequence if one is not None and not isinstance(one, torch.Tensor)]
+    others = [type(value).__name__ for value in sequence if not isinstance(value, torch.Tensor | None)]
     if dirty or others:
         raise FastacError(
             f"{context.name().removesuffix('Backward')} {'calls mark_dirty' if dirty else f'returns a {others[0]}'}, "
@@ -157,6 +168,8 @@ def _check_outputs(context: Any, outputs: Any, dirty: Sequence[Any]) -> None:
 
 
 def _kernel(first: torch.Tensor, others: list[torch.Tensor], keys: int, draws: bool, handle: int) -> list[torch.Tensor]:
+    # A schema has no type for other Python values: they wait under the handle. The tensors are arguments so that the
+    # dispatcher sees their device, and reports their shapes.
     call: _KernelCall = engine.opaque[handle]
     return call.run()
 
@@ -172,7 +185,7 @@ def make_visible(
     dropout: str | None = ALWAYS,
     flops: Flops = Flops(),  # noqa: B008 it is frozen
 ) -> torch._ops.OpOverload:
-    """Make the forward of an autograd.Function savable, in place: also where its `apply` was captured before.
+    """Make the forward of an autograd.Function savable, in place: also for code that has captured its `apply`.
 
     Outside checkpointed regions the forward runs as before. torch counts the FLOPs of the forward; the backward stays
     Python that launches a kernel. Under torch.compile the Function is traced as it is: its call is recomputed, and a
@@ -180,7 +193,7 @@ def make_visible(
 
     Args:
         function: its outputs are tensors or None.
-        name: of the op, unique; by default that of the class.
+        name: the name of the op, unique; by default the name of the class.
         backend, layout, max_kv, dropout, flops: as in fastac.AttentionOp, by the names of the forward's parameters.
         key: the parameter that holds the keys; by default the second tensor that it is called with.
 
@@ -189,7 +202,7 @@ def make_visible(
 
     Raises:
         FastacError: a Function with `setup_context`, an argument that its forward does not have, a name that another
-            Function has; when it is called in a region, `mark_dirty` and outputs that are no tensors.
+            Function has; when it is called in a region, `mark_dirty` and outputs that are not tensors.
 
     Example:
         >>> fastac.make_visible(MyAttention, key="k", layout="bhsd", dropout=None)
@@ -198,21 +211,22 @@ def make_visible(
         raise FastacError(f"make_visible: expected a subclass of torch.autograd.Function, got {function!r}")
     options: dict[str, Any] = {"key": key, "layout": layout, "max_kv": max_kv, "dropout": dropout, "flops": flops}
     row = OpaqueFunction(backend=backend, module=function.__module__, name=name, **options)
-    for given, (visible, row_given) in state.visible.items():
-        if visible is function and name in ("", given) and row_given == dataclasses.replace(row, name=given):
-            return _op(given)
+    for op_name, (visible, visible_row) in state.visible.items():
+        if visible is function and name in ("", op_name) and visible_row == dataclasses.replace(row, name=op_name):
+            return _op(op_name)
         if visible is function:
             raise FastacError(
-                f"make_visible: {function.__qualname__} is visible already, as {given!r}, with other options. "
+                f"make_visible: {function.__qualname__} is visible already, as {op_name!r}, with other options. "
                 f"Functions of known libraries are made visible by fastac.enable: call make_visible before it."
             )
     if not name:
-        name = own = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
-        while name in state.visible:  # defined again, in a notebook or a local scope
-            name = f"{own}_{next(_numbers)}"
+        name = default = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
+        while name in state.visible:  # the class was defined again, in a notebook or a local scope
+            name = f"{default}_{next(_numbers)}"
         row = dataclasses.replace(row, name=name)
     original = function.forward
-    defaults = {one.name: one.default for one in list(inspect.signature(original).parameters.values())[1:]}
+    parameters = list(inspect.signature(original).parameters.values())[1:]
+    defaults = {parameter.name: parameter.default for parameter in parameters}
     _check(function, row, defaults)
     _library.define(f"{name}(Tensor first, Tensor[] others, int keys, bool draws, int handle) -> Tensor[]")
     _library.impl(name, _kernel, "CompositeExplicitAutograd")
@@ -228,14 +242,15 @@ def make_visible(
         AttentionOp(backend=backend, namespace=OPAQUE_NAMESPACE, name=name, key="first", max_kv="keys", dropout="draws")
     )
 
-    @functools.wraps(original)  # a subclass may inherit it, and is read by its arguments
+    # With the signature of the original: a subclass may inherit it, and make_visible reads that.
+    @functools.wraps(original)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             _warn_compiled(name)
             return original(ctx, *args, **kwargs)
         tensors = list(tensors_in(args))
-        # Called without `apply`: by another Function, as a helper, with a context of any kind; or by a subclass that is
-        # visible itself, with the context of a call that is on its way.
+        # The forward may also be called without `apply`: by another Function, as a helper, with a context of any class;
+        # or by a subclass that is visible itself, with the context of a call that is on its way.
         by_hand = kwargs or not isinstance(ctx, torch.autograd.function.FunctionCtx)
         if by_hand or "set_materialize_grads" in vars(ctx) or not tensors or not _is_watched(tensors):
             return original(ctx, *args, **kwargs)
@@ -261,8 +276,8 @@ def _check(function: type[torch.autograd.Function], row: OpaqueFunction, paramet
     registry.check_row(row, "make_visible")
     if function.setup_context is not torch.autograd.Function.setup_context:
         raise FastacError(
-            f"make_visible: {function.__qualname__} has a setup_context, which gets at the context apart from the "
-            f"forward. Write both as one forward(ctx, ...), or register its kernel as a torch.library.custom_op."
+            f"make_visible: {function.__qualname__} has a setup_context, so its forward does not see the context. "
+            f"Write both as one forward(ctx, ...), or register its kernel as a torch.library.custom_op."
         )
     if row.name in state.visible:
         raise FastacError(
@@ -289,8 +304,9 @@ def _is_watched(tensors: Sequence[Any]) -> bool:
     if torch_private.in_proxy_trace():
         return False
     for tensor in tensors:
+        # The op has no rule for tensors without data, or for subclasses (DTensor).
         if torch_private.is_fake(tensor) or is_traceable_wrapper_subclass(tensor):
-            return False  # without data, or a subclass such as DTensor, for which the op has no rule
+            return False
     listening = thread.scope is not None or bool(engine.listeners) or bool(engine.replayed_calls)
     return listening or torch_private.in_dispatch_mode()
 
@@ -316,7 +332,7 @@ def is_visible(function: type) -> bool:
 def know(*functions: OpaqueFunction) -> None:
     """Add Functions that are made visible as soon as their module is loaded and a model is enabled.
 
-    Raises FastacError for one that is malformed.
+    Raises FastacError for a malformed row.
     """
     for function in functions:
         registry.check_row(function, "OpaqueFunction")
@@ -325,7 +341,7 @@ def know(*functions: OpaqueFunction) -> None:
 
 
 def missing(known: OpaqueFunction) -> str:
-    """A sentence on a Function that a module which is loaded does not have; "" if it has it, or is not loaded."""
+    """A sentence on a Function that is missing in its module; "" if it is there, or if the module is not loaded."""
     modules = {name: module for name, module in sys.modules.copy().items() if re.fullmatch(known.module, name)}
     if not modules or any(known.name in getattr(module, "__dict__", {}) for module in modules.values()):
         return ""
@@ -335,7 +351,7 @@ def missing(known: OpaqueFunction) -> str:
 def make_known_visible() -> None:
     """Make each known Function visible whose module is loaded. Cheap while no further module is loaded.
 
-    One that cannot be made visible stays as it is, and a warning says why: its backend is refused where it is used.
+    A Function that cannot be made visible stays as it is, and a warning says why: a model that uses it is refused.
     """
     if (loaded := interception.loaded_modules()) == state.modules:
         return
@@ -347,7 +363,7 @@ def make_known_visible() -> None:
                 if function is None or (known, name) in state.settled or not re.fullmatch(known.module, name):
                     continue
                 state.settled.add((known, name))
-                if is_visible(function):  # made so by the user, whose options count
+                if is_visible(function):  # the user has called make_visible, with other options
                     continue
                 options = {field: value for field, value in vars(known).items() if field not in ("module", "name")}
                 try:

@@ -1,4 +1,4 @@
-"""Several processes: what all must agree on, because an error on one alone hangs the others."""
+"""Several processes: what all must agree on, because an error on only one of them hangs the others."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from fastac.errors import rank
 Result = TypeVar("Result")
 
 _CONNECTION = ("DistBackendError", "DistNetworkError", "RuntimeError")
-"""Errors that torch raises on a rank that waits for another one that does not come."""
+"""Errors that torch raises on a rank that waits for a rank that does not come."""
 
 
 class OtherRankFailed(Exception):  # noqa: N818 it carries the error of another rank
-    """Another rank raised."""
+    """Another rank raised. kind: name of the class of its error."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
-        self.kind = kind  # name of the class that the other rank raised
+        self.kind = kind
 
 
 class Group:
-    """Ranks that run the same function. A finding of one counts for all.
+    """Ranks that run the same function. What one of them finds counts for all.
 
     It is a process group of its own: a failure may have left ranks inside a collective of the training's groups.
     """
 
     def __init__(self) -> None:
+        # torch's "fake" backend simulates ranks that do not exist: nobody would answer.
         self._group = dist.new_group(backend="gloo") if rank() and dist.get_backend() != "fake" else None
 
     @property
@@ -62,21 +63,22 @@ class Group:
             dist.destroy_process_group(self._group)
 
     def _report(self, error: Exception) -> None:
-        """Tell the others of an error. If it only says that another rank is missing, raise the error of that rank."""
-        kind, text = type(error).__name__, str(error)
-        own = (kind, text if text.startswith(rank()) else f"{rank()}: {kind}: {text}")
-        failed = [other for other in self._exchange(own) if isinstance(other, tuple) and other != own]
-        causes = [other for other in failed if other[0] not in _CONNECTION]
-        if kind in _CONNECTION and causes:
+        """Send an error to the others. If it only says that another rank is missing, raise the error of that rank."""
+        error_name, text = type(error).__name__, str(error)
+        sent = (error_name, text if text.startswith(rank()) else f"{rank()}: {error_name}: {text}")
+        received = [value for value in self._exchange(sent) if isinstance(value, tuple) and value != sent]
+        # If one rank fails, the ranks that wait for it fail by a lost connection: that is not the error to read.
+        causes = [value for value in received if value[0] not in _CONNECTION]
+        if error_name in _CONNECTION and causes:
             raise OtherRankFailed(*causes[0]) from error
 
-    def _exchange(self, mine: Any) -> list[Any]:
-        """The values of all ranks. An error travels as a tuple: its kind and its message."""
+    def _exchange(self, sent: Any) -> list[Any]:
+        """The values of all ranks. An error is sent as a tuple: the name of its class, and its message."""
         if self._group is None:
-            return [mine]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=self._group)
-        failed = next((one for one in everyone if isinstance(one, tuple)), None)
-        if failed is not None and not isinstance(mine, tuple):
+            return [sent]
+        received: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(received, sent, group=self._group)
+        failed = next((value for value in received if isinstance(value, tuple)), None)
+        if failed is not None and not isinstance(sent, tuple):
             raise OtherRankFailed(*failed)
-        return everyone
+        return received

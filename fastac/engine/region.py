@@ -138,7 +138,7 @@ class Region:
         draws = None
         if self.is_sampled and self.compares and not self.preserve_rng_state:
             draws = Draws((*args, *self.kwargs.values()))
-        with saved_tensors_hooks(self._checkpoint_hook(), self._unpack):
+        with saved_tensors_hooks(self._checkpoint_hook, self._unpack):
             if self.tape is None:
                 outputs = self.function(*args, **self.kwargs)
             else:
@@ -181,26 +181,16 @@ class Region:
             self.kwargs = {name: stash.take_input(value) for name, value in self.kwargs.items()}
         stash.end_forward()
 
-    # The hooks run for each of the 80 tensors that a block of Wan saves. Those that pack are closures: looking up
-    # attributes took a third of their time.
-
-    def _checkpoint_hook(self) -> Callable[[torch.Tensor], Slot]:
-        """The hook that packs tensors in the forward. `torch_private.innermost_checkpoint` knows it by this name."""
-        slots, new_slot, reference = self.slots, Slot, weakref.ref
-
-        def pack(tensor: torch.Tensor) -> Slot:
-            slot = new_slot()
-            slot.metadata = metadata(tensor)
-            slots.append(reference(slot))
-            return slot
-
-        def pack_and_compare(tensor: torch.Tensor) -> Slot:
+    @torch_private.as_checkpoint_hook
+    def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
+        # Do not rename: torch_private.innermost_checkpoint knows a checkpoint's hook by this name, which is torch's.
+        slot = Slot()
+        slot.metadata = metadata(tensor)
+        self.slots.append(weakref.ref(slot))
+        if self.settling is not None:
             self.fingerprints.append(None)
-            if self.settling is not None:
-                self._take_fingerprints(self.settling.add(len(slots), tensor))
-            return pack(tensor)
-
-        return torch_private.as_checkpoint_hook(pack if self.settling is None else pack_and_compare, slots)
+            self._take_fingerprints(self.settling.add(len(self.fingerprints) - 1, tensor))
+        return slot
 
     def _take_fingerprints(self, settled: Iterable[Saved]) -> None:
         for position, tensor in settled if self.has_fingerprints else ():
@@ -267,7 +257,7 @@ class Region:
             with (
                 contextlib.suppress(_Stop),
                 torch.profiler.record_function(RECOMPUTE) if engine.replayed_calls else _NOTHING,
-                saved_tensors_hooks(recompute._recomputation_hook(), unchanged),
+                saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                 torch.enable_grad(),
                 self._as_in_forward(),
                 Replay(self.tape, self.found) if self.tape is not None else _NOTHING,
@@ -287,7 +277,8 @@ class Region:
             set_states(before)
             if of_python:
                 set_python_states(of_python)
-            recompute.clear()
+            # The graph of the recompute holds its hook, and a block may keep a part of that graph.
+            vars(recompute).clear()
         if backward != -1:  # else a saved tensor is read outside a backward
             self.recomputed[backward] = tensors
             if isinstance(backward, int):
@@ -367,38 +358,27 @@ class _Recompute:
 
         self.comparison = Comparison(self.function, region.modules, region.block_state, fingerprints, ends, found)
 
-    def clear(self) -> None:
-        """The recompute has ended. Its graph holds its hook, and a block may keep a part of the graph."""
-        vars(self.comparison).clear()
-        vars(self).clear()
-
-    def _recomputation_hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The hook that packs tensors in recompute. `torch_private.in_recompute` knows it by this name."""
-        slots, last, tensors, compares = self.slots, self.last, self.tensors, self.compares
-        comparison = self.comparison
-        add_values = comparison.add_values if self.has_fingerprints else None
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            # Without its graph, which would hold whatever else it saved. A gradient inside the function uses the
-            # tensor. Unlike `data`, what `detach` returns has the version of the tensor.
-            detached = tensor.detach() if tensor.requires_grad else tensor
-            reference = next(slots, None)
-            if reference is None:
-                self.surplus += 1
-                return detached
-            slot = reference()
-            if slot is not None:
-                now = metadata(tensor)
-                tensors[slot] = detached, now[-1]
-                if slot.metadata != now and compares:
-                    comparison.add_metadata(slot.metadata, tensor)
-            if add_values is not None:
-                add_values(tensor if slot is not None else None)
-            if reference is last:
-                raise _Stop
+    @torch_private.as_checkpoint_hook
+    def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Do not rename: torch_private.in_recompute knows a recompute by this name, which is torch's.
+        # What is held has no graph, which would hold whatever else it saved. Unlike `data`, `detach` keeps the version
+        # of the tensor. A gradient that is taken inside the function uses the tensor.
+        detached = tensor.detach() if tensor.requires_grad else tensor
+        reference = next(self.slots, None)
+        if reference is None:
+            self.surplus += 1
             return detached
-
-        return torch_private.as_checkpoint_hook(pack)
+        slot = reference()
+        if slot is not None:
+            now = metadata(tensor)
+            self.tensors[slot] = detached, now[-1]
+            if self.compares and slot.metadata != now:
+                self.comparison.add_metadata(slot.metadata, tensor)
+        if self.has_fingerprints:
+            self.comparison.add_values(tensor if slot is not None else None)
+        if reference is self.last:
+            raise _Stop
+        return detached
 
     def check(self) -> None:
         """Raise RecomputeError when the recompute differed from the forward."""
@@ -429,7 +409,7 @@ def _was_written(reference: weakref.ref[torch.Tensor], version: int) -> bool:
 def _forget(reference: weakref.ref[Region], backward: int) -> None:
     region = reference()
     if region is not None:
-        region.recomputed.pop(backward, {}).clear()  # the hook of the recompute may hold the dict
+        region.recomputed.pop(backward, None)
 
 
 def unchanged(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,9 @@ FIRST_TORCH = {
 
 
 def is_at_least(release: str, version: str | None = None) -> bool:
-    """Whether a version, by default that of torch, is at least a release, such as "2.13". Its pre-releases are."""
-    here, first = ([int(part) for part in one.split(".")[:2]] for one in (version or torch.__version__, release))
-    return here >= first
+    """Whether a version, by default torch's, is at least a release, such as "2.13". Pre-releases of it are."""
+    current, first = ([int(part) for part in text.split(".")[:2]] for text in (version or torch.__version__, release))
+    return current >= first
 
 
 def has(feature: str) -> bool:
@@ -46,6 +46,9 @@ def need(feature: str, instead: str) -> None:
         )
 
 
+# Since torch 2.15 nn.Linear with a bias returns a view of addmm's output that does not share its version counter
+# (pytorch#194077).
 WHOLE_PRODUCT = "" if is_at_least("2.15") else "aten.addmm.default"
-"""The op whose output a Linear module returns as it is; none since 2.15. To other outputs it adds the bias in place. It
-gives them another version counter (aten::_unsafe_view), which misses in-place changes."""
+"""The matmul whose output nn.Linear returns unchanged; none since torch 2.15. Other matmul outputs are changed
+afterwards: the bias is added in place, or aten::_unsafe_view gives them a new version counter, so that in-place changes
+go unnoticed."""

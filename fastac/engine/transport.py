@@ -1,7 +1,8 @@
 """Copies between a device and the host, in parallel with computation.
 
-Each direction has a stream. Memory that a copy reads or writes is held until the copy is done. The host waits for no
-copy: where one has to be done first, the computing stream waits for its event.
+Each direction has a stream. Memory that a copy reads or writes is held until the copy is done: torch's allocator does
+not know that another stream uses it (pytorch#106360). The host waits for no copy: if a copy has to be done first, the
+computing stream waits for its event.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 
 PIECE = 2**26
-"""Bytes of a piece that is copied at once: torch's allocator of pinned memory rounds each up to a power of two."""
+"""Bytes of a piece that is copied at once. torch's allocator of pinned memory rounds each allocation up to a power of
+two (pytorch#150517): one large piece could take twice its size. Rounding less is an option of newer torch
+(pinned_max_round_threshold_mb), which is the user's to set."""
 
 IN_FLIGHT = 2
-"""Regions whose copies to the host may be in flight at one time. Computation waits before those of one more."""
+"""Regions whose copies to the host may be in flight at one time. Computation waits before it adds another region."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Bytes on the device and on the host."""
+"""Pairs of bytes on the device and their bytes on the host."""
 
 
 @dataclasses.dataclass
@@ -47,8 +50,8 @@ class Transfers:
 class Transport:
     """Copies between a device and the host.
 
-    Of an accelerator they use pinned memory, run in parallel with computation, and have an event each. Those of another
-    device are done at once, and have none.
+    Copies of an accelerator use pinned memory, run in parallel with computation, and have an event each. Copies of
+    another device are done at once, and have no event.
     """
 
     def __init__(self, device: torch.device, is_accelerator: bool = False) -> None:
@@ -56,7 +59,8 @@ class Transport:
         self.storages: weakref.WeakValueDictionary[object, Any] = weakref.WeakValueDictionary()
         self.streams = {to_host: torch.Stream(device) for to_host in (True, False)} if is_accelerator else {}
         self._running: list[Copies] = []
-        self._lock = threading.Lock()  # forward and backward are different threads
+        # The forward of one region and the backward of another may run in different threads.
+        self._lock = threading.Lock()
 
     def host_memory(self, size: int) -> torch.Tensor:
         """Allocate bytes on the host. torch reuses pinned memory once it is free."""
@@ -73,14 +77,15 @@ class Transport:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
             for event in after:
                 stream.wait_event(event)
-        with self._lock, stream or contextlib.nullcontext():  # a stream that two threads enter at once raises
+        # Under the lock, because a stream that two threads enter at once raises.
+        with self._lock, stream or contextlib.nullcontext():
             for device, host in pairs:
                 target, source = (host, device) if to_host else (device, host)
                 target.copy_(source, non_blocking=stream is not None)
         return None if stream is None else stream.record_event()
 
     def wait(self, event: Any) -> Any:
-        """Let the computation that follows wait for an event. Returns events before and after that."""
+        """Let the computation that follows wait for an event. Returns events before and after the wait."""
         if event is None:
             return None
         stream = torch.accelerator.current_stream(self.device)
@@ -91,12 +96,13 @@ class Transport:
         return before, after
 
     def had_to_wait(self, waiting: Any) -> bool:
-        """Whether the device was idle in a `wait`, which returned `waiting`; also where the host is late. Waits."""
+        """Whether the device was idle in a `wait`, which returned `waiting`; also if the host was late. Waits."""
         if waiting is None:
             return True
         before, after = waiting
         after.synchronize()
-        return bool(before.elapsed_time(after) > 0.02)  # ms. Events without a wait between them are some us apart.
+        # In milliseconds. Events without a wait between them are a few microseconds apart.
+        return bool(before.elapsed_time(after) > 0.02)
 
     def is_done(self, event: Any) -> bool:
         """Whether the copies of an event are done."""
@@ -105,11 +111,13 @@ class Transport:
     def begin(self, pairs: Pairs, to_host: bool, after: Sequence[Copies], transfers: Transfers) -> Copies:
         """Begin the copies of a region in one direction."""
         self.release()
-        in_flight = [one for one in self._running if one.to_host and one.device]
+        # Memory is held until its copy is done. If computation ran far ahead of the copies, nothing would be freed.
+        in_flight = [copies for copies in self._running if copies.to_host and copies.device]
         for earlier in in_flight[: len(in_flight) + 1 - IN_FLIGHT] if to_host else ():
             earlier.wait()
-        event = self.copy(pairs, to_host, [one.event for one in after])
-        copies = Copies(self, to_host, [one for one, _ in pairs], [one for _, one in pairs], after, transfers, event)
+        event = self.copy(pairs, to_host, [copies.event for copies in after])
+        device, host = [device for device, _ in pairs], [host for _, host in pairs]
+        copies = Copies(self, to_host, device, host, after, transfers, event)
         with self._lock:
             self._running.append(copies)
         self.release()
@@ -118,15 +126,16 @@ class Transport:
     def release(self) -> None:
         """Drop the memory of copies that are done."""
         with self._lock:
-            done = [one for one in self._running if self.is_done(one.event)]
-            self._running = [one for one in self._running if one not in done]
-        for one in done:
-            one.device = []
+            done = [copies for copies in self._running if self.is_done(copies.event)]
+            self._running = [copies for copies in self._running if copies not in done]
+        for copies in done:
+            copies.device = []
 
 
 @functools.cache
 def transport_of(device: torch.device) -> Transport | None:
-    """The transport of tensors on a device; None for the CPU, where there is an accelerator."""
+    """The transport of tensors on a device; None for the CPU if there is an accelerator."""
+    # Without an accelerator the CPU counts as a device, so that tests of offload run there.
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device.type == "cpu" and accelerator is not None:
         return None
@@ -139,11 +148,14 @@ class Copies:
 
     transport: Transport
     to_host: bool
-    device: list[torch.Tensor]  # memory that they read or write, held until they are done
+    # Memory that they read or write. It is held until they are done.
+    device: list[torch.Tensor]
     host: list[torch.Tensor]
-    after: Sequence[Copies]  # done before these begin
+    # Copies that are done before these begin.
+    after: Sequence[Copies]
     transfers: Transfers
-    event: Any  # of their end
+    # The event of their end.
+    event: Any
 
     def __post_init__(self) -> None:
         self.transfers.copies += 1
@@ -151,6 +163,7 @@ class Copies:
     def wait(self) -> None:
         """Let the computation that follows wait for the copies. It may then use their memory on the device."""
         self.transfers.waits.append((self.transport, self.transport.wait(self.event), sum(map(len, self.host))))
+        # What computes from now on comes after the copies, so the allocator may reuse their memory.
         for copies in (self, *self.after):
             copies.device = []
         self.after = ()

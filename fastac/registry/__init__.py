@@ -29,8 +29,9 @@ b batch, s sequence, h heads, d dim, t the tokens of all sequences packed, 3 que
 """
 
 ALWAYS = "always"
-"""`dropout` of a row whose kernel may draw random numbers in every call, for all that is known."""
+"""`dropout` of a row if its kernel draws random numbers in every call, or if nobody knows."""
 
+# Part of op names that users see in reports and profiles, and that compiler caches on disk contain: do not rename it.
 OPAQUE_NAMESPACE = "fastac_opaque"
 """Namespace of the ops that fastac.make_visible makes."""
 
@@ -43,18 +44,18 @@ class Row:
     """One dispatcher op that fastac knows.
 
     Args:
-        namespace: regular expression for the whole namespace (builds from the hub have one each); "higher_order" for a
-            higher-order op. Of kind "other", for the module of an autograd.Function as well.
-        name: the bare name of the op, without overload; or of the Function.
+        namespace: regular expression for the whole namespace (each build from the hub has its own); "higher_order" for
+            a higher-order op. For kind "other" it may also match the module of an autograd.Function.
+        name: the bare name of the op, without overload; or the name of the Function.
         kind: what the op does, and what happens to its outputs; one of KINDS.
-            "attention": runs an attention forward. Saved where the policy says so.
+            "attention": runs an attention forward. Saved if the policy says so.
             "decomposition": runs only if an attention is decomposed into small ops. Nothing can be saved.
             "choice": chooses blocks of sparse attention, as (values, indices). Saved beside the attention that follows.
             "exchange": a collective that returns no more than its input. Saved, and not issued again.
             "gather": a collective that returns a multiple of its input, such as unsharded weights. Issued again.
             "wait": completes a collective. Runs again, which costs nothing once the collective is complete.
-            "linear": the matmul of a Linear module. Saved where the policy names the module.
-            "other": an op or autograd.Function that is no attention, whatever its name says. Runs again.
+            "linear": the matmul of a Linear module. Saved if the policy names the module.
+            "other": an op or autograd.Function that is not an attention, whatever its name says. Runs again.
 
     Example:
         >>> fastac.register(fastac.Row(namespace="my_kernels", name="attn_rope", kind="other"))
@@ -71,13 +72,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Arguments and backward of an attention op that only FLOP counting reads.
+    """Arguments and backward of an attention op. Only FLOP counting reads them.
 
     Args:
         backward: name of the op, in the same namespace, that runs the backward. Its first four tensors are the
-            gradient of the output, query, key and value. "" where the dispatcher sees none.
+            gradient of the output, query, key and value. "" if the dispatcher does not see the backward.
         offsets: for packed sequences, the two arguments with the offsets of queries and of keys (cu_seqlens); or with
-            their masks, (batch, sequence), True where a token is no padding.
+            their masks, (batch, sequence), False for padding.
         blocks: for sparse attention, the arguments that say which blocks of keys each block of queries attends to:
             lists, (batch, heads, blocks of queries, longest list), and their lengths; or one map, (batch, heads, blocks
             of queries, blocks of keys).
@@ -97,14 +98,15 @@ class AttentionOp(Row):
         namespace, name: of the op, see Row.
         layout: of the key tensor, a key of KEYS_DIMENSION.
         key: the argument that holds the key tensor.
-        max_kv: the argument that holds the number of keys, for packed layouts; not read in a call where it is None.
+        max_kv: the argument that holds the number of keys, for packed layouts. If it is None in a call, the key
+            tensor says the number.
         dropout: the argument that makes the kernel draw random numbers; None for never, "always" if unknown.
         selection: for sparse attention, the arguments that hold the chosen blocks; they are saved with the outputs.
         coarse: for sparse attention, the argument with one entry per block of keys. The attention over that few keys
             that chooses the blocks is small ops, and may be recomputed.
-        with_argument: an argument that only this op has, where two libraries have an op of this namespace and name.
+        with_argument: an argument that only this op has, if two libraries have an op of this namespace and name.
         trains: False refuses the op, with `note` as the reason.
-        flops: for FLOP counting alone.
+        flops: only for FLOP counting.
 
     Example:
         >>> fastac.register(fastac.AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward"))
@@ -130,8 +132,8 @@ class OpaqueFunction:
 
     Args:
         module: regular expression for the whole name of the module that has it in its __dict__.
-        name: of the class in that module.
-        backend, key, layout, max_kv, dropout, flops: as in AttentionOp, of the arguments of its forward.
+        name: the name of the class in that module.
+        backend, key, layout, max_kv, dropout, flops: as in AttentionOp, for the arguments of its forward.
     """
 
     backend: str
@@ -145,29 +147,29 @@ class OpaqueFunction:
 
 
 _NO_ATTENTION = AttentionOp(backend="", namespace="", name="", dropout=None)
-"""Stands for a row that is no attention: BoundOp reads nothing of its calls."""
+"""Stands for a row that is not an attention: BoundOp reads nothing of its calls."""
 
 
-def number_of_keys(row: AttentionOp | OpaqueFunction, given: Any, key: torch.Tensor, name: str) -> int:
+def number_of_keys(row: AttentionOp | OpaqueFunction, max_kv: Any, key: torch.Tensor, name: str) -> int:
     """Number of keys each query of a call may attend to (a SymInt under a trace with dynamic shapes).
 
     Args:
-        given: the value of `max_kv`; None without one.
+        max_kv: the value of that argument in the call; None if the row or the call has none.
         key: the key tensor.
-        name: of the op or function, for the message.
+        name: the name of the op or function, for the message.
 
     Raises:
         FastacError: the key tensor does not have the row's layout.
     """
     # Reading a tensor would wait for the device. Some libraries pass -1 where nothing is packed.
-    if given is not None and not isinstance(given, torch.Tensor):
-        if not hasattr(given, "__index__"):
+    if max_kv is not None and not isinstance(max_kv, torch.Tensor):
+        if not hasattr(max_kv, "__index__"):
             raise FastacError(
-                f"{name}: its row says that {row.max_kv!r} is the number of keys, and it was called with {given!r}. "
+                f"{name}: its row says that {row.max_kv!r} is the number of keys, and it was called with {max_kv!r}. "
                 f"Name the argument that holds the length of the longest sequence (max_kv=...), or none."
             )
-        if given >= 0:
-            return given  # type: ignore[no-any-return]
+        if max_kv >= 0:
+            return max_kv  # type: ignore[no-any-return]
     try:
         return key.shape[KEYS_DIMENSION[row.layout]]
     except (AttributeError, IndexError, RuntimeError):
@@ -183,6 +185,7 @@ def number_of_keys(row: AttentionOp | OpaqueFunction, given: Any, key: torch.Ten
 
 def may_draw(dropout: Any) -> bool:
     """Whether a kernel may draw random numbers, by the value of its `dropout` argument. A tensor is not read."""
+    # Reading a tensor would wait for the device.
     return isinstance(dropout, torch.Tensor) or bool(dropout)
 
 
@@ -194,7 +197,7 @@ class BoundOp:
     """
 
     number = 0
-    """Its place among the intercepted ops, from 1 on; 0 for one that is not intercepted."""
+    """Its place among the intercepted ops, from 1 on; 0 for an op that is not intercepted."""
 
     def __init__(self, op: Op, row: Row) -> None:
         self.op = op
@@ -209,6 +212,7 @@ class BoundOp:
         self._attention = row if isinstance(row, AttentionOp) else _NO_ATTENTION
         self.backend = self._attention.backend
         self.trains = self._attention.trains
+        # False: no call of it draws, and nobody reads a generator for it, which costs time in every call.
         self.may_draw = self._attention.dropout is not None
         self.selects = bool(self._attention.selection)
         arguments = torch_private.arguments_of(op)
@@ -248,17 +252,18 @@ class BoundOp:
 
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The value of an argument in a call, passed by position or by name."""
+        # The dispatcher hands over what the caller wrote: defaults are not filled in.
         position = self._positions[name]
         return args[position] if position < len(args) else kwargs.get(name, self._defaults[name])
 
     def keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Number of keys of an attention call; of a decomposed one, the last dimension of its softmax; otherwise 0."""
+        """Number of keys of an attention call; if it is decomposed, the last dimension of its softmax; otherwise 0."""
         if not self.is_attention:
             return args[0].shape[-1] if self.kind == "decomposition" else 0
         row = self._attention
-        given = None if row.max_kv is None else self.argument(row.max_kv, args, kwargs)
+        max_kv = None if row.max_kv is None else self.argument(row.max_kv, args, kwargs)
         key = args[self._key] if self._key < len(args) else self.argument(row.key, args, kwargs)
-        return number_of_keys(row, given, key, self.name)
+        return number_of_keys(row, max_kv, key, self.name)
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the kernel may draw random numbers in this call."""
@@ -270,7 +275,7 @@ class BoundOp:
         return [self.argument(name, args, kwargs) for name in self._attention.selection]
 
     def coarse_keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        """Number of keys of the coarse attention that goes with this call; 0 for a kernel that is not sparse."""
+        """Number of keys of the coarse attention that chose this call's blocks; 0 for a kernel that is not sparse."""
         coarse = self._attention.coarse
         blocks = self.argument(coarse, args, kwargs) if coarse else None
         return 0 if blocks is None else int(blocks.numel())
@@ -285,7 +290,7 @@ class BoundOp:
                 )
 
     def check_differentiates(self) -> None:
-        """Raise FastacError when the op has no autograd kernel, so that autograd differentiates what is inside it."""
+        """Raise FastacError when the op has no autograd kernel, so that autograd differentiates its inner ops."""
         self.differentiates = torch_private.handles(self.qualified_name, "Autograd")  # it may be registered late
         if not self.differentiates:
             raise FastacError(
@@ -309,14 +314,17 @@ class _State:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.lock = threading.RLock()
-        self.changes = 0  # of the rows
+        # How often the rows have changed.
+        self.changes = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget decisions: ops are classified anew."""
         self.changes += 1
+        # Also "no row" is remembered: an op that was unknown when it was first called may have a row by now.
         self.decisions: dict[object, BoundOp | None] = {}
-        self.reported: set[str] = set()  # errors already logged
+        # Errors already logged.
+        self.reported: set[str] = set()
 
 
 state = _State()
@@ -331,18 +339,17 @@ def register(*new_rows: Row, replace: bool = False) -> None:
     """Add rows. Ops that are loaded are checked at once, others when they are first called.
 
     Args:
-        new_rows: such as `AttentionOp(...)`. All of them are added, or none. A row that is registered stays.
+        new_rows: such as `AttentionOp(...)`. All of them are added, or none. A row that is registered already stays.
         replace: another row for the same namespace and name is replaced; otherwise it is an error.
 
     Raises:
-        FastacError: a row is malformed, there is another one for its op, or its op cannot be saved. Nothing is
-            registered then.
+        FastacError: a row is malformed, its op has another row, or its op cannot be saved. Nothing is registered then.
 
     Example:
         >>> fastac.register(fastac.AttentionOp(backend="mine", namespace="my_kernels", name="attention_forward"))
     """
     with state.lock:
-        before = list(state.rows)
+        rows_before = list(state.rows)
         try:
             for row in new_rows:
                 if not isinstance(row, Row):
@@ -359,7 +366,7 @@ def register(*new_rows: Row, replace: bool = False) -> None:
             state.reset()
             present_ops(strictly=new_rows)
         except BaseException:
-            state.rows[:] = before
+            state.rows[:] = rows_before
             state.reset()
             raise
 
@@ -369,6 +376,7 @@ def check_row(row: Row | OpaqueFunction, call: str = "register") -> None:
     where = f"{call}: {row.name!r}"
     for field in dataclasses.fields(row):
         value, declared = getattr(row, field.name), str(field.type)
+        # A string in the place of a tuple would be taken for its letters.
         expected: type = {"s": str, "t": tuple, "b": bool, "F": Flops}[declared[0]]
         if not isinstance(value, expected) and (value is not None or declared != "str | None"):
             raise FastacError(f"{where}: {field.name} is {value!r}, expected {declared}")
@@ -380,11 +388,11 @@ def check_row(row: Row | OpaqueFunction, call: str = "register") -> None:
     if not pattern or "::" in pattern:
         raise FastacError(f"{where}: there is no namespace or module {pattern!r}: write it without '::'")
     if isinstance(row, Row) and (row.kind not in KINDS or (row.kind == KINDS[0]) != isinstance(row, AttentionOp)):
-        raise FastacError(f"{where}: kind {row.kind!r} is none of {', '.join(KINDS)}, the first of AttentionOp alone")
+        raise FastacError(f"{where}: kind {row.kind!r} is not one of {', '.join(KINDS)}; the first is for AttentionOp")
     if not row.name.isidentifier():
         raise FastacError(f"{where} is not the bare name of an op, without namespace and overload")
     if (layout := getattr(row, "layout", "thd")) not in KEYS_DIMENSION:
-        raise FastacError(f"{where}: layout {layout!r} is none of {', '.join(KEYS_DIMENSION)}")
+        raise FastacError(f"{where}: layout {layout!r} is not one of {', '.join(KEYS_DIMENSION)}")
     if len(offsets := getattr(row, "flops", Flops()).offsets) not in (0, 2):
         raise FastacError(f"{where}: offsets are two arguments, of queries and of keys: got {offsets!r}")
     if isinstance(row, AttentionOp) and len(row.flops.blocks) > 1 and not row.coarse:
@@ -408,7 +416,7 @@ def check_named(
 
 
 def _differences(old: Row, new: Row) -> str:
-    """The options of a row that another one has otherwise."""
+    """The options of a row that have another value in a second row."""
     return ", ".join(f"{name}={value!r}" for name, value in vars(old).items() if value != getattr(new, name, None))
 
 
@@ -422,15 +430,17 @@ def _row_of(op: Op) -> Row | None:
     if not named:
         return None
     arguments = torch_private.arguments_of(op)
-    found = [row for row in named if getattr(row, "with_argument", "") in ("", *(one.name for one in arguments))]
-    if len(found) > 1:
+    names = ["", *(argument.name for argument in arguments)]
+    rows_of_op = [row for row in named if getattr(row, "with_argument", "") in names]
+    if len(rows_of_op) > 1:
         raise FastacError(
-            f"register: {namespace}::{name} is claimed by {len(found)} rows: "
-            + "; ".join(f"{row.namespace}::{row.name} of {getattr(row, 'backend', 'fastac')}" for row in found)
+            f"register: {namespace}::{name} is claimed by {len(rows_of_op)} rows: "
+            + "; ".join(f"{row.namespace}::{row.name} of {getattr(row, 'backend', 'fastac')}" for row in rows_of_op)
         )
-    if not found or (found[0].kind == "choice" and any(one.written for one in arguments)):
-        return None  # a choice with `out`: the caller owns what it writes
-    return found[0]
+    # A choice with `out` writes memory of the caller: a replay would not.
+    if not rows_of_op or (rows_of_op[0].kind == "choice" and any(argument.written for argument in arguments)):
+        return None
+    return rows_of_op[0]
 
 
 def classify(op: Any) -> BoundOp | None:
@@ -448,23 +458,23 @@ def classify(op: Any) -> BoundOp | None:
 
 
 def is_other(namespace: str, name: str) -> bool:
-    """Whether a row says of an op, or of an autograd.Function of a module, that it is no attention."""
+    """Whether a row says that an op, or an autograd.Function of a module, is not an attention."""
     return any(row.kind == "other" and row.names(namespace, name) for row in state.rows)
 
 
 def others(qualified_names: Iterable[str]) -> list[BoundOp]:
-    """Those of some ops of which a row says that they are no attention."""
+    """The ops among some names that are not an attention, as a row says."""
     if not any(row.kind == "other" for row in state.rows):
         return []
-    found = []
+    classified = []
     for name in qualified_names:
         with contextlib.suppress(FastacError):
-            found.append(classify(find_op(name)))
-    return [bound for bound in found if bound is not None and bound.kind == "other"]
+            classified.append(classify(find_op(name)))
+    return [bound for bound in classified if bound is not None and bound.kind == "other"]
 
 
 def find_op(qualified: str) -> Op | None:
-    """The op of a qualified name; None where an implementation came before its definition."""
+    """The op of a qualified name; None if a library has registered an implementation and not yet defined the op."""
     namespace, _, rest = qualified.partition("::")
     name, _, overload = rest.partition(".")
     try:
@@ -477,10 +487,10 @@ def find_op(qualified: str) -> Op | None:
 def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
     """Every op of this process that a row names, all overloads.
 
-    An op that cannot be saved is left out and logged. It raises FastacError if its row is one of `strictly`.
+    An op that cannot be saved is left out and logged. It raises FastacError if its row is among `strictly`.
     """
     names = {row.name for row in state.rows}
-    found = []
+    present = []
     for qualified in [*torch_private.op_names(), *(f"higher_order::{name}" for name in names)]:
         namespace, _, rest = qualified.partition("::")
         name = rest.partition(".")[0]
@@ -490,8 +500,9 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
         try:
             bound = classify(op)
         except FastacError as error:
+            # An `out` overload cannot be saved, which is no loss: models call the functional one.
             if op is not None and torch_private.has_functional_overload(op) and torch_private.always_written(op):
-                continue  # an `out` overload: the functional one counts
+                continue
             if any(row.names(namespace, name) for row in strictly):
                 raise
             if str(error) not in state.reported:
@@ -499,5 +510,5 @@ def present_ops(strictly: Collection[Row] = ()) -> list[BoundOp]:
                 logger.error("%s (left out: a region that calls the op raises)", error)
             continue
         if bound is not None and bound.kind != "other":
-            found.append(bound)
-    return found
+            present.append(bound)
+    return present

@@ -1,4 +1,9 @@
-"""Ops of torch's dispatcher. `fastac.engine.torch_private` checks that the private name is there."""
+"""Ops of torch's dispatcher: their names, arguments and kernels.
+
+The dispatcher's registry is public only for C++. torch.library registers ops and kernels, and lists none. A function of
+`torch._C` that this build of torch lacks is an error of `fastac.engine.torch_private.names`. pytorch#1234 is issue or
+pull request 1234 of github.com/pytorch/pytorch.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+# Neither class has a public name. torch documents OpOverload under this one.
 HigherOrderOperator = torch._ops.HigherOrderOperator
 Op = torch._ops.OpOverload | HigherOrderOperator
 
 DEVICES = ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
-"""Kinds of devices, as they stand in the names of dispatch keys."""
+"""Types of devices, as in the names of dispatch keys."""
 
 
 def qualified_name(op: Op) -> str:
-    """`namespace::name`, with `.overload` where it has one."""
+    """`namespace::name`, with `.overload` if the op has one."""
     if isinstance(op, HigherOrderOperator):
         return f"{op.namespace}::{op.name()}"
     name: str = op._schema.name
@@ -30,6 +36,7 @@ def name_of(op: Op) -> str:
 
 def is_of_torch(op: Any) -> bool:
     """Whether an op is one of torch's own. Higher-order ops are."""
+    # torch.library defines none of those: their backward and their rules for tracers are Python of torch.
     return not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prim", "prims")
 
 
@@ -60,13 +67,16 @@ class Argument(NamedTuple):
 
     name: str
     default: Any
-    written: bool  # the op may change the tensor
-    optional: bool  # it may be None
-    type: str  # such as "Tensor", "Optional[Tensor]", "List[Tensor]"; "" of a higher-order op
+    # The op may change the tensor.
+    written: bool
+    # It may be None.
+    optional: bool
+    # "Tensor", "Optional[Tensor]", "List[Tensor]", ...; "" for a higher-order op.
+    type: str
 
 
 def arguments_of(op: Op) -> list[Argument]:
-    """An op's arguments, from its schema; those of a higher-order op, which has none, from its signature."""
+    """An op's arguments, from its schema. A higher-order op has no schema: its arguments are those of its signature."""
     if isinstance(op, HigherOrderOperator):
         parameters = inspect.signature(op.__call__).parameters.values()
         return [Argument(parameter.name, parameter.default, False, False, "") for parameter in parameters]
@@ -88,18 +98,20 @@ def always_written(op: Op) -> list[str]:
 
 
 def has_functional_overload(op: Op) -> bool:
-    """Whether another overload of an op writes none of its arguments: an `out` overload has such a one."""
+    """Whether another overload of an op writes none of its arguments: true for an `out` overload."""
     packet = None if isinstance(op, HigherOrderOperator) else op._overloadpacket
     return packet is not None and not all(always_written(getattr(packet, name)) for name in packet.overloads())
 
 
 def returns_tensors(op: Op) -> bool:
     """Whether an op has a tensor among its outputs. A higher-order op does not say: it counts as having one."""
-    return isinstance(op, HigherOrderOperator) or any("Tensor" in str(one.type) for one in op._schema.returns)
+    return isinstance(op, HigherOrderOperator) or any("Tensor" in str(value.type) for value in op._schema.returns)
 
 
 def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
     """Whether an op has a kernel of its own at a dispatch key, such as "CPU" or "BackendSelect"."""
+    # torch.library.get_kernel (pytorch#158393, since torch 2.9) gives the kernel that a call would reach: also one that
+    # all ops share.
     if qualified_name.startswith("higher_order::"):
         op = getattr(torch.ops.higher_order, qualified_name.removeprefix("higher_order::"))
         return getattr(torch._C.DispatchKey, dispatch_key) in op.py_kernels
@@ -107,9 +119,9 @@ def has_kernel(qualified_name: str, dispatch_key: str) -> bool:
 
 
 def handles(qualified_name: str, feature: str) -> bool:
-    """Whether an op has a kernel for "Autograd" or "Autocast" on some device. One that falls through is none.
+    """Whether an op has a kernel for "Autograd" or "Autocast" on some device, other than one that falls through.
 
-    Without one, autograd (autocast) is on inside the op's kernels.
+    Without such a kernel, autograd (autocast) is on inside the op's kernels.
     """
     names = [feature] if feature == "Autograd" else []
     for key in [*names, *(feature + device for device in DEVICES)]:
@@ -119,7 +131,7 @@ def handles(qualified_name: str, feature: str) -> bool:
 
 
 def only_kernel(qualified_name: str) -> str:
-    """ "CompositeImplicitAutograd" or "Autograd", if an op has this kernel and none for a device; else "".
+    """ "CompositeImplicitAutograd" or "Autograd" if an op has this kernel, and has no kernel for a device; else "".
 
     Calls of such an op end at that kernel, above BackendSelect.
     """
@@ -132,5 +144,6 @@ def only_kernel(qualified_name: str) -> str:
 def redispatch_of(op: Op) -> Callable[..., Any]:
     """A function (keyset, *args, **kwargs) that calls an op's kernel for a keyset."""
     if not isinstance(op, HigherOrderOperator):
-        return op.redispatch
+        return op.redispatch  # pytorch#124089
+    # A higher-order op is dispatched by key, in Python.
     return lambda keyset, *args, **kwargs: op.dispatch(keyset.highestPriorityTypeId(), *args, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import set_guard_complete_hook
 
-from fastac.diagnosis.torch_private import CompiledCalls
+from fastac.engine.torch_private import CompiledCalls
 from tests.compiled.steps import EACH_WAY, WAYS
 from tests.compiler import reset
 from tests.support import assert_same, executions_of, stack, stack_inputs, train_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import subprocess
 import sys
 import weakref
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 import fastac
+from fastac.engine import region
 from fastac.engine.tape import engine
 
 
@@ -30,8 +32,20 @@ def test_import_takes_a_replaced_checkpoint() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_hooks_have_the_names_of_torch_s() -> None:
+    """By these a region knows torch's checkpoint around it, and diagnosis fastac's from the user's hooks."""
+    hooks = region.Region._checkpoint_hook, region._Recompute._recomputation_hook
+    for hook, name in zip(hooks, ("_checkpoint_hook", "_recomputation_hook"), strict=True):
+        theirs = getattr(torch.utils.checkpoint, name)
+        assert theirs.__name__ in hook.__qualname__
+        assert issubclass(theirs, torch.autograd.graph.saved_tensors_hooks)
+
+
 def test_nothing_stays_of_a_forward_that_raised() -> None:
     """Without a collection: the batch that did not fit is skipped, and the next one needs its memory."""
+    importlib.import_module(
+        "torch._dynamo"
+    )  # torch imports it in its first checkpoint, and its frames stay for a while
     held: list[Any] = []
 
     def block(x: torch.Tensor) -> None:

@@ -135,11 +135,11 @@ class Run:
             outputs = (forward or model)(**batch)
             loss = support.loss_of(outputs)
             loss.backward() if backward is None else backward(loss)
-            self.take(f"step {number}.{index}", {"loss": loss} | support.flat_tensors(outputs, "output"))
+            self.keep(f"step {number}.{index}", {"loss": loss} | support.flat_tensors(outputs, "output"))
         self.executions.append(support.executions[CPU_ATTENTION])
-        self.take(f"step {number}", support.gradients(support.leaves_of(model, {})))
+        self.keep(f"step {number}", support.gradients(support.leaves_of(model, {})))
         optimizer.step()
-        self.take(f"step {number} parameter", dict(model.named_parameters()))
+        self.keep(f"step {number} parameter", dict(model.named_parameters()))
 
     def keep(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors that must be the same in every run."""
