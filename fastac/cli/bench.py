@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from fastac import models
 from fastac.cli.measuring import Workload, bench, build, machine
 from fastac.cli.plan import add_video, telling, video_of
 from fastac.engine import host_memory
 from fastac.errors import FastacError, readable_bytes
+from fastac.models import containers, row_of
 from fastac.models import published as configurations
 from fastac.models.published import Configuration
 from fastac.models.videos import Video
@@ -154,7 +154,7 @@ def workload_of(found: Configuration, video: Video, options: argparse.Namespace)
             model.set_attention_backend(options.backend)
         except (ValueError, RuntimeError, ImportError) as error:
             raise FastacError(f"bench --backend {options.backend}: diffusers cannot use it here: {error}") from error
-    lists = {one.name: len(one.blocks) for one in models.containers(model, models.row_of(model))}
+    lists = {one.name: len(one.blocks) for one in containers(model, row_of(model))}
     blocks = ", ".join(f"{name} x {count}" for name, count in lists.items())
     described = f"{found.name}: {video}, {blocks}, {options.dtype} on {options.device}"
     return described, Workload(model, inputs, options.device)

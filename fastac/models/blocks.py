@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,14 +12,15 @@ import torch
 from fastac.engine.blocks import is_inside
 from fastac.engine.checkpoint_wrappers import inside, plain_name
 from fastac.errors import FastacError, class_name, did_you_mean
+from fastac.models.catalogue import row_of
 from fastac.models.row import ModelRow
+from fastac.models.switches import is_by_forward
+
+logger = logging.getLogger("fastac")
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 """Containers of blocks."""
 _NO_FORWARD = (torch.nn.Module.forward, torch.nn.Sequential.forward)  # of a container that only holds its members
-
-_FUNCTION = "_gradient_checkpointing_func"
-_ABSENT = "no function"  # a string, since it is pickled with the model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,49 +90,6 @@ def _says_attention(found: BlockContainer) -> bool:
     return all(map(says, found.blocks.values()))
 
 
-def has_switch(module: torch.nn.Module) -> bool:
-    """Whether a module has the flag by which gradient checkpointing is switched on."""
-    name = "gradient_checkpointing"  # not hasattr(module, name): a PeftModel forwards to its inner model
-    return name in vars(module) or hasattr(type(module), name)
-
-
-def switches(model: torch.nn.Module) -> list[Any]:
-    """The modules of a model that have the flag of gradient checkpointing."""
-    return [module for module in model.modules() if has_switch(module)]
-
-
-def transformers_switches(model: torch.nn.Module, blocks: set[torch.nn.Module]) -> list[Any]:
-    """Blocks of transformers' models, and the modules around them, whose flag transformers and peft read."""
-    owners = [one for one in model.modules() if getattr(type(one), "supports_gradient_checkpointing", False)]
-    found = dict.fromkeys(module for one in owners for module in switches(one))
-    return [module for module in found if not blocks.isdisjoint(module.modules())]
-
-
-def switch_function(module: torch.nn.Module) -> Any:
-    """The gradient checkpointing function that a module calls."""
-    return vars(module).get(_FUNCTION, _ABSENT)
-
-
-def switch_of(module: torch.nn.Module) -> tuple[torch.nn.Module, Any, Any]:
-    """A module, and the flag and function that `set_switch` restores. The flag is None if only the class has it."""
-    return module, vars(module).get("gradient_checkpointing"), switch_function(module)
-
-
-def set_switch(module: torch.nn.Module, flag: Any, function: Any) -> None:
-    """Set the flag and the gradient checkpointing function of a module."""
-    for name, value, absent in (("gradient_checkpointing", flag, None), (_FUNCTION, function, _ABSENT)):
-        if value == absent:
-            vars(module).pop(name, None)
-        else:
-            setattr(module, name, value)
-
-
-def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:
-    """Whether the blocks' own forward is the host: they are named, or the model takes no checkpointing function."""
-    supported = getattr(model, "_supports_gradient_checkpointing", False)
-    return blocks is not None or not (supported and hasattr(model, "enable_gradient_checkpointing"))
-
-
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model inside DistributedDataParallel, FullyShardedDataParallel, torch.compile's OptimizedModule, PeftModel.
 
@@ -140,6 +99,16 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while (inner := _inner(model)) is not None and inner is not model:
         model = inner
     return model
+
+
+def check_module(model: object, call: str) -> torch.nn.Module:
+    """The model inside its wrappers. Raises FastacError for an argument of a public function, `call`, that is none."""
+    if not isinstance(model, torch.nn.Module):
+        raise FastacError(
+            f"{call}: expected a model, got {type(model).__name__}. With a pipeline, pass its transformer: "
+            f"{call}(pipe.transformer)."
+        )
+    return unwrapped(model)
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
@@ -155,6 +124,23 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
     if isinstance(model, data_parallel) or hasattr(type(inner), "enable_gradient_checkpointing"):
         return inner
     return None
+
+
+def choose_blocks(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
+    """The containers of a model's blocks, as `enable` takes `blocks`. Raises FastacError for an ambiguous model."""
+    if blocks is not None:
+        return select(model, blocks, outer)
+    found = containers_inside(model)
+    if found and not is_by_forward(model, blocks):
+        return found
+    possible = possible_containers(model)
+    # Without attention in a name, equal blocks may call it themselves: the first region shows whether they do.
+    taken = found or [one for one in possible if len(set(map(type, one.blocks.values()))) == 1]
+    if len(taken) != 1 or len(possible) != 1:
+        some = f"{len(possible)} module lists whose members may be its blocks" if taken else "no list of attention"
+        raise FastacError(f"{class_name(model)} has {some}. {name_blocks(model, possible)}")
+    logger.info("%s: took the blocks in %r, the only list of them", class_name(model), taken[0].name)
+    return select(model, taken[0].name, outer)
 
 
 def select(
@@ -190,9 +176,12 @@ def select(
     return grouped(found)
 
 
-def without_wrappers(containers: Iterable[BlockContainer]) -> list[BlockContainer]:
-    """The same containers, without torch's activation wrappers around the blocks."""
-    return [BlockContainer(one.name, {name: inside(block) for name, block in one.blocks.items()}) for one in containers]
+def containers_inside(model: torch.nn.Module) -> list[BlockContainer]:
+    """The block containers of a model, with the blocks inside torch's activation wrappers."""
+    return [
+        BlockContainer(container.name, {name: inside(block) for name, block in container.blocks.items()})
+        for container in containers(model, row_of(model))
+    ]
 
 
 def grouped(blocks: Mapping[str, torch.nn.Module]) -> list[BlockContainer]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from fastac import hook
 from fastac.backends.availability import ignored_backends
 from fastac.compiled import graphs
 from fastac.engine.blocks import BlockState, known_state
 from fastac.engine.collectives import Communication
 from fastac.engine.results import Call
-from fastac.errors import class_name, readable_bytes
-from fastac.models import BlockContainer
+from fastac.errors import FastacError, class_name, readable_bytes
+from fastac.hook import Enabled, enabled_on
+from fastac.models.blocks import BlockContainer, check_module, containers_inside, grouped
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.tables import new_table, render, wrapped
@@ -201,17 +201,17 @@ def report(model: torch.nn.Module) -> Report:
     Example:
         >>> print(fastac.report(transformer))
     """
-    model = hook.check_module(model, "report")
-    hook.check_no_part(model, "report")
-    enabled = hook.enabled_on(model)
-    containers = hook.containers_of(model)
+    model = check_whole(model, "report")
+    enabled = enabled_on(model)
+    # An enabled model is shown by the modules that it calls fastac for, once it did.
+    containers = containers_inside(model) if enabled is None else grouped(enabled.host.blocks_called())
     in_graphs = decided_calls(model)
     rows = tuple(_container_report(container, enabled, in_graphs) for container in containers)
     names = [name for container in containers for name in container.blocks]
     return Report(
         model_class=class_name(model),
         policy="none" if enabled is None else str(enabled.policy),
-        active=enabled is not None and not enabled.was_switched_off() and not enabled.was_replaced(),
+        active=enabled is not None and enabled.host.is_on and not enabled.host.is_replaced,
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
         remarks=tuple(ignored_backends(model, names)),
@@ -219,8 +219,20 @@ def report(model: torch.nn.Module) -> Report:
     )
 
 
+def check_whole(model: object, call: str) -> torch.nn.Module:
+    """The model inside its wrappers, as `check_module`. Raises FastacError also if only a part of it is enabled."""
+    module = check_module(model, call)
+    parts = [name for name, inner in module.named_modules() if enabled_on(inner) is not None]
+    if parts and "" not in parts:
+        raise FastacError(
+            f"{call}: fastac is enabled on a part of {class_name(module)}, not on the whole of it. Pass that part: "
+            f"{call}(model.{parts[0]}, ...)."
+        )
+    return module
+
+
 def _container_report(
-    container: BlockContainer, enabled: hook.Enabled | None, in_graphs: Mapping[str, list[Call]]
+    container: BlockContainer, enabled: Enabled | None, in_graphs: Mapping[str, list[Call]]
 ) -> ContainerReport:
     compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
     states = block_states(block for name, block in container.blocks.items() if name not in compiled)
@@ -264,7 +276,7 @@ def decided_calls(model: torch.nn.Module, ids: Collection[str] | None = None) ->
 
     ids: of the compilations that count; by default all since the latest region of the block itself.
     """
-    enabled = hook.enabled_on(model)
+    enabled = enabled_on(model)
     if enabled is None:
         return {}
     blocks = {}
@@ -275,7 +287,7 @@ def decided_calls(model: torch.nn.Module, ids: Collection[str] | None = None) ->
     return graphs.decided(blocks, ids)
 
 
-def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -> str:
+def _problem(model: torch.nn.Module, enabled: Enabled | None, seen: bool) -> str:
     earlier = ". The table is of the latest step under fastac." if seen else ""
     if enabled is None:
         if seen and not hasattr(model, "enable_gradient_checkpointing"):
@@ -284,13 +296,13 @@ def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -
             "fastac.enable(model) was not called, or was undone; under patch_checkpoint the log says what is saved"
             + earlier
         )
-    if enabled.was_replaced():
+    if enabled.host.is_replaced:
         return "gradient checkpointing was enabled again without fastac: nothing is saved" + earlier
-    if enabled.was_switched_off():
+    if not enabled.host.is_on:
         return "gradient checkpointing was switched off since fastac.enable" + earlier
     if saves_nothing(enabled.policy):
         return "this policy saves nothing, and attention calls are not watched under it"
-    if not seen and enabled.called:
-        others = ", ".join(dict.fromkeys(map(class_name, enabled.called.values())))
+    if not seen and enabled.host.called:
+        others = ", ".join(dict.fromkeys(map(class_name, enabled.host.called.values())))
         return f"{class_name(model)} checkpoints other modules than these: {others}"
     return "" if seen else "no forward with gradients was seen yet"

@@ -24,10 +24,11 @@ from fastac.engine.generators import generators_preserved
 from fastac.engine.kinds import state as kinds
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
+from fastac.models.switches import switches_of
 from fastac.policy import BlockPolicies, Policy, resolve
 from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, Tensors, deterministic_kernels, deterministic_runs
 from fastac.verification.recompute import RecomputeProfile, latest
-from fastac.verification.report import Offloaded, block_states, decided_calls
+from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls
 from fastac.verification.step import Step, fresh, run_step
 from fastac.verification.tables import new_table, render, wrapped
 
@@ -187,13 +188,12 @@ class _Verifier:
         """Take the steps and compare them. Raises as the function of that name."""
         if self.reference not in ("none", "full"):
             raise FastacError(f'verify(reference={self.reference!r}): there are "none" and "full"')
-        self.inner: Any = hook.check_module(self.model, "verify")
-        hook.check_no_part(self.inner, "verify")
+        self.inner: Any = check_whole(self.model, "verify")
         prepare()
         enabled = hook.enabled_on(self.inner)
         if enabled is not None:
             self.is_enabled, self.determinism_check = True, enabled.determinism_check
-            if enabled.by_forward and self.blocks is None:
+            if enabled.host.forwards and self.blocks is None:
                 self.blocks = list(enabled.blocks.values())
         elif torch.utils.checkpoint.checkpoint is not torch_checkpoint:
             raise FastacError(
@@ -483,7 +483,7 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     before = [(state, dataclasses.replace(state)) for _, state in states if state is not None]
     results, kinds.results, kinds.of_one_block = kinds.results, weakref.WeakKeyDictionary(), True
     try:
-        with generators_preserved(), buffers_preserved([model]), hook.checkpointing_preserved(model):
+        with generators_preserved(), buffers_preserved([model]), _checkpointing_preserved(model):
             yield
     finally:
         kinds.results, kinds.of_one_block = results, False
@@ -494,3 +494,19 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
                 forget_state(module)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _checkpointing_preserved(model: torch.nn.Module) -> Iterator[None]:
+    """Restore the checkpointing of a model at the end, fastac's own or not."""
+    enabled = hook.enabled_on(model)
+    hook.disable(model)
+    switches = switches_of(model)
+    try:
+        yield
+    finally:
+        hook.disable(model)
+        for switch in switches:
+            switch.restore()
+        if enabled is not None:
+            enabled.attach()
