@@ -26,7 +26,7 @@ from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models.switches import switches_of
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, Tensors, deterministic_kernels, deterministic_runs
+from fastac.verification.ranks import Comparison
 from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls
 from fastac.verification.step import Step, fresh, run_step
@@ -161,7 +161,7 @@ def verify(
     """
     group = Group()
     try:
-        return group.run(_Verifier(group, model, args, kwargs, policy, blocks, reference, per_block).verify)
+        return group.run(lambda: _Verifier(group, model, args, kwargs, policy, blocks, reference, per_block).verify())
     except OtherRankFailed as failed:
         kind = getattr(errors, failed.kind, FastacError)
         raise kind(f"verify failed on another rank. {failed}") from None
@@ -169,7 +169,7 @@ def verify(
 
 @dataclasses.dataclass
 class _Verifier:
-    """A call of `verify`."""
+    """A call of `verify`: the steps that it takes, of a model or of one block after another."""
 
     group: Group
     model: torch.nn.Module
@@ -179,36 +179,35 @@ class _Verifier:
     blocks: Any
     reference: str
     per_block: bool
-    determinism_check: str = "default"
-    is_enabled: bool = False
-    is_counted: bool = True
-    """Whether attention kernels of the next steps are counted: of the first steps only."""
 
-    def verify(self) -> Verification:
-        """Take the steps and compare them. Raises as the function of that name."""
+    def __post_init__(self) -> None:
+        """Check the arguments. What is not given is taken from the enabled model."""
         if self.reference not in ("none", "full"):
             raise FastacError(f'verify(reference={self.reference!r}): there are "none" and "full"')
         self.inner: Any = check_whole(self.model, "verify")
         prepare()
         enabled = hook.enabled_on(self.inner)
-        if enabled is not None:
-            self.is_enabled, self.determinism_check = True, enabled.determinism_check
-            if enabled.host.forwards and self.blocks is None:
-                self.blocks = list(enabled.blocks.values())
-        elif torch.utils.checkpoint.checkpoint is not torch_checkpoint:
+        self.is_enabled = enabled is not None
+        self.determinism_check = "default" if enabled is None else enabled.determinism_check
+        if enabled is not None and enabled.host.forwards and self.blocks is None:
+            self.blocks = list(enabled.blocks.values())
+        if enabled is None and torch.utils.checkpoint.checkpoint is not torch_checkpoint:
             raise FastacError(
                 "verify: patch_checkpoint is on, and verify would prove `enable` alone. With logging at INFO, each "
                 "kind of checkpoint says what it saves."
             )
         if self.policy is None:
             self.policy = "attn_only" if enabled is None else enabled.policy_as_given()
+
+    def verify(self) -> Verification:
+        """Take the steps and compare them. Raises as the function of that name."""
         with _as_found(self.inner):
             if self.blocks is None and not hasattr(self.inner, "enable_gradient_checkpointing"):
-                result = self.verify_block(self.model, self.args, self.kwargs, resolve(self.policy))
+                result = self._verify_block(self.model, self.args, self.kwargs, resolve(self.policy))
             elif self.per_block:
-                result = self.verify_blocks()
+                result = self._verify_blocks()
             else:
-                result = self._compare(self._reference_step, self._policy_step, self._enable().policy)
+                result = self._compare(self._reference_step, self._policy_step, self._enable(self.policy).policy)
         _raise_if_broken(result)
         if result.recompute is not None:
             latest[self.inner] = result.recompute
@@ -222,37 +221,39 @@ class _Verifier:
                 )
         return result
 
-    def _enable(self) -> Any:
-        hook.enable(self.inner, self.policy, blocks=self.blocks, determinism_check=self.determinism_check)
+    def _enable(self, policy: Any) -> Any:
+        hook.enable(self.inner, policy, blocks=self.blocks, determinism_check=self.determinism_check)
         return hook.enabled_on(self.inner)
 
-    def _reference_step(self) -> Step:
+    def _reference_step(self, is_counted: bool) -> Step:
+        """A step of the whole model without fastac."""
         hook.disable(self.inner)
         with checkpoint_wrappers.idle(self.inner):
             if self.blocks is not None and self.reference == "full":
-                hook.enable(self.inner, "full", blocks=self.blocks, determinism_check=self.determinism_check)
+                self._enable("full")
             elif self.reference == "full":
                 self.inner.enable_gradient_checkpointing(_full_checkpoint)
             elif self.blocks is None:
                 self.inner.disable_gradient_checkpointing()
-            step = run_step(self.model, self.model, self.args, self.kwargs, self.is_counted)
+            step = run_step(self.model, self.model, self.args, self.kwargs, is_counted)
             hook.disable(self.inner)
         return step
 
-    def _policy_step(self) -> Step:
+    def _policy_step(self, is_counted: bool) -> Step:
+        """A step of the whole model, enabled."""
         if hook.enabled_on(self.inner) is None:  # once: a model that is compiled would be compiled again
-            self._enable()
-        found = run_step(self.model, self.model, self.args, self.kwargs, self.is_counted)
-        if found.calls or not found.graphs:
-            return found
-        calls = decided_calls(self.inner, found.graphs).values()
-        return dataclasses.replace(found, calls=[call for block in calls for call in block], in_graph=True)
+            self._enable(self.policy)
+        step = run_step(self.model, self.model, self.args, self.kwargs, is_counted)
+        if step.calls or not step.graphs:
+            return step
+        calls = decided_calls(self.inner, step.graphs).values()
+        return dataclasses.replace(step, calls=[call for block in calls for call in block], in_graph=True)
 
-    def verify_blocks(self) -> Verification:
+    def _verify_blocks(self) -> Verification:
         """Each block by itself, on the inputs that it has in a step of the model under full checkpointing."""
         if self.blocks is not None:
             raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
-        enabled = self._enable()
+        enabled = self._enable(self.policy)
         regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         hook.disable(self.inner)
         with checkpoint_wrappers.idle(self.inner):
@@ -262,53 +263,29 @@ class _Verifier:
             raise FastacError("verify(per_block=True): ranks have different numbers of blocks. Verify without it.")
         if not regions:
             raise FastacError(f"verify(per_block=True): {class_name(self.inner)} checkpointed no block on these inputs")
-        parts = [self.verify_block(block, args, kwargs, enabled.policy_of(block)) for block, args, kwargs in regions]
+        parts = [self._verify_block(block, args, kwargs, enabled.policy_of(block)) for block, args, kwargs in regions]
         return _together(parts, str(enabled.policy))
 
-    def verify_block(self, block: Any, args: Any, kwargs: Any, policy: Policy) -> Verification:
+    def _verify_block(self, block: Any, args: Any, kwargs: Any, policy: Policy) -> Verification:
         """One block, or a module that is taken as one."""
+        reference = _full_checkpoint if self.reference == "full" else checkpoint_wrappers.call_plainly
+        checkpointed = functools.partial(checkpoint, policy=policy, determinism_check=self.determinism_check)
 
-        def reference_step() -> Step:
-            function = _full_checkpoint if self.reference == "full" else checkpoint_wrappers.call_plainly
+        def step_of(function: Any, is_counted: bool) -> Step:
             with checkpoint_wrappers.idle(block):
-                return run_step(block, function, (block, *args), kwargs, self.is_counted)
+                return run_step(block, function, (block, *args), kwargs, is_counted)
 
-        def policy_step() -> Step:
-            with checkpoint_wrappers.idle(block):
-                function = functools.partial(checkpoint, policy=policy, determinism_check=self.determinism_check)
-                return run_step(block, function, (block, *args), kwargs, self.is_counted)
-
-        return self._compare(reference_step, policy_step, policy)
+        return self._compare(functools.partial(step_of, reference), functools.partial(step_of, checkpointed), policy)
 
     def _compare(
-        self, reference_step: Callable[[], Step], policy_step: Callable[[], Step], policy: Policy | BlockPolicies
+        self,
+        reference_step: Callable[[bool], Step],
+        policy_step: Callable[[bool], Step],
+        policy: Policy | BlockPolicies,
     ) -> Verification:
-        """Compare steps. The policy runs twice: its first step, compiled and observed, must be exact as well."""
-        self.is_counted = True
-        expected = reference_step()
-        if self.group.any(bool(expected.graphs)):
-            expected = reference_step()  # the first compiled, and what dynamo traced was counted
-        tensors = expected.take_tensors()
-        if self.reference == "full":  # torch's checkpoint, which writes buffers twice
-            tensors = {name: one for name, one in tensors.items() if not name.startswith("buffer ")}
-        runs = Runs(tensors)
-        later = self._add_policy(runs, policy_step)
-        compared_kernels, is_deterministic, remark = expected.kernels, False, ""
-        # Every rank takes the same steps: they may communicate.
-        differs = self.group.any(bool(runs.different))
-        compiled = self.group.any(bool(runs.different) and later.in_graph)
-        if compiled:
-            self.is_counted = False
-            self._repeat_compiled(runs, reference_step, policy_step)
-        elif differs:
-            equal, kernels, remark = self._deterministic_runs(reference_step)
-            self.is_counted = False
-            is_deterministic = equal is not None
-            with deterministic_kernels() if is_deterministic else contextlib.nullcontext():
-                if equal is not None:
-                    runs, compared_kernels = equal, kernels
-                    self._add_policy(runs, policy_step)
-                self._repeat(runs, reference_step, policy_step)
+        # A full reference is torch's checkpoint, which writes buffers twice.
+        compared = Comparison(self.group, reference_step, policy_step, self._observe_anew, self.reference == "full")
+        runs, expected, later = compared.runs, compared.expected, compared.later
         broken = sorted(runs.broken(), key=lambda name: -runs.different[name])
         saved = [call for call in later.calls if call.saved]
         own = expected.executions[1] if self.reference == "none" else 0
@@ -327,78 +304,26 @@ class _Verifier:
             policy_executions=later.executions,
             saved=len(saved),
             recomputed=len(later.calls) - len(saved),
-            saved_bytes=sum(one.saved_bytes for one in saved),
+            saved_bytes=sum(call.saved_bytes for call in saved),
             allowed_again=own + (later.executions[0] if unseen else len(later.calls)) - len(saved),
             linear_saved=len(later.products),
-            linear_bytes=sum(one.saved_bytes for one in later.products),
-            compiled=compiled,
+            linear_bytes=sum(product.saved_bytes for product in later.products),
+            compiled=compared.is_compiled,
             offloaded=later.offloaded,
             is_enabled=self.is_enabled,
             runs=runs.count,
-            deterministic=is_deterministic and not runs.different,
+            deterministic=compared.is_deterministic and not runs.different,
             kernels=expected.kernels,
-            compared_kernels=compared_kernels,
-            remark=remark,
+            compared_kernels=compared.kernels,
+            remark=compared.remark,
             recompute=later.recompute,
         )
 
-    def _add_policy(self, runs: Runs, policy_step: Callable[[], Step]) -> Step:
-        """Add a first step of the policy, in which regions are observed, and a later one. Returns the later one."""
+    def _observe_anew(self) -> None:
+        """Make the next region of each kind the first, which is observed."""
         kinds.results = weakref.WeakKeyDictionary()
         for state in block_states(self.inner.modules()):
             state.key = None
-        runs.add("first", policy_step().tensors)
-        later = policy_step()
-        runs.add("later", later.take_tensors())
-        return later
-
-    def _deterministic_runs(self, reference_step: Callable[[], Step]) -> tuple[Runs | None, tuple[str, ...], str]:
-        """Equal runs of the reference with deterministic kernels, and the attention ops in them; or None, and why."""
-        if not self.group.is_one_process:
-            return None, (), ""  # an op that refuses in the middle of a backward would leave DDP and FSDP in it
-        kernels: tuple[str, ...] = ()
-
-        def step() -> Tensors:
-            nonlocal kernels
-            found = reference_step()
-            kernels = found.kernels
-            return found.take_tensors()
-
-        runs, refused = deterministic_runs(step)
-        if "CUBLAS_WORKSPACE_CONFIG" in refused:
-            refused = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
-        elif refused:
-            refused = f"No deterministic kernels: {refused}"
-        return runs, kernels, refused
-
-    def _repeat(self, runs: Runs, reference_step: Callable[[], Step], policy_step: Callable[[], Step]) -> None:
-        """If results differ, run the reference `FEWEST` times, then all until nothing is wrong, or cannot change."""
-        if not self.group.any(bool(runs.different)):
-            return
-        while self.group.any(runs.count < FEWEST or (bool(runs.broken()) and runs.may_change())):
-            runs.add_reference(reference_step().tensors)
-            if runs.count > FEWEST:
-                self._add_policy(runs, policy_step)
-
-    def _repeat_compiled(self, runs: Runs, reference_step: Callable[[], Step], policy_step: Callable[[], Step]) -> None:
-        """As `_repeat`, for a model that is compiled as a whole: compiling the reference is noise as well.
-
-        The policy's graph may change other results than the reference's, by as much: all are allowed the median. To go
-        back and forth would compile each time, so the reference runs first. All steps of the policy run one graph.
-        """
-        with torch.compiler.set_stance("force_eager"):
-            runs.add_reference(reference_step().tensors)
-        while self.group.any(runs.count < FEWEST):
-            runs.add_reference(reference_step().tensors)
-        runs.allow_compilation()
-        while self.group.any(bool(runs.broken()) and runs.may_change()):
-            runs.add_reference(reference_step().tensors)
-        for _ in range(MOST_EQUAL):
-            if not self.group.any(bool(runs.broken())):
-                break
-            tensors = policy_step().tensors
-            for what in ("first", "later"):
-                runs.add(what, tensors)
 
 
 def _together(parts: list[Verification], policy: str) -> Verification:
