@@ -1,8 +1,8 @@
 """enable and disable: make a model call `fastac.checkpoint` for its blocks.
 
-A model calls it in one of three ways: by the gradient checkpointing function of diffusers' models, by the block's own
-`forward`, or by the `checkpoint_fn` of a CheckpointWrapper around it (accelerate, torch). `Enabled` is an attribute of
-the model, knows the state before, and is copied and pickled with it.
+`enable` finds the blocks, checks their attention backends, and puts an `Enabled` on the model: the policy of each
+block, the hosts by which the model calls fastac (hosts.py), and hooks on the model's forward, which see whether regions
+opened and saved something. `Enabled` is an attribute of the model, so it is copied and pickled with the model.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _ENABLED = "_fastac"
 
 @dataclasses.dataclass(eq=False)
 class Enabled:
-    """What `enable` made of one model: the policy of each block, who calls fastac for them, and what is checked."""
+    """What `enable` puts on a model. `attach` and `detach` may follow each other any number of times."""
 
     model: torch.nn.Module
     policy: Policy | BlockPolicies
     determinism_check: str
     blocks: dict[str, torch.nn.Module]
-    """By qualified name, without wrappers."""
+    """The blocks inside their wrappers, by qualified name."""
     host_class: dataclasses.InitVar[type[FunctionHost] | type[ForwardHost]]
     given: Any = None
-    """`blocks` as `enable` got it."""
+    """The argument `blocks` of `enable`."""
     opened: int = 0
-    """Regions of the forward that runs."""
+    """The number of regions that the running forward of the model has opened."""
     saved: bool = False
     """Whether some region saved something, or the policy saves nothing."""
 
@@ -61,17 +61,17 @@ class Enabled:
         self.saved = saves_nothing(self.policy)
 
     def policy_of(self, function: Any) -> Policy:
-        """The policy of a block that is called: itself, by a bound method, or compiled."""
+        """The policy of a block: the module, a bound method of it, or the compiled block."""
         return policy_of(self.policy, function)
 
     def policy_as_given(self) -> Policy | dict[str, Policy]:
-        """The policy as `enable` takes it: by the names of the blocks where they differ."""
+        """The policy as `enable` takes it: a mapping of block names if blocks have policies of their own."""
         if isinstance(self.policy, Policy):
             return self.policy
         return {name: self.policy_of(block) for name, block in self.blocks.items()}
 
     def attach(self) -> None:
-        """Make the model call fastac for its blocks. Raises FastacError for a wrapper that cannot be taken over."""
+        """Make the model call fastac for its blocks. Raises FastacError if a host or a Linear module refuses."""
         self.host.attach()
         vars(self.model)[_ENABLED] = self
         for block in self.blocks.values():
@@ -82,17 +82,18 @@ class Enabled:
         out_of_memory.watch_backward()
 
     def detach(self) -> None:
-        """Leave the model as it was before `attach`. Raises FastacError where a forward was wrapped since."""
-        self.host.detach()
+        """Leave the model as it was before `attach`. Raises FastacError if a forward was wrapped since."""
+        self.host.detach()  # first: it raises before anything has changed
         self.wrappers.detach()
         for hooks in (self.model._forward_pre_hooks, self.model._forward_hooks):
+            # Found by their owner: torch's handle of a hook would not be valid in a copied or unpickled model.
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
         linear.detach(self.model)
         vars(self.model).pop(_ENABLED, None)
 
     def before_forward(self, model: torch.nn.Module, args: Any) -> None:
-        """Count regions from here on: the model's forward begins. Raises PolicyNotAppliedError."""
+        """The model's forward begins: count its regions. Raises PolicyNotAppliedError as the host does."""
         if not torch.compiler.is_compiling():
             self.opened = 0
             if torch.is_grad_enabled():
@@ -100,6 +101,7 @@ class Enabled:
 
     def after_forward(self, model: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         """Raise PolicyNotAppliedError if the model ran, with gradients on, and opened no region or saved nothing."""
+        # torch calls this hook (always_call) after an error as well, without outputs.
         if outputs is None and not torch.compiler.is_compiling() and (error := sys.exc_info()[1]) is not None:
             out_of_memory.explain(error)
             return
@@ -111,26 +113,30 @@ class Enabled:
         self.host.after_forward()
         if self.opened and not replaced:
             self.check_saved()
-        # Regions in a graph that torch.compile made are not seen to open.
+        # Regions inside a compiled graph run no Python of ours: the graph's nodes in the outputs' history show them.
         elif replaced or (self.host.is_on and not graphs.hold_regions(nodes_between(outputs, (args, kwargs)))):
             cause, way_out = self.host.why_no_region()
+            if replaced:
+                cause, way_out = "its gradient checkpointing function was replaced", "Call fastac.enable after that."
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
                 f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"
             )
 
     def check_once_all_ran(self) -> None:
-        """`check_saved` for a trainer that calls the blocks itself, and no forward of the model."""
+        """Call `check_saved` once all blocks ran: a trainer may call the blocks itself, without the model's forward."""
         if all(state_of(block).latest or self.policy_of(block).saves_nothing for block in self.blocks.values()):
             self.check_saved()
 
     def check_saved(self) -> None:
-        """Raise PolicyNotAppliedError if nothing was saved in any block."""
+        """Raise PolicyNotAppliedError if blocks ran and nothing was saved in any of them."""
         if self.saved:
             return
         policies = {block: self.policy_of(block) for block in self.blocks.values()}
         ran = {block for block in policies if state_of(block).latest}
-        for container in grouped(self.blocks) if self.host.calls_every_block and ran else ():
+        # A UNet calls parts of its blocks, but blocks with a replaced forward are called each by itself. Blocks under a
+        # policy that saves nothing leave no result, so they are not seen to run.
+        for container in grouped(self.blocks) if self.host.forwards and ran else ():
             if not any(block in ran or policies[block].saves_nothing for block in container.blocks.values()):
                 remark = f"{class_name(self.model)}: none of the blocks in {container.name!r} was called"
                 kinds.warn_once(self.model, remark, remark)
@@ -154,9 +160,9 @@ def enable(
         policy: "attn_only", "long_attn_only", "full", a fastac.Policy, or a mapping of block-name patterns to these
             (the first match counts), with "none" for blocks that are not to be checkpointed.
         blocks: for any other model: the dotted name of a module list whose members are the blocks, or of one block; a
-            module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. By
-            default those of the previous `enable`; else the only module list whose members hold attention, or are
-            equal.
+            module instead of a name; several of these. Their `forward` is checkpointed; state-dict keys stay. The
+            default is the `blocks` of the previous `enable`, or else the model's only module list whose members hold
+            attention or are all of one class.
         determinism_check: "default" compares recompute with the forward, as `checkpoint` does; "none" only counts the
             tensors that are saved.
 
@@ -170,7 +176,8 @@ def enable(
     """
     outer, model = model, check_module(model, "enable")
     check_determinism("enable", determinism_check)
-    if is_by_forward(model, None):  # else the model may be its own host
+    # A diffusers model that was once enabled with blocks=... goes back to its own function without them.
+    if is_by_forward(model, None):
         blocks = blocks_given(model, blocks)
     if isinstance(blocks, Iterable) and not isinstance(blocks, (str, torch.nn.Module)):
         blocks = list(blocks)
@@ -181,7 +188,7 @@ def enable(
         refuse_second(model, None if before is None else before.host)
     named = {name: block for container in containers for name, block in container.blocks.items()}
     if isinstance(policy, Mapping) and not by_forward and len(switches_of(model)) > 1:
-        # A UNet checkpoints modules beside the blocks in its lists: a plan has their names.
+        # A UNet checkpoints parts of the blocks in its lists, and a plan for it names these parts.
         named |= {name: module for name, module in model.named_modules() if name in policy}
     selected = resolve_blocks(policy, named) if isinstance(policy, Mapping) else resolve(policy)
     prepare()
@@ -189,6 +196,7 @@ def enable(
     enabled = Enabled(model, selected, determinism_check, named, ForwardHost if by_forward else FunctionHost, blocks)
     policies = {block: enabled.policy_of(block) for block in named.values()}
     linear.check_names(model, policies, are_guessed=not by_forward and row_of(model) is None)
+    # Everything that can be refused without a change to the model was refused above.
     disable(model)
     try:
         enabled.attach()
@@ -200,7 +208,7 @@ def enable(
     offloading = sum(bool(enabled.policy_of(block).offload) for block in named.values())
     for name, block in named.items():
         vars(state_of(block)).update(vars(BlockState(f"{class_name(model)}.{name}", offloading)))
-        kinds.forget_kinds(block)  # regions of its class are observed anew
+        kinds.forget_kinds(block)  # the next regions of its class are first ones, and are observed
     logger.info("%s: policy %s, %d blocks", class_name(model), selected, len(named))
     for remark in ignored_backends(model, named):
         kinds.warn_once(model, remark, f"{class_name(model)}: {remark}")
@@ -216,22 +224,22 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
 ) -> Compilation:
     """Enable fastac on a model and compile its blocks in place, each inside its own checkpoint.
 
-    A second call compiles blocks again whose options differ. `fastac.disable` leaves the blocks compiled. For a model
-    without graph breaks, torch.compile(model, fullgraph=True) after `fastac.enable` gives the compiler more to fuse:
+    A second call compiles blocks again if the options differ. `fastac.disable` leaves the blocks compiled. If a model
+    has no graph breaks, torch.compile(model, fullgraph=True) after `fastac.enable` gives the compiler more to fuse:
     measure whether that is faster.
 
     Args:
         model: as in `fastac.enable`, which this calls.
         policy: as in `fastac.enable`.
-        blocks: as in `fastac.enable`; by default the `blocks` that it was given.
+        blocks: as in `fastac.enable`; by default those of the previous `enable`.
         determinism_check: as in `fastac.enable`.
         options: options of torch.compile, for every block.
 
     Returns:
-        A `Compilation`, to be printed: the blocks that are compiled, and those that are not.
+        A `Compilation`, to be printed: which blocks are compiled, and which are not.
 
     Raises:
-        FastacError: as `fastac.enable`. The model is left as it was, also where torch.compile refuses an option.
+        FastacError: as `fastac.enable`. The model is left as it was, also if torch.compile refuses an option.
 
     Example:
         >>> print(fastac.compile(transformer, policy="attn_only"))
@@ -240,9 +248,9 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     inner = check_module(model, "compile")
     enable(model, policy, blocks=blocks_given(inner, blocks), determinism_check=determinism_check)
     enabled = vars(inner)[_ENABLED]
-    made = compile_blocks(inner, str(enabled.policy), enabled.blocks, enabled.host.forwards, options)
-    logger.info("%s", made)
-    return made
+    compilation = compile_blocks(inner, str(enabled.policy), enabled.blocks, enabled.host.forwards, options)
+    logger.info("%s", compilation)
+    return compilation
 
 
 def first_blocks(
@@ -250,13 +258,13 @@ def first_blocks(
 ) -> dict[str, str | Policy]:
     """The policies that checkpoint the first blocks of a model, and not its last ones.
 
-    Backward comes to the last blocks first: the memory that autograd keeps of them is free again before a recompute
-    needs it.
+    Backward begins with the last blocks. The memory that autograd holds for them is free again before the first
+    recompute needs it.
 
     Args:
         model, blocks: as in `enable`.
-        count: number of blocks that are checkpointed, of those in all of its containers.
-        policy: of these blocks.
+        count: how many blocks are checkpointed, counted over all containers.
+        policy: the policy of these blocks.
 
     Returns:
         Block name -> policy, "none" for the rest, for `enable`, `compile` and `verify`.
@@ -277,7 +285,7 @@ def disable(model: torch.nn.Module) -> None:
     """Undo `enable`: restore the model's gradient checkpointing as it was before. Does nothing without `enable`.
 
     Raises:
-        FastacError: the argument is no module, or a block's forward was wrapped since.
+        FastacError: the argument is not a module, or a block's forward was wrapped since.
     """
     for module in check_module(model, "disable").modules():
         if (enabled := enabled_on(module)) is not None:
@@ -285,11 +293,11 @@ def disable(model: torch.nn.Module) -> None:
 
 
 def enabled_on(model: torch.nn.Module) -> Enabled | None:
-    """The state of an enabled model, None without `enable`."""
+    """The `Enabled` of a model; None if it is not enabled."""
     return vars(model).get(_ENABLED)
 
 
 def blocks_given(model: torch.nn.Module, blocks: Any) -> Any:
-    """The `blocks` of a call; by default those of the previous `enable`."""
+    """The argument `blocks` of a call; by default that of the previous `enable`."""
     enabled = enabled_on(model)
     return enabled.given if blocks is None and enabled is not None else blocks

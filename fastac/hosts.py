@@ -1,9 +1,9 @@
 """Three ways in which a model calls fastac for a block, and what each of them replaces.
 
 - `FunctionHost`: a diffusers model calls its gradient checkpointing function, and we give it ours.
-- `ForwardHost`: of any other model, we replace the `forward` of the blocks.
-- `WrapperHost`: a CheckpointWrapper around a block (accelerate, torch) calls its `checkpoint_fn`, and we replace that,
-  beside one of the other two.
+- `ForwardHost`: in any other model, we replace the `forward` of each block.
+- `WrapperHost`: a CheckpointWrapper around a block (accelerate, torch) calls its `checkpoint_fn`, and we replace that
+  as well. A model has one of the first two hosts, and this one beside it.
 
 A host knows what it replaced, and is copied and pickled with the model.
 """
@@ -26,11 +26,9 @@ from fastac.models.blocks import LISTS, grouped, module_lists, name_blocks, unwr
 from fastac.models.switches import Switch, switches_of, transformers_switches
 from fastac.policy import BlockPolicies, Policy, saves_nothing
 
-_REPLACED = "its gradient checkpointing function was replaced", "Call fastac.enable after that."
-
 
 class Owner(Protocol):
-    """What a host needs of the `Enabled` of its model, which stands above it."""
+    """What a host needs of its model's `Enabled` (hook.py), which imports this module."""
 
     model: torch.nn.Module
     policy: Policy | BlockPolicies
@@ -45,46 +43,44 @@ class Owner(Protocol):
 
 
 def policy_of(policy: Policy | BlockPolicies, function: Any) -> Policy:
-    """The policy of a block that is called: itself, by a bound method, or compiled."""
+    """The policy of a block. function: what is called: the block, a bound method of it, or the compiled block."""
     if isinstance(policy, Policy):
         return policy
     block = inside(getattr(function, "__self__", function))
-    found = policy.get(getattr(block, "_orig_mod", block))
-    if found is None:
+    block_policy = policy.get(getattr(block, "_orig_mod", block))
+    if block_policy is None:
         raise FastacError(
-            f"{describe(function)} is called under policies per block, and is no block that fastac.enable saw. If "
+            f"{describe(function)} is called under policies per block, and fastac.enable did not see it as a block. If "
             f"it was replaced since, call fastac.enable again; else name the blocks: enable(model, blocks=...)."
         )
-    return found
+    return block_policy
 
 
 class Host:
-    """How a model calls fastac for its blocks: by a function that it is given, or by their own forward."""
-
-    calls_every_block = True
-    """Whether each block is called by itself. Otherwise the model may call parts of it instead, as a UNet does."""
+    """What `FunctionHost` and `ForwardHost` have in common. `Enabled` has one of them."""
 
     def __init__(self, enabled: Owner) -> None:
         self.enabled, self.model, self.blocks = enabled, enabled.model, enabled.blocks
         self.function: Callable[..., Any] = call_plainly
-        """What modules with the flag of gradient checkpointing call, and CheckpointWrappers around a block."""
+        """The function that we give to modules with gradient checkpointing, and to CheckpointWrappers."""
         self.switches: list[Switch] = []
-        """Those of these modules."""
+        """The flag and function of each of these modules, as they were before `attach`."""
         self.called: dict[str, torch.nn.Module] = {}
-        """Modules by qualified name that the model calls fastac for beside its blocks, such as parts of them."""
+        """By qualified name, other modules than the blocks that the model calls fastac for, as parts of blocks."""
         self.forwards: dict[str, Forward] = {}
-        """The blocks whose own forward is replaced, by name."""
+        """By the block's qualified name, the forwards that are replaced."""
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`."""
         for switch in self.switches:
-            if is_ours(switch.function):  # another function stays
+            # If somebody set another function since, that is what the user wants now: it stays.
+            if is_ours(switch.function):
                 switch.restore()
         self.switches = []
 
     @property
     def is_on(self) -> bool:
-        """Whether the gradient checkpointing that calls fastac is on."""
+        """Whether checkpointing that calls fastac is on. A replaced forward has no switch: it always calls fastac."""
         return True
 
     @property
@@ -99,7 +95,7 @@ class Host:
         """The model's forward has ended, with gradients on."""
 
     def blocks_called(self) -> dict[str, torch.nn.Module]:
-        """The blocks by qualified name; where the model calls modules in them or around them instead, these."""
+        """The blocks by qualified name. A block that was not called gives way to called modules in it or around it."""
         unseen = [name for name, block in self.blocks.items() if state_of(block).latest is None]
         called = {name: module for name, module in self.called.items() if _overlaps(name, unseen)}
         replaced = {name for name in unseen if _overlaps(name, called)}
@@ -107,20 +103,18 @@ class Host:
 
 
 def _overlaps(name: str, others: Iterable[str]) -> bool:
-    """Whether a module is in one of the others or around it."""
+    """Whether a module is one of the others, inside one of them, or around one."""
     return any(is_inside(name, other) or is_inside(other, name) for other in others)
 
 
 class FunctionHost(Host):
-    """The gradient checkpointing function of a diffusers model, which it calls as function(block, *inputs)."""
-
-    calls_every_block = False
+    """The gradient checkpointing function of a diffusers model. The model calls it as function(block, *inputs)."""
 
     def __init__(self, enabled: Owner) -> None:
         super().__init__(enabled)
         self.function = functools.partial(_run_function, self)
-        self.known = set(self.blocks.values())
-        """Blocks, and modules in `called`."""
+        self.noted = set(self.blocks.values())
+        """The blocks, and the modules in `called`."""
 
     def attach(self) -> None:
         """Give the model the function to call. Raises FastacError for a class that drops it."""
@@ -145,27 +139,31 @@ class FunctionHost(Host):
     def why_no_region(self) -> tuple[str, str]:
         """The cause, and a way out, if the model's forward opened no region."""
         cause = "its forward checkpoints by itself, or it calls other modules"
-        return _REPLACED if self.is_replaced else (cause, name_blocks(self.model, grouped(self.blocks)))
+        return cause, name_blocks(self.model, grouped(self.blocks))
 
     def note(self, function: Any) -> None:
-        """Note a module that is called and is none of the blocks: a UNet calls parts of its lists' members."""
+        """Note a called module that is not one of the blocks: a UNet checkpoints the resnets and attentions in them."""
         block = block_of(function)
-        if block is not None and block not in self.known:
-            self.known.add(block)
+        if block is not None and block not in self.noted:
+            self.noted.add(block)
             self.called |= {name: block for name, module in self.model.named_modules() if inside(module) is block}
 
 
 def _run_function(host: FunctionHost, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The function that a model calls for a block. A CheckpointWrapper does not pass its options on to it."""
+    """The function that a model or a CheckpointWrapper calls for a block.
+
+    `is_ours` recognises it in a functools.partial.
+    """
     enabled = host.enabled
     if not torch.compiler.is_compiling():
         enabled.opened += 1
         host.note(function)
     around = list(wrappers_around(function)) if inside(function) is not function else ()
-    for wrapper in around:  # they may be newer than `enable`
+    for wrapper in around:  # somebody may have wrapped the block after `enable`
         enabled.wrappers.take_over(wrapper)
     if around:
-        return function(*args, **kwargs)  # it calls us, for the module inside it
+        # The wrapper calls this function again, for the block inside it. A region here would checkpoint it twice.
+        return function(*args, **kwargs)
     return run(function, args, kwargs, policy_of(enabled.policy, function), enabled.options)
 
 
@@ -176,25 +174,27 @@ class Forward:
         self.enabled, self.block = enabled, block
         self.policy = policy_of(enabled.policy, block)
         self.before: Callable[..., Any] | None = vars(block).get("forward")
-        """The attribute `forward` that the block had, None without one."""
+        """The block's own attribute `forward` before `enable`; None if only its class has one."""
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The block's forward before `enable`."""
+        """The block's forward before `enable`, as a bound method."""
         if self.before is not None:
             return self.before
         forward: Any = type(self.block).forward
-        if torch.compiler.is_dynamo_compiling():  # which cannot trace `__get__` before torch 2.12
+        if torch.compiler.is_dynamo_compiling():  # dynamo cannot trace `__get__` before torch 2.12
             return functools.partial(forward, self.block)
         return forward.__get__(self.block)  # type: ignore[no-any-return]
 
     def attach(self) -> None:
         """Make the block's forward open a region."""
-        vars(self.block)["forward"] = functools.partial(_run_forward, self)  # its class may have a __setattr__
+        # Past __setattr__, which a class may define in its own way.
+        vars(self.block)["forward"] = functools.partial(_run_forward, self)
 
     def detach(self) -> None:
         """Give the block its forward back."""
-        if self.is_attached:  # else a hook from before `enable` was removed, and restored the forward of that time
+        # If it is not attached, a hook from before `enable` was removed since, and restored the forward of that time.
+        if self.is_attached:
             del vars(self.block)["forward"]
             if self.before is not None:
                 vars(self.block)["forward"] = self.before
@@ -207,7 +207,7 @@ class Forward:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether it does so inside a hook that was put around it since."""
+        """Whether the forward that opens a region is inside a hook that was put around it since."""
         forward = _inside_hook(vars(self.block).get("forward"))
         while forward is not None and getattr(forward, "func", None) is not _run_forward:
             forward = _inside_hook(forward)
@@ -215,23 +215,24 @@ class Forward:
 
 
 def _inside_hook(forward: Any) -> Any:
-    """The forward inside a hook, None without one."""
+    """The forward inside a hook of diffusers or accelerate; None if it is not a hook."""
     inner = getattr(forward, "__wrapped__", None)
-    for cell in getattr(inner, "__closure__", None) or ():  # diffusers before 0.40 wraps a function of its own
+    # Before diffusers 0.40, __wrapped__ is not the inner forward but a closure over it (huggingface/diffusers#14285).
+    for cell in getattr(inner, "__closure__", None) or ():
         if type(called := cell.cell_contents).__name__ == "HookFunctionReference":
             return called.original_forward or called.forward
     return inner
 
 
 class ForwardHost(Host):
-    """The `forward` of each block, for a model that takes no function, or whose blocks are named."""
+    """The `forward` of each block, if the model takes no function or `enable` was given the blocks."""
 
     def __init__(self, enabled: Owner) -> None:
         super().__init__(enabled)
         self.others = {inside(module) for module in self._listed().values()} - set(self.blocks.values())
-        """Modules beside the blocks in the lists of these."""
+        """Other modules in the lists that hold the blocks: `blocks` may name some members of a list."""
         self.input_grads = False
-        """Whether outputs of embeddings require grad since `attach`."""
+        """Whether `attach` made outputs of embeddings require grad."""
 
     def attach(self) -> None:
         """Replace the forward of each block, and tell transformers and peft that blocks are checkpointed."""
@@ -244,7 +245,8 @@ class ForwardHost(Host):
             variant for module in self.model.modules() for variant in getattr(module, "lora_variant", {}).values()
         ]
         if self.switches and any("ALora" in class_name(variant) for variant in variants):
-            # The hooks of activated LoRA end with the backward of a layer: without input gradients, before recompute.
+            # peft removes the hooks of activated LoRA in the backward of a layer (huggingface/peft#2860). Without input
+            # gradients that comes before recompute, which would run without the adapter.
             self.input_grads = not getattr(self.model, "_require_grads_hooks", ())
             if self.input_grads:
                 self.model.enable_input_require_grads()  # type: ignore[operator]
@@ -264,19 +266,15 @@ class ForwardHost(Host):
     def why_no_region(self) -> tuple[str, str]:
         """The cause, and a way out, if the model's forward opened no region."""
         return (
-            _REPLACED
-            if self.is_replaced
-            else (
-                "gradients are off in them (reentrant checkpointing, no_grad), or it calls other modules",
-                "Leave the model's own checkpointing off, or pass use_reentrant=False to it. Else name what it calls: "
-                f"blocks=... {module_lists(self.model)}",
-            )
+            "gradients are off in them (reentrant checkpointing, no_grad), or it calls other modules",
+            "Leave the model's own checkpointing off, or pass use_reentrant=False to it. Else name what it calls: "
+            f"blocks=... {module_lists(self.model)}",
         )
 
     def before_forward(self) -> None:
         """Raise PolicyNotAppliedError for the model's own checkpointing inside the blocks' forward.
 
-        Only warn where the policy saves nothing: all is exact, and a reentrant one costs a third forward.
+        If the policy saves nothing, results are exact. Then only warn of a reentrant one: it costs a third forward.
         """
         if not self.is_replaced:
             return
@@ -294,11 +292,12 @@ class ForwardHost(Host):
         """Raise PolicyNotAppliedError for a block that is new since `enable`, or whose forward was replaced."""
         forwards = self.forwards.values()
         attached = {replaced.block for replaced in forwards if replaced.is_attached or replaced.is_wrapped}
-        now = self._listed()
-        for name in self.forwards.keys() - now.keys():
-            with contextlib.suppress(AttributeError):  # taken out, as for a stage of a pipeline
-                now[name] = self.model.get_submodule(name)
-        for name, block in now.items():
+        listed = self._listed()
+        for name in self.forwards.keys() - listed.keys():
+            with contextlib.suppress(AttributeError):  # the block was taken out, as for a stage of a pipeline
+                listed[name] = self.model.get_submodule(name)
+        for name, block in listed.items():
+            # torch.compile puts an OptimizedModule around a block, so look inside it as well.
             if {inside(block), unwrapped(inside(block))}.isdisjoint(attached | self.others):
                 raise PolicyNotAppliedError(
                     f"{self.enabled.policy}: {class_name(self.model)}.{name} ({class_name(block)}) ran without "
@@ -308,20 +307,21 @@ class ForwardHost(Host):
 
     def _listed(self) -> dict[str, torch.nn.Module]:
         """The modules that are now in the lists of the blocks, by name."""
-        found: dict[str, torch.nn.Module] = {}
+        listed: dict[str, torch.nn.Module] = {}
         for name in {name.rpartition(".")[0] for name in self.blocks}:
-            with contextlib.suppress(AttributeError):  # it is inside a wrapper
+            with contextlib.suppress(AttributeError):  # the list is inside a wrapper, which its name leaves out
                 inner = self.model.get_submodule(name)
                 if isinstance(inner, LISTS):
-                    found |= {f"{name}.{key}".lstrip("."): module for key, module in inner.named_children()}
-        return found
+                    listed |= {f"{name}.{key}".lstrip("."): module for key, module in inner.named_children()}
+        return listed
 
 
 def _run_forward(replaced: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    """Replaces a block's forward."""
+    """The function that replaces a block's forward. `Forward.is_attached` recognises it in a functools.partial."""
     if not torch.is_grad_enabled():
         return replaced.forward(*args, **kwargs)
     enabled, block = replaced.enabled, replaced.block
+    # torch compiles the call of a module around its forward, so around the region: it would fall back to eager code.
     if block._compiled_call_impl is not None:
         raise FastacError(
             f"{describe(block)}: block.compile() compiles around its checkpoint, and torch runs that eagerly. "
@@ -330,6 +330,7 @@ def _run_forward(replaced: Forward, /, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return run(replaced.forward, args, kwargs, replaced.policy, enabled.options)
     enabled.opened += 1
+    # The policy is that of the block, not looked up by the forward: dynamo does not know what a method is bound to.
     outputs = run(replaced.forward, args, kwargs, replaced.policy, enabled.options)
     if not enabled.saved:
         enabled.check_once_all_ran()
@@ -337,21 +338,21 @@ def _run_forward(replaced: Forward, /, *args: Any, **kwargs: Any) -> Any:
 
 
 class WrapperHost:
-    """The CheckpointWrappers around blocks: their `checkpoint_fn`, beside the host by which the model calls us."""
+    """The `checkpoint_fn` of each CheckpointWrapper around a block."""
 
     def __init__(self, enabled: Owner, function: Callable[..., Any]) -> None:
         self.model, self.blocks, self.function = enabled.model, set(enabled.blocks.values()), function
         self.before: list[tuple[Any, Any]] = []
-        """Wrappers and their functions before."""
+        """Each wrapper that was taken over, with the function that it had."""
 
     def attach(self) -> None:
         """Take over the wrappers around blocks. Raises FastacError as `take_over`."""
-        for wrapper in [module for module in self.model.modules() if is_wrapper(module)]:
-            if inside(wrapper) in self.blocks:
-                self.take_over(wrapper)
+        for module in self.model.modules():
+            if is_wrapper(module) and inside(module) in self.blocks:
+                self.take_over(module)
 
     def take_over(self, wrapper: Any) -> None:
-        """Make a CheckpointWrapper around a block call fastac. Raises FastacError for one with options of its own."""
+        """Make a CheckpointWrapper call our function. Raises FastacError if it has options other than torch's."""
         if is_ours(wrapper.checkpoint_fn):
             return
         check_default(wrapper, describe(inside(wrapper)))
@@ -366,7 +367,7 @@ class WrapperHost:
 
 
 def is_ours(function: object) -> bool:
-    """Whether a gradient checkpointing function is one that a host sets."""
+    """Whether a gradient checkpointing function was set by a host."""
     return function is call_plainly or (isinstance(function, functools.partial) and function.func is _run_function)
 
 
@@ -376,7 +377,10 @@ def is_another_on(switches: Iterable[Switch]) -> bool:
 
 
 def refuse_second(model: torch.nn.Module, before: Host | None) -> None:
-    """Raise FastacError if the model's own gradient checkpointing is on, or was before `enable` (before: its host)."""
+    """Raise FastacError if the model's own gradient checkpointing is on.
+
+    before: the host of an earlier `enable`. It knows whether checkpointing was on before that.
+    """
     was_on = before is not None and any(switch.flag for switch in before.switches)
     if was_on or is_another_on(switches_of(model)):
         raise FastacError(
@@ -387,7 +391,7 @@ def refuse_second(model: torch.nn.Module, before: Host | None) -> None:
 
 def _off(model: torch.nn.Module) -> str:
     """How to switch off a model's gradient checkpointing."""
-    # transformers has both of the last two until its version 6
+    # transformers has both of the last two names until its version 6, which drops the last one.
     names = ("disable_gradient_checkpointing", "activation_checkpointing_disable", "gradient_checkpointing_disable")
     off = next((f"model.{name}()" for name in names if hasattr(model, name)), "gradient_checkpointing = False")
     by_trainer = " (a Trainer of transformers switches it on: set TrainingArguments(gradient_checkpointing=False))"

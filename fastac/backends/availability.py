@@ -32,7 +32,7 @@ def check_backends(
 
 
 def unavailable(family: str, name: str = "") -> str | None:
-    """Why no attention op of a backend (or not the op of that name) can run on this machine; None if one can."""
+    """Why no attention op of a backend (or not the op of that name) can run on this machine; None if an op can."""
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
     ops = [op for op in ops if op.row.name == name] or ops
     if not ops:

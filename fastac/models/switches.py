@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 _FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-_ABSENT = "no function"  # a string, since it is pickled with the model
+_ABSENT = "no function"  # a string: it is pickled with the model, and an object() would not be the same afterwards
 
 
 class Switch:
-    """The flag and the function of one module, which `restore` sets as they were when this was made."""
+    """The flag and the function of one module. `restore` sets them as they were when this object was made."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.flag = vars(module).get(_FLAG)  # None: only its class has it
+        self.flag = vars(module).get(_FLAG)  # None if only its class has the flag
         self.before = self.function
 
     @property
@@ -25,11 +25,11 @@ class Switch:
 
     @property
     def function(self) -> Any:
-        """The gradient checkpointing function that the module calls now."""
+        """The gradient checkpointing function that the module calls at present."""
         return vars(self.module).get(_FUNCTION, _ABSENT)
 
     def set(self, flag: Any, function: Any) -> None:
-        """Set the flag and the function."""
+        """Set the flag and the function. A value that the module itself did not have is deleted."""
         for name, value, absent in ((_FLAG, flag, None), (_FUNCTION, function, _ABSENT)):
             if value == absent:
                 vars(self.module).pop(name, None)
@@ -37,7 +37,7 @@ class Switch:
                 setattr(self.module, name, value)
 
     def restore(self) -> None:
-        """Set both as they were."""
+        """Set flag and function as they were."""
         self.set(self.flag, self.before)
 
 
@@ -48,10 +48,13 @@ def switches_of(model: torch.nn.Module) -> list[Switch]:
 
 
 def transformers_switches(model: torch.nn.Module, blocks: set[torch.nn.Module]) -> list[Switch]:
-    """Switches of blocks of transformers' models, and of the modules around them: transformers and peft read them."""
+    """The switches of blocks of transformers' models, and of the modules around them.
+
+    transformers and peft read the flag: with it, models keep no key-value cache, and peft handles its hooks otherwise.
+    """
     owners = [module for module in model.modules() if getattr(type(module), "supports_gradient_checkpointing", False)]
-    found = {switch.module: switch for owner in owners for switch in switches_of(owner)}
-    return [switch for module, switch in found.items() if not blocks.isdisjoint(module.modules())]
+    by_module = {switch.module: switch for owner in owners for switch in switches_of(owner)}
+    return [switch for module, switch in by_module.items() if not blocks.isdisjoint(module.modules())]
 
 
 def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:

@@ -1,7 +1,7 @@
-"""The steps of `verify`, of a reference and of a policy. All ranks take the same ones: they may communicate in them.
+"""The steps that `verify` compares. All ranks take the same steps, because they may communicate in them.
 
-Whether another step is needed differs from rank to rank, since each compares its own results. So every decision is made
-together: if one rank needs a step, all take it.
+Each rank compares its own results, so ranks would differ in whether they need another step. They decide together: if
+one rank needs a step, all take it.
 """
 
 from __future__ import annotations
@@ -15,39 +15,42 @@ from fastac.engine.ranks import Group
 from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, Tensors, deterministic_kernels, deterministic_runs
 from fastac.verification.step import Step
 
+RunStep = Callable[[bool], Step]
+"""Runs a step. Its argument: whether attention kernels are counted."""
+
 
 class Comparison:
-    """Runs of a reference and of a policy.
+    """Runs of a reference and of a policy, compared when this is made.
 
     Args:
         group: the ranks.
-        reference_step: runs a step of the reference. Its argument: whether attention kernels are counted.
+        reference_step: runs a step of the reference.
         policy_step: runs a step of the policy.
-        observe_anew: makes the next region of each kind the first.
-        ignores_buffers: whether the buffers that the reference writes are not compared.
+        forget: makes the next region of each kind a first one, which is observed.
+        with_buffers: whether written buffers are compared as well.
     """
 
     def __init__(
         self,
         group: Group,
-        reference_step: Callable[[bool], Step],
-        policy_step: Callable[[bool], Step],
-        observe_anew: Callable[[], None],
-        ignores_buffers: bool,
+        reference_step: RunStep,
+        policy_step: RunStep,
+        forget: Callable[[], None],
+        with_buffers: bool,
     ) -> None:
-        self.group, self.reference_step, self.policy_step = group, reference_step, policy_step
-        self.observe_anew = observe_anew
+        self.group, self.reference_step, self.policy_step, self.forget = group, reference_step, policy_step, forget
         self.expected = reference_step(True)
-        """The reference that the others are compared with."""
+        """The run of the reference that all others are compared with."""
         if group.any(bool(self.expected.graphs)):
-            self.expected = reference_step(True)  # the first compiled, and what dynamo traced was counted
+            # The first step compiled, and the profiler counted the calls that dynamo made while it traced.
+            self.expected = reference_step(True)
         self.kernels, self.is_deterministic, self.remark = self.expected.kernels, False, ""
         tensors = self.expected.take_tensors()
-        if ignores_buffers:
+        if not with_buffers:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("buffer ")}
         self.runs = Runs(tensors)
         self.later = self._add_policy(True)
-        """The step of the policy whose figures count."""
+        """The step of the policy from which the figures are taken."""
         differs = group.any(bool(self.runs.different))
         self.is_compiled = group.any(bool(self.runs.different) and self.later.in_graph)
         if self.is_compiled:
@@ -56,11 +59,11 @@ class Comparison:
             self._repeat()
 
     def _add_policy(self, is_counted: bool = False) -> Step:
-        """Add a first step of the policy, in which regions are observed, and a later one. Returns the later one.
+        """Add two steps of the policy, and return the second one. Both must be exact.
 
-        Both must be exact: the first one is compiled and observed.
+        The first one is observed, and it compiles what is compiled. All later steps of training are like the second.
         """
-        self.observe_anew()
+        self.forget()
         self.runs.add("first", self.policy_step(is_counted).tensors)
         later = self.policy_step(is_counted)
         self.runs.add("later", later.take_tensors())
@@ -70,9 +73,10 @@ class Comparison:
         self.runs.add_reference(self.reference_step(False).tensors)
 
     def _repeat(self) -> None:
-        """Results differ: run all with deterministic kernels if there are some, else until nothing is wrong.
+        """Results differ: tell what the policy changed from noise.
 
-        The reference runs `FEWEST` times for that, and both until more runs cannot change the result.
+        If deterministic kernels make the reference equal itself, compare with those. If results still differ, run the
+        reference `FEWEST` times, then both until nothing looks wrong or more runs cannot change that.
         """
         equal = self._deterministic_runs()
         self.is_deterministic = equal is not None
@@ -88,20 +92,22 @@ class Comparison:
                     self._add_policy()
 
     def _deterministic_runs(self) -> Runs | None:
-        """Equal runs of the reference with deterministic kernels; None if there are none, and `remark` says why."""
+        """Two equal runs of the reference with deterministic kernels; or None, and `remark` says why."""
         if not self.group.is_one_process:
-            return None  # an op that refuses in the middle of a backward would leave DDP and FSDP in it
+            # An op without a deterministic kernel raises in the middle of a backward. DDP and FSDP would stay in it.
+            return None
         kernels: tuple[str, ...] = ()
 
         def step() -> Tensors:
             nonlocal kernels
-            found = self.reference_step(True)
-            kernels = found.kernels
-            return found.take_tensors()
+            deterministic = self.reference_step(True)
+            kernels = deterministic.kernels
+            return deterministic.take_tensors()
 
         runs, refused = deterministic_runs(step)
         if runs is not None:
             self.kernels = kernels
+        # torch refuses cuBLAS without this variable; pytorch/pytorch#161749 is about removing the check.
         if "CUBLAS_WORKSPACE_CONFIG" in refused:
             self.remark = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
         elif refused:
@@ -109,10 +115,11 @@ class Comparison:
         return runs
 
     def _repeat_compiled(self) -> None:
-        """As `_repeat`, for a model that is compiled as a whole: compiling the reference is noise as well.
+        """`_repeat` for a model that is compiled as a whole: what compiling the reference changes is noise as well.
 
-        The policy's graph may change other results than the reference's, by as much: all are allowed the median. To go
-        back and forth would compile each time, so the reference runs first. All steps of the policy run one graph.
+        The policy's graph may change other results than the reference's graph did, by as much. So every result is
+        allowed the median change. All runs of the reference come first, since going back and forth would compile each
+        time. All steps of the policy run one graph.
         """
         with torch.compiler.set_stance("force_eager"):
             self._add_reference()
