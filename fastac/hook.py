@@ -35,6 +35,7 @@ from fastac.policy import BlockPolicies, Policy, of_first, resolve, resolve_bloc
 logger = logging.getLogger("fastac")
 
 _ENABLED = "_fastac"
+"""The attribute of a model that holds its `Enabled`."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,7 +74,7 @@ class Enabled:
     def attach(self) -> None:
         """Make the model call fastac for its blocks. Raises FastacError if a host or a Linear module refuses."""
         self.host.attach()
-        vars(self.model)[_ENABLED] = self
+        vars(self.model)[_ENABLED] = self  # past __setattr__, which a class may define in its own way
         for block in self.blocks.values():
             linear.attach(block, self.policy_of(block))
         self.wrappers.attach()
@@ -174,13 +175,13 @@ def enable(
     Example:
         >>> fastac.enable(transformer, policy="long_attn_only")
     """
-    outer, model = model, check_module(model, "enable")
+    outer, model = model, check_module(model, "enable")  # `blocks` may be named as in either of them
     check_determinism("enable", determinism_check)
     # A diffusers model that was once enabled with blocks=... goes back to its own function without them.
     if is_by_forward(model, None):
         blocks = blocks_given(model, blocks)
     if isinstance(blocks, Iterable) and not isinstance(blocks, (str, torch.nn.Module)):
-        blocks = list(blocks)
+        blocks = list(blocks)  # a generator could not be given to the next `enable`
     by_forward = is_by_forward(model, blocks)
     containers = choose_blocks(model, blocks, outer)
     before = enabled_on(model)
@@ -201,6 +202,7 @@ def enable(
     try:
         enabled.attach()
     except FastacError:
+        # A host refused, for example a CheckpointWrapper with options. Leave the model as it was, enabled or not.
         enabled.detach()
         if before is not None:
             before.attach()
@@ -244,7 +246,7 @@ def compile(  # noqa: A001 it is called as fastac.compile, in the place of torch
     Example:
         >>> print(fastac.compile(transformer, policy="attn_only"))
     """
-    torch.compile(check_module, **options)  # raises for an unknown option
+    torch.compile(check_module, **options)  # raises for an unknown option, before the model is changed
     inner = check_module(model, "compile")
     enable(model, policy, blocks=blocks_given(inner, blocks), determinism_check=determinism_check)
     enabled = vars(inner)[_ENABLED]

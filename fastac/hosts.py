@@ -61,6 +61,7 @@ class Host:
 
     def __init__(self, enabled: Owner) -> None:
         self.enabled, self.model, self.blocks = enabled, enabled.model, enabled.blocks
+        # By default it does nothing but call the block, whose own forward is checkpointed already.
         self.function: Callable[..., Any] = call_plainly
         """The function that we give to modules with gradient checkpointing, and to CheckpointWrappers."""
         self.switches: list[Switch] = []
@@ -237,7 +238,9 @@ class ForwardHost(Host):
     def attach(self) -> None:
         """Replace the forward of each block, and tell transformers and peft that blocks are checkpointed."""
         for name, block in self.blocks.items():
+            # A Forward from an earlier `attach` may hold the compiled forward of `fastac.compile`: keep it.
             self.forwards.setdefault(name, Forward(self.enabled, block)).attach()
+        # These get a function that only calls the block: its forward is the checkpoint.
         self.switches = transformers_switches(self.model, set(self.blocks.values()))
         for switch in self.switches:
             switch.set(True, self.function)
@@ -253,6 +256,7 @@ class ForwardHost(Host):
 
     def detach(self) -> None:
         """Leave the model as it was before `attach`. Raises FastacError if a forward was wrapped since."""
+        # Taking our forward out of the middle of somebody's hook is not possible, and the hook would keep it alive.
         for name, replaced in self.forwards.items():
             if replaced.is_wrapped:
                 where = f"{class_name(self.model)}.{name}"
@@ -353,7 +357,7 @@ class WrapperHost:
 
     def take_over(self, wrapper: Any) -> None:
         """Make a CheckpointWrapper call our function. Raises FastacError if it has options other than torch's."""
-        if is_ours(wrapper.checkpoint_fn):
+        if is_ours(wrapper.checkpoint_fn):  # taken over before
             return
         check_default(wrapper, describe(inside(wrapper)))
         self.before.append((wrapper, wrapper.checkpoint_fn))

@@ -94,6 +94,7 @@ def default_backend() -> str:
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     if dispatch is None:
         return "native"  # diffusers is not loaded, or older than 0.35, which has no setting
+    # diffusers has no public way to ask for it (0.42).
     backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()
     return str(getattr(backend, "value", backend))
 

@@ -50,19 +50,12 @@ def _leave_out_absent(content: dict[str, Any]) -> int:
     """Leave out libraries that are not installed, and backends that cannot run here. Returns how many these are."""
     libraries = [library for library in content["libraries"] if library["installed"]]
     names = ("_native", *(library["backend"] for library in libraries if library["distribution"] != "torch"))
-    present = {
-        "libraries": libraries,
-        "diffusers_backends": [
-            backend
-            for backend in content["diffusers_backends"]
-            if backend["can_be_saved"]
-            or (
-                not backend["missing"]
-                and backend["verdict"] != "unknown"
-                and any(name in backend["name"] for name in names)
-            )
-        ],
-    }
+
+    def is_present(backend: dict[str, Any]) -> bool:
+        can_run = not backend["missing"] and backend["verdict"] != "unknown"
+        return backend["can_be_saved"] or (can_run and any(name in backend["name"] for name in names))
+
+    present = {"libraries": libraries, "diffusers_backends": list(filter(is_present, content["diffusers_backends"]))}
     hidden = sum(len(content[name]) - len(rows) for name, rows in present.items())
     content |= present
     return hidden
