@@ -295,14 +295,14 @@ class ForwardHost(Host):
     def after_forward(self) -> None:
         """Raise PolicyNotAppliedError for a block that is new since `enable`, or whose forward was replaced."""
         forwards = self.forwards.values()
-        attached = {replaced.block for replaced in forwards if replaced.is_attached or replaced.is_wrapped}
+        known = {replaced.block for replaced in forwards if replaced.is_attached or replaced.is_wrapped} | self.others
         listed = self._listed()
         for name in self.forwards.keys() - listed.keys():
             with contextlib.suppress(AttributeError):  # the block was taken out, as for a stage of a pipeline
                 listed[name] = self.model.get_submodule(name)
         for name, block in listed.items():
             # torch.compile puts an OptimizedModule around a block, so look inside it as well.
-            if {inside(block), unwrapped(inside(block))}.isdisjoint(attached | self.others):
+            if inside(block) not in known and unwrapped(inside(block)) not in known:
                 raise PolicyNotAppliedError(
                     f"{self.enabled.policy}: {class_name(self.model)}.{name} ({class_name(block)}) ran without "
                     f"checkpointing: the block is new, or its forward was replaced since fastac.enable. Call "
