@@ -1,4 +1,4 @@
-"""Errors of fastac, and words of their messages: of a rank, a module's class, a number of bytes, a name meant."""
+"""Errors of fastac, and what their messages are made of: a rank, a module's class, bytes, the name that was meant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ENGINES = ("FSDP", "DDP", "Replicate")
 
 def rank() -> str:
     """The rank of this process, as "rank 0 of 2"; "" if there is one process."""
-    dist = sys.modules.get("torch.distributed")  # not loaded: there is one process
+    dist = sys.modules.get("torch.distributed")  # if it is not loaded, there is one process
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
@@ -20,10 +20,10 @@ def rank() -> str:
 
 def class_name(module: object) -> str:
     """The name of a module's class, without the class that FSDP2 derives from it (FSDPWanTransformerBlock)."""
-    kind = module if isinstance(module, type) else type(module)
-    while len(kind.__bases__) == 2 and kind.__name__.removesuffix(kind.__bases__[1].__name__) in _ENGINES:
-        kind = kind.__bases__[1]
-    return kind.__name__
+    cls = module if isinstance(module, type) else type(module)
+    while len(cls.__bases__) == 2 and cls.__name__.removesuffix(cls.__bases__[1].__name__) in _ENGINES:
+        cls = cls.__bases__[1]
+    return cls.__name__
 
 
 def readable_bytes(count: int) -> str:
@@ -37,7 +37,7 @@ def readable_bytes(count: int) -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """' Did you mean "attn_only"?', of the choice that is closest to an unknown name; "" if none is close."""
+    """The text ' Did you mean "attn_only"?' with the choice that is closest to an unknown name; "" if none is."""
     lowered = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(name.lower(), lowered, n=1)
     return f' Did you mean "{lowered[close[0]]}"?' if close else ""
@@ -56,7 +56,7 @@ class FastacError(RuntimeError):
         self.rank = rank()
 
     def __str__(self) -> str:
-        message = RuntimeError.__str__(self)  # of a subclass that is also a KeyError, super() would quote it
+        message = RuntimeError.__str__(self)  # not super(): a subclass that is also a KeyError would quote the message
         return f"{self.rank}: {message}" if self.rank else message
 
 
@@ -69,8 +69,8 @@ class PolicyNotAppliedError(FastacError):
 
 
 class CompiledPolicyNotAppliedError(PolicyNotAppliedError, IndexError):
-    """The same, found while torch.compile traces a region.
+    """A PolicyNotAppliedError that is raised while torch.compile traces a region.
 
-    dynamo wraps errors of a backend into BackendCompilerFailed, except for IndexError (torch 2.13). With this second
-    base `except PolicyNotAppliedError` works for compiled models too.
+    dynamo wraps errors of a compiler into BackendCompilerFailed, except for IndexError (torch 2.13). With this second
+    base, `except PolicyNotAppliedError` works for compiled models too.
     """

@@ -19,15 +19,15 @@ LONG_MIN_KV = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What checkpointing saves of a block; everything else is recomputed.
+    """What checkpointing saves in a block. Everything else is recomputed.
 
     Args:
         name: "attn_only" saves the outputs of attention, "linear_only" only those that `linear` names, "full" nothing.
             "none" does not checkpoint the block: autograd keeps what it needs. "long_attn_only" is "attn_only" with a
             `min_kv` of 1024 by default.
-        min_kv: save only attention over at least this many keys. FLOPs saved per byte kept grow with the number of
-            keys alone.
-        collectives: "save" keeps the outputs of functional collectives, except for gathers; "recompute" issues them
+        min_kv: save only attention over at least this many keys. The FLOPs that a saved byte avoids grow with the
+            number of keys, and with nothing else.
+        collectives: "save" saves the outputs of functional collectives, except for gathers; "recompute" issues them
             again, which holds fewer bytes and communicates more.
         linear: Linear modules whose outputs are saved too, by their names in a block, with wildcards:
             ("ffn.net.2", "attn1.*").
@@ -36,8 +36,8 @@ class Policy:
         keep: with `offload`, the number of last blocks that stay on the device: backward needs them first.
 
     Raises:
-        FastacError: an unknown name or word, a `min_kv` or `keep` that is no such number, or options that have no
-            effect together.
+        FastacError: an unknown name or word, a `min_kv` below 0, a `keep` below 1, or options that have no effect
+            together.
 
     Example:
         >>> fastac.enable(transformer, policy=fastac.Policy("attn_only", min_kv=4096))
@@ -51,7 +51,7 @@ class Policy:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.linear, list):  # as JSON has it
+        if isinstance(self.linear, list):  # JSON, in which plans are stored, has no tuples
             object.__setattr__(self, "linear", tuple(self.linear))
         if self.name == "long_attn_only":
             object.__setattr__(self, "name", "attn_only")
@@ -105,7 +105,7 @@ class Policy:
 
     def saves(self, keys: int) -> bool:
         """Whether an attention call over this number of keys is saved."""
-        # No comparison if every call is saved: it would fix the number of keys in a trace with dynamic shapes.
+        # Do not compare if every call is saved: it would fix the number of keys in a trace with dynamic shapes.
         return self.name == "attn_only" and (self.min_kv == 0 or keys >= self.min_kv)
 
     def saves_linear(self, name: str) -> bool:
@@ -128,8 +128,8 @@ class Policy:
         for name, policy in NAMED.items():
             if policy == self:
                 return name
-        given = self._options().items()
-        words = [f"{name}={'+'.join(value) if name == 'linear' else repr(value)}" for name, value in given]
+        options = self._options().items()
+        words = [f"{name}={'+'.join(value) if name == 'linear' else repr(value)}" for name, value in options]
         return f"{self.name}({', '.join(words)})"
 
 
@@ -144,7 +144,7 @@ class BlockPolicies(dict[Any, Policy]):
 def saves_nothing(policy: Policy | BlockPolicies) -> bool:
     """Whether a policy is "full" or "none", for every block."""
     policies = policy.values() if isinstance(policy, BlockPolicies) else [policy]
-    return all(one.saves_nothing for one in policies)
+    return all(block_policy.saves_nothing for block_policy in policies)
 
 
 NAMED = {
@@ -181,7 +181,7 @@ def resolve(policy: str | Policy) -> Policy:
 
 
 def patterns_of(names: Iterable[str]) -> list[str]:
-    """Patterns of all qualified names that begin alike: "blocks.*" of "blocks.0" and "blocks.1"."""
+    """One pattern for the qualified names of each parent: "blocks.*" for "blocks.0" and "blocks.1"."""
     return list(dict.fromkeys(f"{name.rpartition('.')[0]}.*" for name in names if "." in name))
 
 
@@ -194,33 +194,34 @@ def of_first(names: Sequence[str], count: int, policy: str | Policy) -> dict[str
 
 
 def resolve_blocks(mapping: Mapping[str, str | Policy], blocks: Mapping[str, Any]) -> BlockPolicies:
-    """Policies per block from name patterns, of which the first match counts: {"blocks.0": "full", "*": "attn_only"}.
+    """Policies per block from name patterns; the first match counts: {"blocks.0": "full", "*": "attn_only"}.
 
     Args:
         mapping: block-name pattern -> policy.
         blocks: qualified name -> module.
 
     Raises:
-        FastacError: a block without a pattern, or a pattern (except for "*") that decides for no block.
+        FastacError: a block without a pattern, or a pattern (except for "*") that has no effect.
     """
     policies = BlockPolicies()
     if not all(isinstance(pattern, str) for pattern in mapping):
         raise FastacError(f'policy mapping: expected patterns of block names, as "blocks.0": got {list(mapping)[:6]!r}')
-    idle = set(mapping) - {"*"}
+    unused = set(mapping) - {"*"}
     for name, block in blocks.items():
         first = next((pattern for pattern in mapping if fnmatch.fnmatchcase(name, pattern)), None)
         if first is None:
             raise FastacError(f'policy mapping: no pattern for block {name!r}. Add one, such as "*": "attn_only".')
-        idle.discard(first)
+        unused.discard(first)
+        # By the block inside torch.compile's OptimizedModule: that is what `policy_of` is asked for.
         policies[getattr(block, "_orig_mod", block)] = resolve(mapping[first])
-    if idle:
-        unmatched = [pattern for pattern in sorted(idle) if not fnmatch.filter(blocks, pattern)]
+    if unused:
+        unmatched = [pattern for pattern in sorted(unused) if not fnmatch.filter(blocks, pattern)]
         meant = ""
         if unmatched:
             meant = did_you_mean(unmatched[0], blocks if unmatched[0][-1:].isdigit() else patterns_of(blocks))
         raise FastacError(
-            f"policy mapping: {_quoted(sorted(idle))} decides for no block: it matches none, or patterns before it "
-            f"match the same ones. The first match counts.{meant} "
+            f"policy mapping: {_quoted(sorted(unused))} has no effect: it matches no block, or an earlier pattern "
+            f"matches the same blocks. The first match counts.{meant} "
             f"The blocks are {_quoted(list(blocks)[:6])}{', ...' if len(blocks) > 6 else ''}."
         )
     return policies

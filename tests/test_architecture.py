@@ -28,6 +28,7 @@ FLOORS = (
     "models",
     "compiled",
     "checkpointing",
+    "hosts",
     "hook",
     "verification",
     "graph",
@@ -58,7 +59,7 @@ LIBRARIES = (
     "deepspeed",
     "triton",
 )
-NAME_LIBRARIES = {"hook", "verification", "planning", "cli", *CATALOGUES}
+NAME_LIBRARIES = {"hosts", "verification", "planning", "cli", *CATALOGUES}
 
 PRIVATE_BUT_DOCUMENTED = {
     "torch._ops",  # OpOverload, the type of an op: it has no public name
@@ -106,7 +107,7 @@ def test_the_rooms_are_those_of_the_design() -> None:
     for path in paths():
         if room_of(path) not in ENTRY_POINTS:
             floor_of(room_of(path))
-    entries = [path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__main__.py")]
+    entries = [path for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "__main__.py", "py.typed")]
     assert len(entries) <= 16, "`ls fastac` shows the architecture"
 
 

@@ -166,7 +166,7 @@ def test_fastac_disable() -> None:
         import fastac
         from tests import support
 
-        importlib.import_module("fastac.checkpoint").Region = None  # none opens
+        importlib.import_module("fastac.checkpointing").Region = None  # none opens
         executions = support.executions_of
         inputs, model = support.stack_inputs(), support.stack()
         print(executions(support.stack(policy="attn_only"), inputs))

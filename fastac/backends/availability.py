@@ -23,6 +23,7 @@ def check_backends(
     saves = not saves_nothing(policy)
     for use in backend_uses(model):
         if isinstance(policy, BlockPolicies):
+            # An attention module outside all blocks is never recomputed, whatever the policies say.
             around = [block for name, block in blocks.items() if is_inside(use.module, name)]
             saves = bool(around) and not policy[getattr(around[0], "_orig_mod", around[0])].saves_nothing
         if use.verdict is Verdict.NOT_TRAINABLE or (saves and not use.family):
@@ -32,12 +33,13 @@ def check_backends(
 
 
 def unavailable(family: str, name: str = "") -> str | None:
-    """Why no attention op of a backend (or not the op of that name) can run on this machine; None if one can."""
+    """Why no attention op of a backend (or not the op of that name) can run on this machine; None if an op can."""
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp) and op.row.backend == family]
     ops = [op for op in ops if op.row.name == name] or ops
     if not ops:
         return f"no op of {family} is loaded in this process: its library is not installed, or was not imported"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # CompositeExplicitAutograd: a kernel for every device, as custom ops have that are written in Python.
     keys = ["CPU", "CompositeExplicitAutograd"] + ([accelerator.type.upper()] if accelerator is not None else [])
     if not any(torch_private.has_kernel(op.qualified_name, key) for op in ops for key in keys):
         device = "the CPU" if accelerator is None else f"the CPU or {accelerator.type}"

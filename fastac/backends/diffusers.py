@@ -93,13 +93,14 @@ def default_backend() -> str:
     """The backend of modules without their own: DIFFUSERS_ATTN_BACKEND, or the last `set_attention_backend`."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     if dispatch is None:
-        return "native"  # not loaded, or before 0.35, where there is nothing to set
+        return "native"  # diffusers is not loaded, or older than 0.35, which has no setting
+    # diffusers has no public way to ask for it (0.42).
     backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()
     return str(getattr(backend, "value", backend))
 
 
 def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
-    """The backend of each diffusers attention module inside a module: of each one that has a processor."""
+    """The backend of each diffusers attention module (each module with a processor) inside a module."""
     for name, inner in module.named_modules():
         processor = getattr(inner, "processor", None)
         if processor is None or not callable(processor):
@@ -109,11 +110,10 @@ def backend_uses(module: torch.nn.Module) -> Iterator[BackendUse]:
             continue  # linear attention has no kernel, so no backend
         ignores = ""
         if hasattr(processor, "_attention_backend"):
-            own = processor._attention_backend
-            backend = default_backend() if own is None else str(getattr(own, "value", own))
+            setting = processor._attention_backend
+            backend = default_backend() if setting is None else str(getattr(setting, "value", setting))
         else:
             backend = "native"
             ignores = default_backend()
-        found = BACKENDS.get(backend, _UNLISTED)
-        known = (found.verdict, found.reason, found.family, found.op)
-        yield BackendUse(name, backend, *known, processor=runs, ignores=ignores)
+        row = BACKENDS.get(backend, _UNLISTED)
+        yield BackendUse(name, backend, row.verdict, row.reason, row.family, row.op, processor=runs, ignores=ignores)

@@ -98,8 +98,6 @@ FUNCTIONS = (
     ),
     _function(backend="attn_qat", module=_KERNELS + r"triton_kernels\.attn_qat_train", name="_attention"),
     _function(
-        backend="bsa",
-        module=r"(\w+\.)*longcat_video\.block_sparse_attention\.bsa_interface",
-        name="_attention_bsa",
+        backend="bsa", module=r"(\w+\.)*longcat_video\.block_sparse_attention\.bsa_interface", name="_attention_bsa"
     ),
 )

@@ -8,13 +8,7 @@ from functools import partial
 from fastac.backends.verdicts import Library, Verdict
 from fastac.registry import AttentionOp, Flops
 
-LIBRARY = Library(
-    backend="fa2",
-    name="flash-attn 2",
-    distribution="flash-attn",
-    verdict=Verdict.SAVABLE,
-    how="its op",
-)
+LIBRARY = Library(backend="fa2", name="flash-attn 2", distribution="flash-attn", verdict=Verdict.SAVABLE, how="its op")
 
 _row = partial(
     AttentionOp,

@@ -42,7 +42,7 @@ class Plugin:
     rows: tuple[Row, ...] = ()
     functions: tuple[OpaqueFunction, ...] = ()
     problem: str = ""
-    """Why nothing of it is registered; "" if all of it is."""
+    """Why nothing of the plugin is registered; "" if all of it is."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version})"
@@ -62,13 +62,14 @@ def load_plugins() -> None:
     if _done:
         return
     with _loading:
-        if _begun:  # done by now, or a plugin that is being imported uses fastac itself
+        if _begun:  # another thread has loaded them by now, or this is called by a plugin that is being imported
             return
         _begun = True
         try:
-            found = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda found: found.name)
-            with generators_preserved() if found else contextlib.nullcontext():  # a library may draw at its import
-                _plugins.extend(_load(one) for one in found[len(_plugins) :])
+            points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
+            # A library may draw random numbers when it is imported.
+            with generators_preserved() if points else contextlib.nullcontext():
+                _plugins.extend(_load(point) for point in points[len(_plugins) :])
             _done = True
         finally:
             _begun = _done
@@ -94,12 +95,12 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
         version=distribution.version if distribution is not None else "",
     )
     try:
-        found = _read(entry_point)
-        functions = tuple(item for item in found if isinstance(item, OpaqueFunction))
-        rows = tuple(item for item in found if not isinstance(item, OpaqueFunction))
+        items = _read(entry_point)
+        functions = tuple(item for item in items if isinstance(item, OpaqueFunction))
+        rows = tuple(item for item in items if not isinstance(item, OpaqueFunction))
         for function in functions:
             registry.check_row(function, "OpaqueFunction")
-        registry.register(*rows)  # all of them or none
+        registry.register(*rows)  # all of them, or none if one is refused
         opaque.know(*functions)
     except FastacError as error:
         logger.error("plugin %s = %r left out: %s", plugin, plugin.value, error)
@@ -112,16 +113,16 @@ def _load(entry_point: importlib.metadata.EntryPoint) -> Plugin:
 def _read(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
     """The rows and functions of an entry point. Raises FastacError, whatever goes wrong."""
     try:
-        found = entry_point.load()
-        if isinstance(found, types.ModuleType):
-            if not (hasattr(found, "ROWS") or hasattr(found, "FUNCTIONS")):
+        loaded = entry_point.load()
+        if isinstance(loaded, types.ModuleType):
+            if not (hasattr(loaded, "ROWS") or hasattr(loaded, "FUNCTIONS")):
                 raise FastacError("the module has neither ROWS nor FUNCTIONS")
-            return [item for name in ("ROWS", "FUNCTIONS") for item in getattr(found, name, ())]
-        content: Iterable[Any] = found() if callable(found) else found
+            return [item for name in ("ROWS", "FUNCTIONS") for item in getattr(loaded, name, ())]
+        content: Iterable[Any] = loaded() if callable(loaded) else loaded
         return list(content)
     except (Exception, SystemExit) as error:
-        # Other people's code runs here: its library may be uninstalled, a driver missing, or it calls sys.exit without
-        # a GPU. None of that may keep a user from training who may not even use that kernel.
+        # Other people's code runs here: its library may be uninstalled, a driver may be missing, or it calls sys.exit
+        # without a GPU. None of that may stop a training that may not even use that kernel.
         raise FastacError(f"it cannot be loaded: {type(error).__name__}: {error}") from error
 
 

@@ -3,12 +3,7 @@
 from fastac.backends.verdicts import Library, Verdict
 from fastac.registry import AttentionOp, Flops
 
-LIBRARY = Library(
-    backend="varlen",
-    name="torch.nn.attention.varlen",
-    verdict=Verdict.SAVABLE,
-    how="its op",
-)
+LIBRARY = Library(backend="varlen", name="torch.nn.attention.varlen", verdict=Verdict.SAVABLE, how="its op")
 
 ROWS = (
     AttentionOp(

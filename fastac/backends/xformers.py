@@ -45,6 +45,6 @@ ROWS = (
         key="k",
         dropout=None,
         trains=False,
-        note="it is the forward alone; call xformers.ops.memory_efficient_attention",
+        note="it is only the forward; call xformers.ops.memory_efficient_attention",
     ),
 )

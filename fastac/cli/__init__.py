@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def version(distribution: str) -> str | None:
-    """The installed version of a distribution; None where it is not installed."""
+    """The installed version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -34,66 +34,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the tables, or the JSON."""
     with contextlib.redirect_stdout(sys.stderr):  # plugins are imported, and may print
-        found = _found()
+        content = _content()
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(content, indent=2))
         return 0
-    hidden = 0 if options.all else _leave_out_absent(found)
-    for table in _tables(found):
+    hidden = 0 if options.all else _leave_out_absent(content)
+    for table in _tables(content):
         print(render(table))
     if hidden:
         print(f"not installed, or cannot run here: {hidden} more (--all)")
     return 0
 
 
-def _leave_out_absent(found: dict[str, Any]) -> int:
+def _leave_out_absent(content: dict[str, Any]) -> int:
     """Leave out libraries that are not installed, and backends that cannot run here. Returns how many these are."""
-    libraries = [library for library in found["libraries"] if library["installed"]]
+    libraries = [library for library in content["libraries"] if library["installed"]]
     names = ("_native", *(library["backend"] for library in libraries if library["distribution"] != "torch"))
-    kept = {
-        "libraries": libraries,
-        "diffusers_backends": [
-            backend
-            for backend in found["diffusers_backends"]
-            if backend["can_be_saved"]
-            or (
-                not backend["missing"]
-                and backend["verdict"] != "unknown"
-                and any(name in backend["name"] for name in names)
-            )
-        ],
-    }
-    hidden = sum(len(found[name]) - len(rows) for name, rows in kept.items())
-    found |= kept
+
+    def is_present(backend: dict[str, Any]) -> bool:
+        can_run = not backend["missing"] and backend["verdict"] != "unknown"
+        return backend["can_be_saved"] or (can_run and any(name in backend["name"] for name in names))
+
+    present = {"libraries": libraries, "diffusers_backends": list(filter(is_present, content["diffusers_backends"]))}
+    hidden = sum(len(content[name]) - len(rows) for name, rows in present.items())
+    content |= present
     return hidden
 
 
-def _tables(found: dict[str, Any]) -> list[Table]:
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+def _tables(content: dict[str, Any]) -> list[Table]:
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     libraries = _table(versions, "library", "how it is saved, what to do")
     ops = _table("attention ops in this process, saved when they are called", "by library")
-    for library in [*found["libraries"], *found["plugins"]]:
+    for library in [*content["libraries"], *content["plugins"]]:
         here = f"{library['installed']}, {len(library['ops']) or 'no'} ops" if library["installed"] else "not installed"
         how = "; ".join(filter(None, (library["how"], library["advice"])))
         libraries.add_row(f"{library['name']}\n{here}", f"{_words(library['verdict'])}: {how}")
         if library["ops"]:
             ops.add_row("\n".join((library["name"], *(f"  {op}" for op in library["ops"]))))
     diffusers = _table("attention backends of diffusers", "backend", "on this machine, what it is, or why not")
-    backends: dict[str, list[str]] = {}  # names of those that are alike
-    for backend in sorted(found["diffusers_backends"], key=lambda one: (not one["can_be_saved"], one["name"])):
+    backends: dict[str, list[str]] = {}  # description -> the names of the backends that it describes
+    for backend in sorted(content["diffusers_backends"], key=lambda row: (not row["can_be_saved"], row["name"])):
         here = "can be saved" if backend["can_be_saved"] else f"refused, {_words(backend['verdict'])}"
         why = "; ".join(filter(None, (backend["what"], backend["missing"])))
         backends.setdefault(f"{here}: {why}", []).append(backend["name"])
     for why, names in backends.items():
         diffusers.add_row("\n".join(names), why)
     broken = _table("plugins that were left out", "plugin", "why")
-    for plugin, problem in found["broken_plugins"].items():
+    for plugin, problem in content["broken_plugins"].items():
         broken.add_row(plugin, problem)
     return [table for table in (libraries, ops, diffusers, broken) if table.row_count]
 
 
 def _table(title: str, *headings: str) -> Table:
-    """A table with lines between rows, which are of several lines each."""
+    """A table with a rule between rows, since a row has several lines."""
     table = new_table(title)
     table.show_lines = True
     for heading in headings:
@@ -105,8 +98,8 @@ def _words(verdict: str) -> str:
     return verdict.replace("_", " ")
 
 
-def _found() -> dict[str, Any]:
-    """The content of the tables, as JSON has it. It imports plugins, and no library."""
+def _content() -> dict[str, Any]:
+    """The content of the tables, as in the JSON. Plugins are imported, libraries are not."""
     interception.install()
     ops = [op for op in registry.present_ops() if isinstance(op.row, AttentionOp)]
     return {
@@ -138,7 +131,7 @@ def _found() -> dict[str, Any]:
 
 
 def _backends_of_diffusers() -> dict[str, DiffusersBackend]:
-    """Backends that the installed diffusers has: none before 0.35. Its file is read, and not imported."""
+    """Backends that the installed diffusers has: none before 0.35. Its file is read: an import would load libraries."""
     spec = importlib.util.find_spec("diffusers")
     path = Path(spec.origin).parent / "models" / "attention_dispatch.py" if spec and spec.origin else None
     text = path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""
@@ -147,7 +140,7 @@ def _backends_of_diffusers() -> dict[str, DiffusersBackend]:
 
 def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.BoundOp]) -> dict[str, Any]:
     made_visible = {function.backend for function in plugin.functions}
-    mine = [
+    plugin_ops = [
         op for op in ops if op.row in plugin.rows or (op.is_opaque and getattr(op.row, "backend", "") in made_visible)
     ]
     trains = any(getattr(row, "trains", True) for row in plugin.rows)
@@ -157,7 +150,7 @@ def _plugin(plugin: plugins.Plugin, ops: Sequence[registry.BoundOp]) -> dict[str
     return {
         "name": str(plugin),
         "installed": plugin.version,
-        "ops": sorted(op.qualified_name for op in mine),
+        "ops": sorted(op.qualified_name for op in plugin_ops),
         "verdict": verdict.value,
         "how": "; ".join(how),
         "advice": "",

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from fastac import models
 from fastac.cli.measuring import Workload, bench, build, machine
 from fastac.cli.plan import add_video, telling, video_of
 from fastac.engine import host_memory
 from fastac.errors import FastacError, readable_bytes
+from fastac.models import containers, row_of
 from fastac.models import published as configurations
-from fastac.models.published import Configuration
+from fastac.models.published import BLOCK_COUNTS, Configuration, with_layers
 from fastac.models.videos import Video
 from fastac.planning.plans import parse_bytes
 from fastac.planning.video import Tell, Training, plan_video
@@ -53,47 +53,48 @@ def run(options: argparse.Namespace) -> int:
         raise FastacError(f"bench --json {options.json}: there is no folder {options.json.parent}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise FastacError("bench --device cuda: torch finds no GPU here")
-    # Read at the first matmul: without it torch's deterministic algorithms refuse every matmul on a GPU.
+    # cuBLAS reads it at the first matmul. Without it, torch's deterministic algorithms refuse every matmul on a GPU;
+    # pytorch/pytorch#161749 is about removing that check.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with telling() as tell, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the models' own
-        found, video = sizes_of(options)
-        too_large = does_not_fit(found, video, options, budget, tell)
+        warnings.simplefilter("ignore")  # warnings of the models
+        configuration, video = sizes_of(options)
+        too_large = does_not_fit(configuration, video, options, budget, tell)
         tell(f"building {options.model}")
-        subject, workload = workload_of(found, video, options)
+        subject, workload = workload_of(configuration, video, options)
         measured = bench(workload, subject, options.rounds, budget, options.offload, tell, too_large)
     print(measured)
     if options.json is not None:
-        what = {"command": shlex.join(["fastac", *options.arguments]), "machine": machine()} | dataclasses.asdict(
+        figures = {"command": shlex.join(["fastac", *options.arguments]), "machine": machine()} | dataclasses.asdict(
             measured
         )
-        options.json.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
 def sizes_of(options: argparse.Namespace) -> tuple[Configuration, Video]:
     """The model and the video of the options. Raises FastacError for an unknown model."""
-    found = configurations.load_configuration(options.model)
-    video = video_of(options, found.default)
+    configuration = configurations.load_configuration(options.model)
+    video = video_of(options, configuration.default)
     if options.layers is not None:
-        found = dataclasses.replace(found, config=configurations.with_layers(found.config, options.layers))
-    return found, video
+        configuration = dataclasses.replace(configuration, config=with_layers(configuration.config, options.layers))
+    return configuration, video
 
 
 def does_not_fit(
-    found: Configuration, video: Video, options: argparse.Namespace, budget: int | None, tell: Tell
+    configuration: Configuration, video: Video, options: argparse.Namespace, budget: int | None, tell: Tell
 ) -> dict[str, str]:
-    """By way of checkpointing, why it cannot run here: a plan says that its step needs more memory than is available.
+    """Way of checkpointing -> why it cannot run here: by a plan, its step needs more memory than is available.
 
-    Small models are not planned. Raises FastacError if no way can run, and says with which sizes one could.
+    Small models are not planned. Raises FastacError if no way can run, and says which sizes would fit.
     """
     is_cpu, training = options.device == "cpu", Training(optimizer="sgd", device=options.device)
     available = host_memory.available() if is_cpu else torch.cuda.mem_get_info()[0]
-    if available is None or _rough_bytes(found, video) < available:
+    if available is None or _rough_bytes(configuration, video) < available:
         return {}
-    usable = available * 9 // 10  # the rest is for what a plan does not count
+    usable = available * 9 // 10  # the last tenth is for what a plan does not count
     try:
-        plan = plan_video(found, video, training, budget=budget, tell=tell)
+        plan = plan_video(configuration, video, training, budget=budget, tell=tell)
     except FastacError as error:  # some models cannot be simulated
         tell(f"not planned, and may run out of memory: {error}")
         return {}
@@ -101,13 +102,13 @@ def does_not_fit(
     peaks = {row.policy: row.peak_bytes for row in plan.policies if options.offload or not row.host_bytes}
     peaks |= {"planned": peaks["attn_only"] if budget is None else plan.policies[-1].peak_bytes}
     peaks["torch SAC, by name"] = peaks["attn_only"]
-    if is_cpu:  # it is the host, too, and holds the gradients that others are compared with
+    if is_cpu:  # offload does not free memory there, and the gradients of the reference stay beside those of the step
         peaks = {name: peaks[name.removesuffix(", offload")] + plan.gradients for name in peaks}
     here = f"of {readable_bytes(available)} available, {readable_bytes(usable)} may be used"
     if (least := min(peaks.values())) > usable:
         raise FastacError(
-            f"bench {found.name}: {video} needs {readable_bytes(least)}, and {here}, on {options.device}. "
-            f"{_what_fits(found, video, training, usable, tell)}"
+            f"bench {configuration.name}: {video} needs {readable_bytes(least)}, and {here}, on {options.device}. "
+            f"{_what_fits(configuration, video, training, usable, tell)}"
         )
     return {
         name: f"does not fit: {readable_bytes(size)} are planned, and {here}"
@@ -116,20 +117,20 @@ def does_not_fit(
     }
 
 
-def _rough_bytes(found: Configuration, video: Video) -> int:
-    """More than a step without checkpointing holds, without a simulation: for Wan 2.1 1.3B it is 4 times as much."""
+def _rough_bytes(configuration: Configuration, video: Video) -> int:
+    """An upper bound of what a step without checkpointing holds, quickly: 4 times as much, for Wan 2.1 1.3B."""
     with torch.device("meta"):
-        model = configurations.build(found, video.dtype)
+        model = configurations.build(configuration, video.dtype)
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     widths = sum(module.in_features + module.out_features for module in linear)
-    tokens = video.batch * (video.tokens(found.patch) + video.text_tokens)
+    tokens = video.batch * (video.tokens(configuration.patch) + video.text_tokens)
     return video.dtype.itemsize * (6 * tokens * widths + 3 * sum(weight.numel() for weight in model.parameters()))
 
 
-def _what_fits(found: Configuration, video: Video, training: Training, available: int, tell: Tell) -> str:
-    """The options for fewer blocks, then for fewer frames, with which full checkpointing fits."""
-    layers = max(value for name in configurations.BLOCK_COUNTS if isinstance(value := found.config.get(name), int))
-    step = video.compression.frames * found.patch[0]
+def _what_fits(configuration: Configuration, video: Video, training: Training, available: int, tell: Tell) -> str:
+    """Options under which full checkpointing fits: fewer blocks, or if a single block is too much, fewer frames."""
+    layers = max(value for name in BLOCK_COUNTS if isinstance(value := configuration.config.get(name), int))
+    step = video.compression.frames * configuration.patch[0]
     while layers > 1 or video.frames > step:
         if layers > 1:
             layers //= 2
@@ -139,22 +140,22 @@ def _what_fits(found: Configuration, video: Video, training: Training, available
             )
         sizes = f"--layers {layers} --frames {video.frames}"
         tell(f"planning {sizes}")
-        fewer = dataclasses.replace(found, config=configurations.with_layers(found.config, layers))
+        fewer = dataclasses.replace(configuration, config=with_layers(configuration.config, layers))
         row = plan_video(fewer, video, training)
         if row.policies[1].peak_bytes + row.gradients <= available:
             return f"{sizes} would fit."
     return "No fewer blocks and frames would fit: try a smaller --height and --width."
 
 
-def workload_of(found: Configuration, video: Video, options: argparse.Namespace) -> tuple[str, Workload]:
+def workload_of(configuration: Configuration, video: Video, options: argparse.Namespace) -> tuple[str, Workload]:
     """The step of the options, in words and to run. Raises FastacError for sizes that are not possible."""
-    model, inputs = build(found, video, options.device)
+    model, inputs = build(configuration, video, options.device)
     if options.backend is not None:
         try:
             model.set_attention_backend(options.backend)
         except (ValueError, RuntimeError, ImportError) as error:
             raise FastacError(f"bench --backend {options.backend}: diffusers cannot use it here: {error}") from error
-    lists = {one.name: len(one.blocks) for one in models.containers(model, models.row_of(model))}
+    lists = {container.name: len(container.blocks) for container in containers(model, row_of(model))}
     blocks = ", ".join(f"{name} x {count}" for name, count in lists.items())
-    described = f"{found.name}: {video}, {blocks}, {options.dtype} on {options.device}"
+    described = f"{configuration.name}: {video}, {blocks}, {options.dtype} on {options.device}"
     return described, Workload(model, inputs, options.device)

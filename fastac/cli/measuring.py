@@ -1,6 +1,6 @@
 """Measurements of `fastac bench` and of the benchmarks: bytes as the allocator sees them, time in turns, the machine.
 
-In this order: the machine; bytes; turns; every way of checkpointing one model; its figures, as a table.
+In this order: the machine; bytes; turns; the ways of checkpointing a model; their figures, as a table.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ _MARK = "fastac: held bytes are read here"
 class Allocated(NamedTuple):
     """Bytes that a run allocated."""
 
-    held: int  # still allocated at its end
-    peak: int  # the most at one time
+    held: int
+    """Bytes that are still allocated at its end."""
+    peak: int
+    """The largest number of bytes at any time."""
 
 
 def allocated_bytes(
@@ -145,8 +147,8 @@ FAILURES = (FastacError, RuntimeError)
 
 
 def failure(error: Exception) -> str:
-    """One of FAILURES in a line."""
-    # On a CPU torch has no error class for it.
+    """An error of FAILURES in a line."""
+    # On a CPU, torch raises a plain RuntimeError if memory cannot be allocated.
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
         return "out of memory"
     line = str(error).strip().partition("\n")[0]
@@ -161,16 +163,16 @@ def take_turns(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Time several ways to run a step: in each round every way once, in a random order, so that a slow spell hits all.
+    """Time several ways to run a step. A round runs every way once, in random order, so that a slow time hits all.
 
-    Garbage is collected between steps, never within one.
+    Garbage is collected between steps, never within a step.
 
     Args:
-        names: of the ways.
-        rounds: timed steps of each way.
-        switch: called with the name of the way to run next; not timed.
-        step: runs one, until the device has finished it.
-        clock: seconds.
+        names: the names of the ways.
+        rounds: how many steps of each way are timed.
+        switch: called with the name of the next way; not timed.
+        step: runs a step, until the device has finished it.
+        clock: returns seconds.
 
     Returns:
         Seconds of each way in each round, and one line for each way that failed.
@@ -201,7 +203,7 @@ def take_turns(
 
 
 def relative(seconds: Mapping[str, Sequence[float]], to: str) -> dict[str, float]:
-    """The median over rounds of each way's time divided by that of another in the same round; {} if that failed."""
+    """For each way, the median over rounds of its time divided by the time of `to` in that round; {} if that failed."""
     if to not in seconds:
         return {}
     return {
@@ -222,7 +224,7 @@ class Workload:
     @property
     def weights(self) -> int:
         """Bytes of parameters and buffers."""
-        return sum(one.nbytes for one in (*self.model.parameters(), *self.model.buffers()))
+        return sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
 
     def forward(self) -> torch.Tensor:
         """The loss: the sum of the mean squares of all outputs, from the same random state in every step."""
@@ -262,7 +264,7 @@ def build(configuration: Configuration, video: Video, device: str | torch.device
 
 
 def is_attention_by_name(op: Any) -> bool:
-    """Whether an op has "attention" in its name, a common rule of selective policies. It misses flash-attn's ops."""
+    """Whether an op has "attention" in its name. Many selective policies use this rule, which misses flash-attn's."""
     name = str(op)
     return "attention" in name and "backward" not in name
 
@@ -273,7 +275,7 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not is_saved(op):
             return CheckpointPolicy.PREFER_RECOMPUTE
-        # Recompute gets the saved output, so that no kernel runs. torch before 2.13 asks again then.
+        # Recompute takes the saved output, so no kernel runs. torch before 2.13 asks the policy again then.
         for counter in engine.replayed_calls if classify(op) is not None and not context.is_recompute else ():
             counter[op._schema.name] += 1
         return CheckpointPolicy.MUST_SAVE
@@ -287,22 +289,23 @@ class Switch:
 
     def __init__(self, workload: Workload, budget: int | None = None, offload: bool = False) -> None:
         self.workload = workload
-        self.budget = budget  # bytes of saved outputs for "planned"; None until it is known, then those of attn_only
+        self.budget = budget
+        """Bytes of saved outputs for "planned". None means those of attn_only, which `planned` finds out."""
         self.variants = VARIANTS | (OFFLOADED if offload else {})
         self.off()
 
     @functools.cached_property
     def planned(self) -> dict[str, Policy]:
         """The policies of the blocks for the budget."""
-        found = plan(self.workload.model, self.workload.inputs)
+        planned = plan(self.workload.model, self.workload.inputs)
         if self.budget is None:
-            self.budget = next(one.saved_bytes for one in found.policies if one.policy == "attn_only")
-        return found.within(self.budget)
+            self.budget = next(row.saved_bytes for row in planned.policies if row.policy == "attn_only")
+        return planned.within(self.budget)
 
     def to(self, name: str) -> None:
-        """Switch a way on and run a step, for what is built or cached once.
+        """Switch a way on and run a step, in which everything is built or cached that is needed once.
 
-        The steps that follow are like most: none of them compares recompute with the forward by value.
+        The next steps are ordinary ones: none of them compares the values of recompute with those of the forward.
         """
         self.off()
         gc.collect()  # after a step that ran out of memory
@@ -310,10 +313,10 @@ class Switch:
         self.workload.step()
         self.workload.release()
         for block in self.blocks():
-            state_of(block).step = 2**20 + 1
+            state_of(block).step = 2**20 + 1  # values are compared in the steps 0, 1, 2, 4, 8, ...
 
     def blocks(self) -> list[torch.nn.Module]:
-        """The blocks, if the way that is switched on is one of fastac's."""
+        """The blocks, if the way that is switched on uses `fastac.enable`."""
         enabled = hook.enabled_on(self.workload.model)
         return [] if enabled is None else list(enabled.blocks.values())
 
@@ -344,22 +347,36 @@ OFFLOADED = {name: _enabling(ROWS[name]) for name in ("full, offload", "attn_onl
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Figures of one way to checkpoint a model. Bytes are above those of weights and inputs."""
+    """Figures of one way to checkpoint a model. Bytes do not contain weights and inputs."""
 
     variant: str
-    problem: str = ""  # why there are no figures
-    seconds: tuple[float, ...] = ()  # of each timed step
-    relative: float | None = None  # the median over rounds of its time divided by that of full checkpointing
-    held_bytes: int = 0  # between forward and backward
-    peak_bytes: int = 0  # the most at one time of a step
-    host_bytes: int = 0  # in host memory between forward and backward; on a CPU these are held as well
-    copies: int = 0  # to the host and back in a step
-    waited_bytes: tuple[int, ...] = ()  # of each of these that the device was idle for; none on a CPU
-    attention: int = 0  # kernels that ran in a step
-    compared: int = 0  # outputs and gradients
-    different: int = 0  # of those, not bitwise equal to the reference's
-    broken: int = 0  # outputs and gradients that differ by more than the noise of the reference
-    largest_difference: float = 0.0  # relative to the norm
+    """The name of the way."""
+    problem: str = ""
+    """Why there are no figures."""
+    seconds: tuple[float, ...] = ()
+    """The time of each timed step."""
+    relative: float | None = None
+    """The median over rounds of its time divided by that of full checkpointing."""
+    held_bytes: int = 0
+    """Bytes between forward and backward."""
+    peak_bytes: int = 0
+    """The largest number of bytes at any time of a step."""
+    host_bytes: int = 0
+    """Bytes in host memory between forward and backward. On a CPU, held_bytes contains them."""
+    copies: int = 0
+    """Copies to the host and back in a step."""
+    waited_bytes: tuple[int, ...] = ()
+    """Bytes of each copy that the device waited for; none on a CPU."""
+    attention: int = 0
+    """Attention kernels that ran in a step."""
+    compared: int = 0
+    """The number of outputs and gradients."""
+    different: int = 0
+    """How many of these are not bitwise equal to the reference's."""
+    broken: int = 0
+    """How many of these differ by more than the noise of the reference."""
+    largest_difference: float = 0.0
+    """The largest difference, relative to the norm of the result."""
 
 
 @generators_preserved()
@@ -370,9 +387,9 @@ def measure(
     tell: Tell,
     left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Measurement]:
-    """Measure every way of checkpointing. One that is refused, or runs out of memory, becomes a row that says so.
+    """Measure every way of checkpointing. A way that is refused, or runs out of memory, becomes a row that says so.
 
-    look: is called once with the name of each way, while it is switched on, and returns more fields of its row.
+    look: called once with the name of each way, while it is switched on; returns more fields of its row.
     left_out: ways that are not run, and why. The model is left without checkpointing.
     """
     workload = switch.workload
@@ -397,7 +414,8 @@ def measure(
     tell(f"{rounds} rounds of steps")
     seconds, problems = take_turns(names, rounds, switch.to, workload.step)
     ratios = relative(seconds, "full")
-    rows |= {name: replace(rows[name], seconds=tuple(one), relative=ratios.get(name)) for name, one in seconds.items()}
+    for name, times in seconds.items():
+        rows[name] = replace(rows[name], seconds=tuple(times), relative=ratios.get(name))
     rows |= {name: Measurement(name, problem) for name, problem in problems.items()}
     switch.off()
     return list(rows.values())
@@ -414,8 +432,8 @@ def bench(
 ) -> Measurements:
     """Measure every way of checkpointing, and compare outputs and gradients with those of the first that runs.
 
-    budget, offload: as of Switch. left_out: as of measure. The model is left without checkpointing.
-    Raises FastacError if none could be run.
+    budget and offload are those of Switch, left_out is that of measure. The model is left without checkpointing.
+    Raises FastacError if no way could be run.
     """
     references: list[_Reference] = []
 
@@ -444,7 +462,7 @@ def bench(
 
 
 class _Reference:
-    """Runs of the way with which all others are compared, as `fastac.verify` does. It is switched on."""
+    """Runs of the first way, which is switched on. All others are compared with it, as in `fastac.verify`."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
@@ -462,24 +480,24 @@ class _Reference:
 
     def _step(self, is_counted: bool) -> Step:
         step = run_step(self.workload.model, self.workload.model, (), self.workload.inputs, is_counted)
-        # On a GPU they would count as bytes of the next step.
-        step.tensors = {name: None if one is None else one.cpu() for name, one in step.tensors.items()}
+        # On a GPU, the tensors would count as bytes of the next step.
+        step.tensors = {name: None if tensor is None else tensor.cpu() for name, tensor in step.tensors.items()}
         return step
 
     def compare(self, name: str) -> Mapping[str, Any]:
         """Figures of the way that is switched on."""
         with deterministic_kernels() if self.is_deterministic else contextlib.nullcontext():
             step = self._step(is_counted=True)
-            found = self.runs.add(name, step.tensors)
+            distances = self.runs.add(name, step.tensors)
             for _ in range(MOST_EQUAL):
-                if self.runs.broken(name):  # noise that is rare may have spared the reference
-                    found = self.runs.add(name, self._tensors())
+                if self.runs.broken(name):  # noise that is rare may not have hit the reference
+                    distances = self.runs.add(name, self._tensors())
         return {
             "attention": sum(step.executions),
             "compared": len(step.tensors),
-            "different": sum(map(bool, found.values())),
+            "different": sum(map(bool, distances.values())),
             "broken": len(self.runs.broken(name)),
-            "largest_difference": max(found.values(), default=0.0),
+            "largest_difference": max(distances.values(), default=0.0),
         }
 
 
@@ -490,16 +508,24 @@ class _Reference:
 class Measurements:
     """Figures of every way to checkpoint a model."""
 
-    subject: str  # the model and its inputs, in words
-    device: str  # its type
+    subject: str
+    """The model and its inputs, in words."""
+    device: str
+    """The type of the device."""
     rounds: int
-    weights: int  # bytes of parameters and buffers
-    budget: int | None  # bytes of saved outputs that were planned for; None if nothing was planned
-    reference: str  # the way whose outputs and gradients the others are compared with
-    noise: float  # the largest difference between runs of the reference, relative to the norm
+    weights: int
+    """Bytes of parameters and buffers."""
+    budget: int | None
+    """Bytes of saved outputs that "planned" was planned for; None if nothing was planned."""
+    reference: str
+    """The way with whose outputs and gradients the others are compared."""
+    noise: float
+    """The largest difference between runs of the reference, relative to the norm."""
     rows: tuple[Measurement, ...]
-    runs: int = 1  # how often the reference ran
-    is_deterministic: bool = False  # outputs and gradients were compared with torch's deterministic kernels
+    runs: int = 1
+    """How often the reference ran."""
+    is_deterministic: bool = False
+    """Whether outputs and gradients were compared with torch's deterministic kernels."""
 
     def __str__(self) -> str:
         captions = [
@@ -520,7 +546,7 @@ class Measurements:
 
 
 def _offloaded(row: Measurement, device: str) -> str:
-    """Bytes on the host and, on a GPU, copies that it waited for."""
+    """Bytes on the host and, on a GPU, the copies that it waited for."""
     waited = f"{len(row.waited_bytes)} of {row.copies} copies waited for ({readable_bytes(sum(row.waited_bytes))})"
     return f"{row.variant}: {readable_bytes(row.host_bytes)} on the host" + f", {waited}" * (device == "cuda")
 
@@ -528,7 +554,7 @@ def _offloaded(row: Measurement, device: str) -> str:
 def table_of(
     rows: Sequence[Measurement], title: str, captions: Sequence[str], more: Mapping[str, Callable[[Measurement], str]]
 ) -> Table:
-    """One row for each way, with its figures or its problem. more: the last columns, by heading."""
+    """A table with a row for each way: its figures, or its problem. more: heading -> text, for the last columns."""
     problems = [f"{row.variant}: {row.problem}" for row in rows if ": " in row.problem]
     unit = unit_of(row.peak_bytes for row in rows)
     is_short = max((statistics.median(row.seconds) for row in rows if row.seconds), default=0) < 1

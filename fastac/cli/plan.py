@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fastac plan`."""
     add_video(parser)
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train LoRA weights of attention alone")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train only LoRA weights of attention")
     parser.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS), help="default: %(default)s")
     parser.add_argument("--gpus", type=int, default=1, help="over which FSDP2 shards the model (default: %(default)s)")
     parser.add_argument("--context-parallel", type=int, default=1, help="of these, that split a video (%(default)s)")
@@ -68,9 +68,10 @@ def run(options: argparse.Namespace) -> int:
         check_plot(options.plot)
     configuration = configurations.load_configuration(options.model)
     with telling() as tell, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the models' own, about a missing device
-        logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # a traceback of an error that is reported
-        found = plan_video(
+        warnings.simplefilter("ignore")  # warnings of the models about a missing device
+        # It logs the traceback of an error that we report ourselves.
+        logging.getLogger("torch._subclasses.fake_tensor").disabled = True
+        plan = plan_video(
             configuration,
             video_of(options, configuration.default),
             Training(options.lora, options.optimizer, options.gpus, options.context_parallel, options.device),
@@ -82,28 +83,28 @@ def run(options: argparse.Namespace) -> int:
             tell=tell,
         )
     if options.json:
-        print(json.dumps({"configuration": configuration.source, **found.as_json()}, indent=2))
+        print(json.dumps({"configuration": configuration.source, **plan.as_json()}, indent=2))
     else:
-        print(found)
-        for line in lines_of(found, options):
+        print(plan)
+        for line in lines_of(plan, options):
             print(line)
     if options.plot is not None:
-        plot(found, options.plot)
+        plot(plan, options.plot)
     return 0
 
 
 def video_of(options: argparse.Namespace, default: Video) -> Video:
-    """The video of the options, with the model's default sizes where they have none."""
-    given = {name: getattr(options, name) for name in ("frames", "height", "width", "text_tokens")}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    """The video of the options. A size that they leave out is the model's default."""
+    sizes = {name: getattr(options, name) for name in ("frames", "height", "width", "text_tokens")}
+    changes: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     return dataclasses.replace(default, batch=options.batch, dtype=DTYPES[options.dtype], **changes)
 
 
-def lines_of(found: Plan, options: argparse.Namespace) -> list[str]:
-    """The code for the best that fits the memory; without one, for the budget and the blocks that were asked for."""
+def lines_of(plan: Plan, options: argparse.Namespace) -> list[str]:
+    """The code for the best policy that fits --memory. Without that option, for --budget and for --checkpointed."""
     if options.memory is not None:
-        return [] if found.best is None else code_of(found.best, options)
-    asked = [row for row in found.policies if row.policy.startswith((WITHIN, "attn_only, first"))]
+        return [] if plan.best is None else code_of(plan.best, options)
+    asked = [row for row in plan.policies if row.policy.startswith((WITHIN, "attn_only, first"))]
     lines = [code_of(row, options) for row in reversed(asked)]
     return [line for number, code in enumerate(lines) for line in ["or"] * bool(number) + code]
 
@@ -117,19 +118,19 @@ def code_of(row: PolicyPlan, options: argparse.Namespace) -> list[str]:
     name, is_offloaded = row.policy.removesuffix(", offload"), row.policy.endswith(", offload")
     if name.startswith(WITHIN):
         size = json.dumps(options.budget or name.removeprefix(WITHIN).replace(" ", ""))
-        if options.context_parallel > 1:  # which `fastac.plan` does not know: --json has the policies
+        if options.context_parallel > 1:  # `fastac.plan` does not know of it, so no code: --json has the policies
             return []
         return [
             "plan = fastac.plan(transformer, inputs)",
             f"fastac.enable(transformer, plan.within({size}{', offload=True' * is_offloaded}))",
         ]
-    kind = json.dumps(name.partition(",")[0])
-    return [f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}, {kind}))"]
+    policy = json.dumps(name.partition(",")[0])
+    return [f"fastac.enable(transformer, fastac.first_blocks(transformer, {options.checkpointed}, {policy}))"]
 
 
 @contextlib.contextmanager
 def telling() -> Iterator[Tell]:
-    """What says on stderr what is being done: in one line that changes on a terminal, else in a line for each stage."""
+    """Say on stderr what is being done: on a terminal in a line that changes, otherwise in a line for each stage."""
     if not sys.stderr.isatty():
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
@@ -138,22 +139,22 @@ def telling() -> Iterator[Tell]:
 
 
 def check_plot(path: Path) -> None:
-    """Raise FastacError if no plot can be written there: without matplotlib, the folder, or a suffix that it knows."""
+    """Raise FastacError if no plot can be written: matplotlib or the folder is missing, or the suffix is unknown."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise FastacError("plan: a plot needs matplotlib: pip install matplotlib") from error
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known:
+    suffixes = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in suffixes:
         raise FastacError(
-            f"plan --plot {path}: its name must end in one of {', '.join(f'.{suffix}' for suffix in known)}"
+            f"plan --plot {path}: its name must end in one of {', '.join(f'.{suffix}' for suffix in suffixes)}"
         )
     if not path.parent.is_dir():
         raise FastacError(f"plan --plot {path}: there is no folder {path.parent}")
 
 
 def plot(plan: Plan, path: str | Path) -> None:
-    """Write the frontier of a plan, with the policies on it, as a picture. path: one that `check_plot` lets through.
+    """Draw the frontier of a plan, with the policies on it. path: a path that `check_plot` accepts.
 
     Raises FastacError if the file cannot be written.
     """
@@ -163,15 +164,15 @@ def plot(plan: Plan, path: str | Path) -> None:
     axes = figure.add_subplot()
     saved, relative = zip(*((size / GIB, relative) for size, relative in plan.frontier), strict=True)
     axes.plot(saved, relative, color="tab:blue", linewidth=1.5, label="plan.within(...)", zorder=1)
-    for one in plan.policies:
-        if one.policy not in FIXED and not one.policy.startswith(WITHIN):
+    for row in plan.policies:
+        if row.policy not in FIXED and not row.policy.startswith(WITHIN):
             continue  # it holds more bytes than it saves, or its saved outputs wait in host memory
-        if one.policy == "none":
-            label = f"no checkpointing (holds {readable_bytes(one.held_bytes)})"
-            axes.axhline(one.relative, color="gray", linestyle="--", linewidth=1, label=label)
+        if row.policy == "none":
+            label = f"no checkpointing (holds {readable_bytes(row.held_bytes)})"
+            axes.axhline(row.relative, color="gray", linestyle="--", linewidth=1, label=label)
             continue
-        marker, size = ("*", 130) if one.policy.startswith(WITHIN) else ("o", 45)
-        axes.scatter(one.saved_bytes / GIB, one.relative, marker=marker, s=size, zorder=2, label=one.policy)
+        marker, size = ("*", 130) if row.policy.startswith(WITHIN) else ("o", 45)
+        axes.scatter(row.saved_bytes / GIB, row.relative, marker=marker, s=size, zorder=2, label=row.policy)
     axes.set(xlabel="saved outputs, GiB", ylabel="FLOPs of a step, relative to full checkpointing")
     axes.set_title(f"{plan.subject}\n{plan.inputs}", fontsize=10)
     axes.grid(alpha=0.3)

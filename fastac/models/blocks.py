@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 from fastac.engine.blocks import is_inside
 from fastac.engine.checkpoint_wrappers import inside, plain_name
 from fastac.errors import FastacError, class_name, did_you_mean
+from fastac.models.catalogue import row_of
 from fastac.models.row import ModelRow
+from fastac.models.switches import is_by_forward
+
+logger = logging.getLogger("fastac")
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
 """Containers of blocks."""
-_NO_FORWARD = (torch.nn.Module.forward, torch.nn.Sequential.forward)  # of a container that only holds its members
-
-_FUNCTION = "_gradient_checkpointing_func"
-_ABSENT = "no function"  # a string, since it is pickled with the model
+# The forwards of containers that do nothing but hold their members, or call them in turn.
+_NO_FORWARD = (torch.nn.Module.forward, torch.nn.Sequential.forward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,39 +29,40 @@ class BlockContainer:
     """A list of blocks inside a model."""
 
     name: str
+    """The qualified name of the list."""
     blocks: dict[str, torch.nn.Module]
-    """By qualified name."""
+    """The blocks, by qualified name."""
 
     @property
     def block_class(self) -> str:
-        """Class name of the blocks; several names are joined by "|"."""
+        """The class name of the blocks; several names are joined by "|"."""
         return "|".join(dict.fromkeys(class_name(block) for block in self.blocks.values()))
 
 
 def containers(model: torch.nn.Module, row: ModelRow | None = None) -> list[BlockContainer]:
-    """The block containers that the model's row names; without a row, the outermost lists that hold only attention.
+    """The block containers that the model's row names; without a row, the outermost lists whose members hold attention.
 
-    They name blocks in policies, reports and plans. Which blocks are checkpointed is the model's own choice, since it
-    calls the checkpointing function.
+    They name blocks in policies, reports and plans. A model that calls a checkpointing function chooses itself which
+    blocks it checkpoints.
     """
     lists = _lists(model)
     names = set(row.containers) if row is not None else _outermost(lists, _says_attention)
-    return [found for name, found in lists.items() if name in names]
+    return [container for name, container in lists.items() if name in names]
 
 
 def possible_containers(model: torch.nn.Module) -> list[BlockContainer]:
-    """The outermost lists that may hold blocks: their members have attention in a name, or are several with parts.
+    """The outermost lists that may hold blocks: members have "attention" in a name, or are several with parts.
 
-    A block that calls an attention function itself, as Flux's single blocks do, may have no such name.
+    A block that calls an attention function itself, as Flux's single blocks do, may have no part of that name.
     """
 
-    def is_possible(found: BlockContainer) -> bool:
-        parts = [[list(part.parameters()) for part in block.children()] for block in found.blocks.values()]
-        return _says_attention(found) or (len(parts) > 1 and all(map(any, parts)))
+    def is_possible(container: BlockContainer) -> bool:
+        parts = [[list(part.parameters()) for part in block.children()] for block in container.blocks.values()]
+        return _says_attention(container) or (len(parts) > 1 and all(map(any, parts)))
 
     lists = _lists(model)
     names = _outermost(lists, is_possible)
-    return [found for name, found in lists.items() if name in names]
+    return [container for name, container in lists.items() if name in names]
 
 
 def _lists(model: torch.nn.Module) -> dict[str, BlockContainer]:
@@ -72,7 +76,7 @@ def _lists(model: torch.nn.Module) -> dict[str, BlockContainer]:
 
 
 def _outermost(lists: Mapping[str, BlockContainer], are_blocks: Callable[[BlockContainer], bool]) -> set[str]:
-    names = {name for name, found in lists.items() if found.blocks and are_blocks(found)}
+    names = {name for name, container in lists.items() if container.blocks and are_blocks(container)}
     return {name for name in names if not name.startswith(tuple(outer + "." for outer in names))}
 
 
@@ -80,55 +84,12 @@ def _is_dict_of_lists(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.ModuleDict) and any(isinstance(inner, LISTS) for inner in module.values())
 
 
-def _says_attention(found: BlockContainer) -> bool:
+def _says_attention(container: BlockContainer) -> bool:
     def says(block: torch.nn.Module) -> bool:
         names = (f"{name} {class_name(inner)}".lower() for name, inner in block.named_modules())
         return any("attention" in name or "attn" in name for name in names)
 
-    return all(map(says, found.blocks.values()))
-
-
-def has_switch(module: torch.nn.Module) -> bool:
-    """Whether a module has the flag by which gradient checkpointing is switched on."""
-    name = "gradient_checkpointing"  # not hasattr(module, name): a PeftModel forwards to its inner model
-    return name in vars(module) or hasattr(type(module), name)
-
-
-def switches(model: torch.nn.Module) -> list[Any]:
-    """The modules of a model that have the flag of gradient checkpointing."""
-    return [module for module in model.modules() if has_switch(module)]
-
-
-def transformers_switches(model: torch.nn.Module, blocks: set[torch.nn.Module]) -> list[Any]:
-    """Blocks of transformers' models, and the modules around them, whose flag transformers and peft read."""
-    owners = [one for one in model.modules() if getattr(type(one), "supports_gradient_checkpointing", False)]
-    found = dict.fromkeys(module for one in owners for module in switches(one))
-    return [module for module in found if not blocks.isdisjoint(module.modules())]
-
-
-def switch_function(module: torch.nn.Module) -> Any:
-    """The gradient checkpointing function that a module calls."""
-    return vars(module).get(_FUNCTION, _ABSENT)
-
-
-def switch_of(module: torch.nn.Module) -> tuple[torch.nn.Module, Any, Any]:
-    """A module, and the flag and function that `set_switch` restores. The flag is None if only the class has it."""
-    return module, vars(module).get("gradient_checkpointing"), switch_function(module)
-
-
-def set_switch(module: torch.nn.Module, flag: Any, function: Any) -> None:
-    """Set the flag and the gradient checkpointing function of a module."""
-    for name, value, absent in (("gradient_checkpointing", flag, None), (_FUNCTION, function, _ABSENT)):
-        if value == absent:
-            vars(module).pop(name, None)
-        else:
-            setattr(module, name, value)
-
-
-def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:
-    """Whether the blocks' own forward is the host: they are named, or the model takes no checkpointing function."""
-    supported = getattr(model, "_supports_gradient_checkpointing", False)
-    return blocks is not None or not (supported and hasattr(model, "enable_gradient_checkpointing"))
+    return all(map(says, container.blocks.values()))
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -140,6 +101,16 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     while (inner := _inner(model)) is not None and inner is not model:
         model = inner
     return model
+
+
+def check_module(model: object, call: str) -> torch.nn.Module:
+    """The model inside its wrappers. Raises FastacError if it is not a module. call: the public function's name."""
+    if not isinstance(model, torch.nn.Module):
+        raise FastacError(
+            f"{call}: expected a model, got {type(model).__name__}. With a pipeline, pass its transformer: "
+            f"{call}(pipe.transformer)."
+        )
+    return unwrapped(model)
 
 
 def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
@@ -157,6 +128,27 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module | None:
     return None
 
 
+def choose_blocks(model: torch.nn.Module, blocks: Any, outer: torch.nn.Module) -> list[BlockContainer]:
+    """The containers of a model's blocks, as `enable` takes `blocks`. Raises FastacError for an ambiguous model.
+
+    outer: the wrapper around the model, or the model itself.
+    """
+    if blocks is not None:
+        return select(model, blocks, outer)
+    named = containers_inside(model)
+    if named and not is_by_forward(model, blocks):
+        return named
+    possible = possible_containers(model)
+    # If no part has attention in its name, blocks of one class may still call attention functions themselves. They are
+    # taken: the first region shows whether they do, and a list that holds no attention is an error then.
+    taken = named or [found for found in possible if len(set(map(type, found.blocks.values()))) == 1]
+    if len(taken) != 1 or len(possible) != 1:
+        some = f"{len(possible)} module lists whose members may be its blocks" if taken else "no list of attention"
+        raise FastacError(f"{class_name(model)} has {some}. {name_blocks(model, possible)}")
+    logger.info("%s: took the blocks in %r, the only list of them", class_name(model), taken[0].name)
+    return select(model, taken[0].name, outer)
+
+
 def select(
     model: torch.nn.Module, blocks: str | torch.nn.Module | Iterable[Any], outer: torch.nn.Module
 ) -> list[BlockContainer]:
@@ -170,29 +162,32 @@ def select(
     """
     several = [blocks] if isinstance(blocks, (str, torch.nn.Module)) or not isinstance(blocks, Iterable) else blocks
     names = {module: name for name, module in model.named_modules()}
-    found: dict[str, torch.nn.Module] = {}
-    for one in several:
-        module = _by_name(one, model, outer) if isinstance(one, str) else one
+    selected: dict[str, torch.nn.Module] = {}
+    for given in several:
+        module = _by_name(given, model, outer) if isinstance(given, str) else given
         if not isinstance(module, torch.nn.Module) or module not in names:
             raise FastacError(
-                f"enable(blocks=...): {type(one).__name__} is no module of {class_name(model)}. Give the dotted name "
-                f'of a module list, such as "transformer.layers", or modules of the model.'
+                f"enable(blocks=...): {type(given).__name__} is not a module of {class_name(model)}. Give the dotted "
+                f'name of a module list, such as "transformer.layers", or modules of the model.'
             )
         is_list = isinstance(module, LISTS) and type(module).forward in _NO_FORWARD
         for block in module.children() if is_list else (module,):
-            found[plain_name(names[block])] = inside(block)
-    if not found:
+            selected[plain_name(names[block])] = inside(block)
+    if not selected:
         raise FastacError("enable(blocks=...): there is no block in it")
-    for name in found:
-        around = [other for other in found if name != other and is_inside(name, other)]
+    for name in selected:
+        around = [other for other in selected if name != other and is_inside(name, other)]
         if around:
             raise FastacError(f"enable(blocks=...): block {name!r} is inside block {around[0]!r}. Name one of them.")
-    return grouped(found)
+    return grouped(selected)
 
 
-def without_wrappers(containers: Iterable[BlockContainer]) -> list[BlockContainer]:
-    """The same containers, without torch's activation wrappers around the blocks."""
-    return [BlockContainer(one.name, {name: inside(block) for name, block in one.blocks.items()}) for one in containers]
+def containers_inside(model: torch.nn.Module) -> list[BlockContainer]:
+    """The block containers of a model, with the blocks inside torch's activation wrappers."""
+    return [
+        BlockContainer(container.name, {name: inside(block) for name, block in container.blocks.items()})
+        for container in containers(model, row_of(model))
+    ]
 
 
 def grouped(blocks: Mapping[str, torch.nn.Module]) -> list[BlockContainer]:
@@ -210,20 +205,20 @@ def _by_name(name: str, model: torch.nn.Module, outer: torch.nn.Module) -> torch
             return holder.get_submodule(name)
         except AttributeError:
             pass
-    meant = did_you_mean(name, [one for one, _ in model.named_modules()])
+    meant = did_you_mean(name, [known for known, _ in model.named_modules()])
     raise FastacError(f"enable(blocks={name!r}): {class_name(model)} has no such module.{meant} {module_lists(model)}")
 
 
 def module_lists(model: torch.nn.Module) -> str:
     """A sentence that names the module lists of a model."""
-    lists = [n for n, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    lists = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
     return (
         f"Its module lists are {', '.join(map(repr, lists[:8]))}." if lists else "It has no module list: give modules."
     )
 
 
-def name_blocks(model: torch.nn.Module, found: Iterable[BlockContainer]) -> str:
-    """A sentence that says how to pass `blocks=`: the containers found, else the module lists."""
-    names = [f'"{container.name}"' for container in found]
+def name_blocks(model: torch.nn.Module, containers: Iterable[BlockContainer]) -> str:
+    """A sentence that says how to pass `blocks=`: the containers, or if there are none, the module lists."""
+    names = [f'"{container.name}"' for container in containers]
     written = (f"[{', '.join(names)}]" if len(names) > 1 else names[0]) if names else '"..."'
     return f"Name them, as in fastac.enable(model, blocks={written}).{'' if names else f' {module_lists(model)}'}"

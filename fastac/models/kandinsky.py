@@ -21,7 +21,7 @@ def _inputs_of_video(config: Mapping[str, Any], video: Video) -> dict[str, Any]:
     latents = video.latents(patch)
     channels = config["in_visual_dim"]
     if config["visual_cond"]:
-        channels = 2 * channels + 1  # the latents, those of the condition, and where it holds
+        channels = 2 * channels + 1  # latents, the condition, and a mask of frames that have it
     return {
         "hidden_states": video.features(*latents, channels),
         "encoder_hidden_states": video.features(video.text_tokens, config["in_text_dim"]),

@@ -31,10 +31,10 @@ BLOCK_COUNTS = (
     "num_visual_blocks",
     "num_hidden_layers",
 )
-"""Keyword arguments for the number of blocks in a list."""
+"""Arguments of diffusers' classes that are the number of blocks in a list."""
 
 MOST_BLOCKS = 100
-"""Upper bound for each of them."""
+"""A configuration with more blocks in a list is an error: it would fill the memory before anything is said."""
 
 _SHIPPED = importlib.resources.files("fastac.models") / "configurations"
 
@@ -46,7 +46,7 @@ class Configuration:
     name: str
     row: ModelRow
     config: Mapping[str, Any]
-    """Every keyword argument of its class; the class's default where the source has none."""
+    """Every keyword argument of its class. If the source has none, it is the class's default."""
     source: str
     """Where the figures come from."""
     default: Video
@@ -78,7 +78,7 @@ class Configuration:
 
     def inputs(self, video: Video) -> dict[str, Any]:
         """The keyword arguments of one call. Raises FastacError if the video does not fit the model."""
-        assert self.row.video_inputs is not None  # load_configuration() checks this
+        assert self.row.video_inputs is not None  # load_configuration accepts only rows that have it
         return self.row.video_inputs(self.config, video)
 
 
@@ -93,11 +93,11 @@ def load_configuration(name_or_path: str) -> Configuration:
     Raises:
         FastacError: anything else; the message lists the names and classes.
     """
-    known, name = _known(), name_or_path.lower()
+    classes, name = _known(), name_or_path.lower()
     if name in shipped():
         return _of_file(name, json.loads((_SHIPPED / f"{name}.json").read_text(encoding="utf-8")))
-    if name_or_path in known:
-        row = known[name_or_path]
+    if name_or_path in classes:
+        row = classes[name_or_path]
         return _of_class(name_or_path, row, {}, f"the defaults of diffusers.{row.class_name}")
     try:
         content = json.loads(Path(name_or_path).read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def load_configuration(name_or_path: str) -> Configuration:
                 f"fastac plan {folder}/transformer/config.json"
             )
         else:
-            advice = f"{did_you_mean(name_or_path, (*shipped(), *known))} {_what_there_is()}".strip()
+            advice = f"{did_you_mean(name_or_path, (*shipped(), *classes))} {_what_there_is()}".strip()
         why = "" if isinstance(error, FileNotFoundError) else f" ({error})"
         raise FastacError(
             f"configuration {name_or_path!r}: no such name or class, and no JSON file{why}. {advice}"
@@ -131,14 +131,14 @@ def build(configuration: Configuration, dtype: torch.dtype = torch.float32) -> t
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast as `from_pretrained(torch_dtype=dtype)` does: modules that the class keeps in float32 stay in float32."""
-    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
+        if tensor.is_floating_point() and in_float32.isdisjoint(name.split(".")):
             tensor.data = tensor.data.to(dtype)
 
 
 def fill_zeros(model: torch.nn.Module) -> None:
-    """Give zero parameters small values: every gradient behind them would be zero, so comparing would show nothing."""
+    """Give parameters that are all zero small values: gradients behind zeros are zero, and comparing shows nothing."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.numel() and not parameter.any():
@@ -160,17 +160,17 @@ def _part(video: Video, frames: int, height: int, width: int) -> Video:
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Limit each list of blocks to its first `layers`."""
-    found = dict(config)
+    limited = dict(config)
     for name in BLOCK_COUNTS:
-        if isinstance(found.get(name), int):
-            found[name] = min(layers, found[name])
-    if found.get("vace_layers"):  # the blocks with a VACE block beside them
-        found["vace_layers"] = [index for index in found["vace_layers"] if index < layers]
-    return found
+        if isinstance(limited.get(name), int):
+            limited[name] = min(layers, limited[name])
+    if limited.get("vace_layers"):  # the indices of blocks that have a VACE block beside them
+        limited["vace_layers"] = [index for index in limited["vace_layers"] if index < layers]
+    return limited
 
 
 def add_lora(model: Any, rank: int) -> None:
-    """Add LoRA weights where diffusers' training scripts add them, and freeze all others.
+    """Add LoRA weights to the modules to which diffusers' training scripts add them, and freeze all others.
 
     Raises:
         FastacError: peft is not installed, or the class takes no adapters or has no such Linear modules.
@@ -188,12 +188,12 @@ def add_lora(model: Any, rank: int) -> None:
 
 def _of_file(name: str, content: Mapping[str, Any]) -> Configuration:
     row = _row(name, content["transformer"]["_class_name"])
-    found = _of_class(name, row, content["transformer"], content["source"])
+    configuration = _of_class(name, row, content["transformer"], content["source"])
     compression = Compression(**content["compression"])
     video = dataclasses.replace(
-        found.default, **content["default"], text_tokens=content["text_tokens"], compression=compression
+        configuration.default, **content["default"], text_tokens=content["text_tokens"], compression=compression
     )
-    return dataclasses.replace(found, default=video)
+    return dataclasses.replace(configuration, default=video)
 
 
 def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str) -> Configuration:
@@ -208,6 +208,7 @@ def _of_class(name: str, row: ModelRow, content: Mapping[str, Any], source: str)
 
 
 def _known() -> dict[str, ModelRow]:
+    """The classes of the installed diffusers that have a row with inputs."""
     has = functools.partial(hasattr, _diffusers())  # older releases lack the newest classes
     return {name: row for name, row in MODELS.items() if row.video_inputs and has(row.class_name)}
 
@@ -228,12 +229,12 @@ def _diffusers() -> Any:
 
 
 def _row(name: str, class_name: object) -> ModelRow:
-    known = _known()
-    if not isinstance(class_name, str) or class_name not in known:
+    classes = _known()
+    if not isinstance(class_name, str) or class_name not in classes:
         raise FastacError(
             f"configuration {name}: fastac cannot make the inputs of {class_name} for a video. {_what_there_is()}"
         )
-    return known[class_name]
+    return classes[class_name]
 
 
 def _what_there_is() -> str:

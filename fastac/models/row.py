@@ -15,13 +15,13 @@ class ModelRow:
 
     class_name: str
     containers: tuple[str, ...]
-    """Dotted names of the module lists whose members the model checkpoints one by one."""
+    """Dotted names of the module lists that hold the blocks."""
     video_inputs: Callable[[Mapping[str, Any], Video], dict[str, Any]] | None = None
-    """Makes the keyword arguments of one call from a whole configuration, such as `model.config`, and a video, as the
-    pipeline of diffusers calls the model."""
+    """Makes the keyword arguments of one call, as diffusers' pipeline passes them, from a complete configuration (as
+    `model.config`) and a video. None if fastac cannot make inputs for the class."""
     default_video: Video | Callable[[Mapping[str, Any]], Video] | None = None
-    """The video that this pipeline makes by default, with the compression of its VAE: a function of the configuration
-    where it depends on that. Both this and `video_inputs` are given, or neither."""
+    """The video that this pipeline makes by default, with the compression of its VAE; or a function of the
+    configuration, if it depends on that. A row has both this and `video_inputs`, or neither."""
 
     def default_of(self, config: Mapping[str, Any]) -> Video:
         """The default video under a configuration."""

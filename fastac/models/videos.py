@@ -37,12 +37,12 @@ class Video:
 
     frames: int
     height: int
-    """In pixels, as `width`."""
+    """Height in pixels; `width` is in pixels as well."""
     width: int
     batch: int = 1
     text_tokens: int
     dtype: torch.dtype = torch.bfloat16
-    """Of the features."""
+    """The dtype of latents and text features."""
     compression: Compression
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Video:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise FastacError(f"video: {name} is {value!r}. Use a whole number from 1 on.")
         if not self.dtype.is_floating_point:
-            raise FastacError(f"video: dtype {self.dtype} is no floating-point type. Use torch.bfloat16 or another.")
+            raise FastacError(f"video: dtype {self.dtype} is not a floating-point type. Use torch.bfloat16 or another.")
 
     def __str__(self) -> str:
         return f"{self.batch} x {self.frames} frames of {self.height} x {self.width}, {self.text_tokens} tokens of text"
@@ -121,7 +121,8 @@ def inputs_of_text_to_video(
 def _latents(name: str, asked: int, compression: int, patch: int, first: int = 0) -> int:
     """The number of latents along one axis. first: how many frames have their own latent frame."""
     step = compression * patch
-    offset = 1 + step - compression if first else 0  # frames of the smallest video: patches include the first frame
+    # The frames of the smallest video. The first frame, with a latent of its own, is part of the first patch.
+    offset = 1 + step - compression if first else 0
     if (asked - offset) % step == 0:
         return (asked - first) // compression + first
     below = (asked - offset) // step * step + offset

@@ -9,7 +9,8 @@ from fastac.errors import FastacError
 from fastac.models.row import ModelRow
 from fastac.models.videos import Compression, Video, inputs_of_text_to_video, patch_of
 
-TEXT_TOKENS = 512  # the attention takes all tokens before the last 512 for the image
+TEXT_TOKENS = 512
+"""The attention takes the last 512 tokens for the text, and all before them for the image."""
 LATENTS_OF_5B = 48
 """VAE channels of Wan 2.2 TI2V 5B only. Its VAE compresses more, and its pipeline gives each token a timestep."""
 IMAGE_TOKENS = 257  # CLIP ViT-H/14 at 224 x 224, and one for the class
@@ -62,11 +63,10 @@ ROWS = (
             frames=97, height=544, width=960, text_tokens=TEXT_TOKENS, compression=Compression(4, 8, 8)
         ),
     ),
-    # Without video_inputs, in turn because: a face adapter attends outside the blocks; blocks take keyword arguments; a
-    # second timestep; only flex_attention over the video; a compressed history.
-    ModelRow("WanAnimateTransformer3DModel", ("blocks",)),
-    ModelRow("WanAnimate2Transformer3DModel", ("blocks",)),
-    ModelRow("AnyFlowTransformer3DModel", ("blocks",)),
-    ModelRow("AnyFlowFARTransformer3DModel", ("blocks",)),
-    ModelRow("HeliosTransformer3DModel", ("blocks",)),
+    # fastac makes no inputs for these.
+    ModelRow("WanAnimateTransformer3DModel", ("blocks",)),  # its face adapter attends outside the blocks
+    ModelRow("WanAnimate2Transformer3DModel", ("blocks",)),  # its blocks take keyword arguments
+    ModelRow("AnyFlowTransformer3DModel", ("blocks",)),  # it takes a second timestep
+    ModelRow("AnyFlowFARTransformer3DModel", ("blocks",)),  # it has only flex_attention over the video
+    ModelRow("HeliosTransformer3DModel", ("blocks",)),  # it takes a compressed history
 )

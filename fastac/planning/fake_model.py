@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from fastac import hook, models
 from fastac.engine import torch_private
 from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
+from fastac.hook import blocks_given, disable
+from fastac.models.blocks import choose_blocks, unwrapped
+from fastac.models.switches import is_by_forward, switches_of
 from fastac.planning.fake_values import KnownValues
 from fastac.planning.fake_weights import fake, faked, runs_on
 
@@ -76,15 +78,15 @@ def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, devic
     like = max(tensors, key=torch.is_floating_point, default=torch.empty(0))
     trains_on = device or _device_of(runs_on(model), like.device.type)
     place = like.device if like.device.type == trains_on else torch.device("cpu")
-    copied = faked(models.unwrapped(model), known, torch.empty(0, dtype=like.dtype, device=place))
-    blocks = hook.blocks_given(copied, blocks)
-    hook.disable(copied)  # what is enabled on the model is not simulated
-    containers = hook.choose_blocks(copied, blocks, copied)
-    for module in models.switches(copied):
-        module.gradient_checkpointing = False
+    copied = faked(unwrapped(model), known, torch.empty(0, dtype=like.dtype, device=place))
+    blocks = blocks_given(copied, blocks)
+    disable(copied)  # what is enabled on the model is not simulated
+    containers = choose_blocks(copied, blocks, copied)
+    for switch in switches_of(copied):
+        switch.module.gradient_checkpointing = False
     named = {name: block for container in containers for name, block in container.blocks.items()}
     as_on_cuda = trains_on == "cuda" and place.type != "cuda"
-    found = FakeModel(copied, named, models.is_by_forward(copied, blocks), known, place, as_on_cuda)
+    found = FakeModel(copied, named, is_by_forward(copied, blocks), known, place, as_on_cuda)
     return found.given(inputs)
 
 

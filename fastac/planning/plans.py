@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastac import hook
 from fastac.errors import FastacError, class_name, readable_bytes
+from fastac.models.blocks import check_module
 from fastac.planning.fake_model import Inputs, arguments, fake_model
 from fastac.planning.fake_weights import BREAKS
 from fastac.planning.forecast import Forecast, PolicyPlan, States
@@ -256,7 +256,7 @@ def plan(
         >>> plan = fastac.plan(transformer, inputs)
         >>> fastac.enable(transformer, plan.within("24GiB"))
     """
-    _refuse_sharded(hook.check_module(model, "plan"))
+    _refuse_sharded(check_module(model, "plan"))
     args, kwargs = arguments(inputs)
     named = [*(("", value) for value in args), *kwargs.items()]
     tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]

@@ -22,37 +22,37 @@ MOST_LISTED = 5
 """How many ops and Functions are listed."""
 
 MOST_UNKNOWN = 0.2
-"""Share of recompute from which an unknown op or Function is warned of."""
+"""`verify` warns of an unknown op or Function that takes more than this share of recompute."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeProfile:
     """What the recomputes of a step ran: ops and autograd.Functions as the block calls them, not what they call.
 
-    Of compiled code, the ops that it calls.
+    In compiled code, these are the ops that it calls.
     """
 
     times: Mapping[str, int]
-    """Of each, in ns: of its kernels, if an accelerator ran them, else of the op itself."""
+    """The time of each op or Function, in ns: of its kernels if an accelerator ran them, else of the op itself."""
     marks: Mapping[str, str]
-    """Of each: "saved" (an attention that was returned from the tape), "known" (torch's, or with a row), "unknown"."""
+    """By op or Function, "saved" (attention returned from the tape), "known" (torch's, or with a row) or "unknown"."""
     on_device: bool
-    """Whether times are of kernels."""
+    """Whether `times` are those of kernels."""
 
     def __add__(self, other: RecomputeProfile) -> RecomputeProfile:
-        """Both together."""
+        """The sum of two profiles, as of two blocks."""
         return RecomputeProfile(
             Counter(self.times) + Counter(other.times), {**self.marks, **other.marks}, self.on_device
         )
 
     def shares(self) -> dict[str, float]:
-        """The share of each in the time of all, dearest first."""
+        """The share of each op and Function in the time of all, largest first."""
         total = sum(self.times.values()) or 1
         ordered = sorted(self.times.items(), key=operator.itemgetter(1), reverse=True)
         return {name: time / total for name, time in ordered}
 
     def unknown(self) -> dict[str, float]:
-        """The unknown ones, with their shares, that take more than `MOST_UNKNOWN`."""
+        """The unknown ops and Functions that take more than `MOST_UNKNOWN`, with their shares."""
         return {
             name: share
             for name, share in self.shares().items()
@@ -60,7 +60,7 @@ class RecomputeProfile:
         }
 
     def __str__(self) -> str:
-        table = new_table(f"What recompute ran, dearest first, by {'device' if self.on_device else 'op'} time")
+        table = new_table(f"What recompute ran, most time first, by {'device' if self.on_device else 'op'} time")
         for heading in ("op or autograd.Function", "share", "status"):
             table.add_column(heading, justify="right" if heading == "share" else "left")
         for name, share in list(self.shares().items())[:MOST_LISTED]:
@@ -69,15 +69,15 @@ class RecomputeProfile:
 
 
 latest: weakref.WeakKeyDictionary[torch.nn.Module, RecomputeProfile] = weakref.WeakKeyDictionary()
-"""By model: of the latest `verify`, for its report."""
+"""The profile of the latest `verify` of each model, for its report."""
 
 
 def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> RecomputeProfile | None:
     """What the recomputes of a backward ran; None if there was none.
 
     Args:
-        events: of a profiler, each before those inside it.
-        answered: by op, the attention calls that were returned from a tape.
+        events: the events of a profiler. Each stands before the events inside it.
+        answered: by op, the number of attention calls that were returned from a tape.
     """
     if not any(event.name() == RECOMPUTE for event in events):
         return None
@@ -85,26 +85,26 @@ def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recomput
     ops = {name.partition(".")[0] for name in op_names()} | bound.keys()
     functions: dict[str, bool] = {}
     for name, is_known in _functions(torch.autograd.Function):
-        functions[name] = is_known and functions.get(name, True)  # some have one name
+        functions[name] = is_known and functions.get(name, True)  # several classes may have the same name
     op_times: Counter[str] = Counter()
     device_times: Counter[str] = Counter()
-    launched: dict[int, str] = {}  # by the correlation of an event, what is at the top of it
-    inside: dict[str, Counter[str]] = {}  # the attention ops that each calls, and how long they took
-    called: Counter[str] = Counter()
-    spans: dict[int, int] = {}  # by thread, when the recompute ends that began last
-    tops: dict[int, tuple[int, str]] = {}  # by thread, when the event at the top ends, and its name
+    launched: dict[int, str] = {}  # correlation id -> the outermost op or Function that launched the kernel
+    inside: dict[str, Counter[str]] = {}  # outermost op or Function -> the attention ops in it, with their times
+    called: Counter[str] = Counter()  # attention op -> the number of its calls
+    spans: dict[int, int] = {}  # thread -> the end of the recompute that began last
+    tops: dict[int, tuple[int, str]] = {}  # thread -> the end and the name of the outermost op or Function
     on_device = []
     for event in events:
         name, thread = event.name(), event.start_thread_id()
         if event.device_type().name != "CPU":
             on_device.append(event)
         elif name == RECOMPUTE:
-            spans[thread] = max(event.end_ns(), spans.get(thread, 0))  # of nested regions, the outer one counts
+            spans[thread] = max(event.end_ns(), spans.get(thread, 0))  # a nested region ends before the outer one
         elif event.start_ns() < spans.get(thread, 0):
             end, top = tops.get(thread, (0, ""))
             if event.start_ns() >= end:
                 if name == "CompiledFunction" or not (name in ops or name in functions or name == COMPARISON):
-                    continue  # a range of the user's, or compiled code: what is inside counts
+                    continue  # a range that the user recorded, or compiled code: the ops inside count
                 top = "" if name == COMPARISON else name
                 tops[thread] = event.end_ns(), top
                 if top:
@@ -119,7 +119,7 @@ def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recomput
     marks = {}
     for name, time in op_times.items():
         is_known = _is_known(name) or name in bound if "::" in name else functions[name]
-        # A Function of the user's that does little else than call a known attention is as known as that.
+        # A user's Function that spends most of its time in a known attention is known as well.
         if name in inside and (is_known or 2 * inside[name].total() > time):
             saved = all(answered.get(op, 0) >= called[op] for op in inside[name])
             marks[name] = "saved" if saved else "known"
@@ -129,16 +129,16 @@ def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recomput
 
 
 def _is_known(op: str) -> bool:
-    """Whether an op is torch's, or a row says that it is no attention."""
+    """Whether an op is torch's, or a row says that it is not attention."""
     namespace, _, name = op.partition("::")
     return namespace in TORCH_NAMESPACES or registry.is_other(namespace, name)
 
 
-def _functions(kind: type) -> Iterator[tuple[str, bool]]:
+def _functions(base: type) -> Iterator[tuple[str, bool]]:
     """Names of the autograd.Functions of this process, and whether fastac knows what they do."""
     function: type
-    for function in kind.__subclasses__():
+    for function in base.__subclasses__():
         is_of_torch = function.__module__.partition(".")[0] == "torch"
-        known = is_of_torch or opaque.is_visible(function)
-        yield function.__name__, known or registry.is_other(function.__module__, function.__name__)
+        is_known = is_of_torch or opaque.is_visible(function)
+        yield function.__name__, is_known or registry.is_other(function.__module__, function.__name__)
         yield from _functions(function)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from fastac import hook
 from fastac.backends.availability import ignored_backends
 from fastac.compiled import graphs
 from fastac.engine.blocks import BlockState, known_state
 from fastac.engine.collectives import Communication
 from fastac.engine.results import Call
-from fastac.errors import class_name, readable_bytes
-from fastac.models import BlockContainer
+from fastac.errors import FastacError, class_name, readable_bytes
+from fastac.hook import Enabled, enabled_on
+from fastac.models.blocks import BlockContainer, check_module, containers_inside, grouped
 from fastac.policy import BlockPolicies, saves_nothing
 from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.tables import new_table, render, wrapped
@@ -23,14 +23,14 @@ from fastac.verification.tables import new_table, render, wrapped
 
 @dataclasses.dataclass(frozen=True)
 class Offloaded:
-    """Bytes that blocks with offload keep, and the copies of their latest regions: in backward there are more."""
+    """Bytes that blocks with offload hold, and the copies of their latest regions: backward makes more of them."""
 
     host_bytes: int
     device_bytes: int
     copies: int
     """The copies of one region in one direction count as one."""
     waited_bytes: tuple[int, ...]
-    """Bytes of each copy that the device was idle for."""
+    """Bytes of each copy that the device waited for."""
 
     def __str__(self) -> str:
         host, device, waited = map(readable_bytes, (self.host_bytes, self.device_bytes, sum(self.waited_bytes)))
@@ -43,22 +43,24 @@ def offloaded_by(modules: Iterable[torch.nn.Module]) -> Offloaded | None:
     moved = [state.transfers for state in block_states(modules) if state.transfers is not None]
     if not moved:
         return None
-    host, device, copies = zip(*((one.host_bytes, one.device_bytes, one.copies) for one in moved), strict=True)
-    waited = tuple(size for one in moved for size in one.waited_bytes())
+    host, device, copies = zip(
+        *((transfers.host_bytes, transfers.device_bytes, transfers.copies) for transfers in moved), strict=True
+    )
+    waited = tuple(size for transfers in moved for size in transfers.waited_bytes())
     return Offloaded(sum(host), sum(device), sum(copies), waited)
 
 
 def block_states(modules: Iterable[torch.nn.Module]) -> list[BlockState]:
     """The states of modules. A module has one if a region of it was seen or `enable` named it."""
-    return [state for one in modules if (state := known_state(one)) is not None]
+    return [state for module in modules if (state := known_state(module)) is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class ContainerReport:
     """One block container. Calls and bytes are sums over the latest region of each block.
 
-    Blocks in a graph of torch.compile count as decided while it was traced, for the input sizes of that trace: nothing
-    of them is seen while the graph runs.
+    Nothing is seen of a block while a graph of torch.compile runs it. It counts as was decided while the graph was
+    traced, for the input sizes of that trace.
     """
 
     container: str
@@ -71,30 +73,30 @@ class ContainerReport:
     ops: tuple[str, ...]
     saved_bytes: int
     extra_bytes: int = 0
-    """Of saved_bytes, those that only the backward of opaque kernels needs."""
+    """The part of saved_bytes that only the backward of opaque kernels needs."""
     choice_bytes: int = 0
-    """Beside saved_bytes, the choices of sparse attention."""
+    """Bytes of saved choices of sparse attention; not in saved_bytes."""
     blocks_full: int = 0
     """Blocks that the policy checkpoints fully. They are not watched."""
     blocks_none: int = 0
     """Blocks that the policy does not checkpoint."""
     blocks_compiled: int = 0
-    """Of blocks_seen, those in a compiled graph."""
+    """The part of blocks_seen that is in a compiled graph."""
     communication: Communication | None = None
-    """Functional collectives. `again` grows in backward."""
+    """Functional collectives. `again` is complete after backward."""
     writing: int = 0
-    """Collectives that write a buffer of their caller's, which are never saved. FSDP's own are not counted."""
+    """Collectives that write into a buffer of their caller: they are never saved. FSDP's own are not counted."""
     linear_saved: int = 0
     """Outputs of Linear modules that are saved."""
     linear_bytes: int = 0
-    """Beside saved_bytes, bytes of these outputs."""
+    """Bytes of these outputs; not in saved_bytes."""
     offloaded: Offloaded | None = None
     flops: int = 0
-    """Of the forwards of blocks that save something; 0 where they were not seen."""
+    """FLOPs of the forwards of blocks that save something; 0 if they were not seen."""
     saved_flops: int = 0
-    """Of these, of the attention that is saved."""
+    """The part of `flops` that belongs to saved attention."""
     unknown: tuple[str, ...] = ()
-    """Ops and autograd.Functions that run again and that fastac does not know."""
+    """Ops and autograd.Functions that run again in recompute and that fastac does not know."""
 
     @property
     def held_bytes(self) -> int:
@@ -120,10 +122,10 @@ def _bytes_of(row: ContainerReport) -> str:
 
 def _collectives_of(row: ContainerReport) -> str:
     lines = []
-    if (found := row.communication) is not None:
-        lines.append(f"{found.issued} in forward ({readable_bytes(found.issued_bytes)})")
-        lines.append(f"{found.saved} of them saved ({readable_bytes(found.saved_bytes)})")
-        lines.append(f"{found.again} issued again in backward ({readable_bytes(found.again_bytes)})")
+    if (counts := row.communication) is not None:
+        lines.append(f"{counts.issued} in forward ({readable_bytes(counts.issued_bytes)})")
+        lines.append(f"{counts.saved} of them saved ({readable_bytes(counts.saved_bytes)})")
+        lines.append(f"{counts.again} issued again in backward ({readable_bytes(counts.again_bytes)})")
     if row.writing:
         lines.append(f"{row.writing} more write a buffer: never saved, issued again")
     return "\n".join(lines)
@@ -144,7 +146,7 @@ _FACTS: dict[str, Callable[[ContainerReport], object]] = {
     "offloaded": lambda row: row.offloaded or "",
     "unknown, run again": lambda row: f"{len(row.unknown)}: {', '.join(row.unknown)}" if row.unknown else "",
 }
-"""Of the table of a report, for each container. What is empty is left out."""
+"""The lines of a report's table for one container: name -> text. A line with an empty text is left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Report:
     problem: str
     rows: tuple[ContainerReport, ...]
     remarks: tuple[str, ...] = ()
-    """Unexpected facts of the model's attention, such as backends that are set and ignored."""
+    """Unexpected facts of the model's attention, for example a backend that is set and has no effect."""
     recompute: RecomputeProfile | None = None
     """What recompute ran in the latest `verify` of the model."""
 
@@ -178,7 +180,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """One line to paste where others read it; "" where no attention is saved, or `enable` is undone."""
+        """One line to paste into a log or an issue; "" if no attention is saved, or `enable` is undone."""
         names = ("attention_calls", "saved", "saved_bytes", "flops", "saved_flops")
         calls, saved, held, flops, avoided = (sum(getattr(row, name) for row in self.rows) for name in names)
         share = f", {avoided / flops:.0%} of the FLOPs that full recomputes in these blocks" if flops else ""
@@ -190,7 +192,7 @@ def report(model: torch.nn.Module) -> Report:
     """What fastac saved and recomputed in the latest forward of each of a model's blocks.
 
     Args:
-        model: given to `fastac.enable`, or one that calls `fastac.checkpoint`.
+        model: a model given to `fastac.enable`, or a model that calls `fastac.checkpoint` itself.
 
     Returns:
         Values, and a table when printed. Blocks in a graph of torch.compile count as decided while it was traced.
@@ -201,17 +203,17 @@ def report(model: torch.nn.Module) -> Report:
     Example:
         >>> print(fastac.report(transformer))
     """
-    model = hook.check_module(model, "report")
-    hook.check_no_part(model, "report")
-    enabled = hook.enabled_on(model)
-    containers = hook.containers_of(model)
+    model = check_whole(model, "report")
+    enabled = enabled_on(model)
+    # Rows of an enabled model are the modules that it calls fastac for, which may be parts of the blocks.
+    containers = containers_inside(model) if enabled is None else grouped(enabled.host.blocks_called())
     in_graphs = decided_calls(model)
     rows = tuple(_container_report(container, enabled, in_graphs) for container in containers)
     names = [name for container in containers for name in container.blocks]
     return Report(
         model_class=class_name(model),
         policy="none" if enabled is None else str(enabled.policy),
-        active=enabled is not None and not enabled.was_switched_off() and not enabled.was_replaced(),
+        active=enabled is not None and enabled.host.is_on and not enabled.host.is_replaced,
         problem=_problem(model, enabled, any(row.blocks_seen for row in rows)),
         rows=rows,
         remarks=tuple(ignored_backends(model, names)),
@@ -219,15 +221,28 @@ def report(model: torch.nn.Module) -> Report:
     )
 
 
+def check_whole(model: object, call: str) -> torch.nn.Module:
+    """The model inside its wrappers, as `check_module`. Raises FastacError also if only a part of it is enabled."""
+    module = check_module(model, call)
+    parts = [name for name, inner in module.named_modules() if enabled_on(inner) is not None]
+    if parts and "" not in parts:
+        raise FastacError(
+            f"{call}: fastac is enabled on a part of {class_name(module)}, not on the whole of it. Pass that part: "
+            f"{call}(model.{parts[0]}, ...)."
+        )
+    return module
+
+
 def _container_report(
-    container: BlockContainer, enabled: hook.Enabled | None, in_graphs: Mapping[str, list[Call]]
+    container: BlockContainer, enabled: Enabled | None, in_graphs: Mapping[str, list[Call]]
 ) -> ContainerReport:
     compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
     states = block_states(block for name, block in container.blocks.items() if name not in compiled)
     seen = [state for state in states if state.latest is not None]
     results: list[Any] = [state.latest for state in seen]
-    calls = [call for one in (*(one.calls for one in results), *compiled.values()) for call in one]
-    products = [product for one in results for product in one.products]
+    calls = [call for result in results for call in result.calls]
+    calls += [call for decided in compiled.values() for call in decided]
+    products = [product for result in results for product in result.products]
     parts = [state.communication for state in seen if state.communication is not None]
     saved = sum(call.saved for call in calls)
     names = []
@@ -244,27 +259,27 @@ def _container_report(
         ops=tuple(dict.fromkeys(call.op.removesuffix(".default") for call in calls)),
         saved_bytes=sum(call.saved_bytes for call in calls),
         extra_bytes=sum(call.extra_bytes for call in calls),
-        choice_bytes=sum(one.choice_bytes for one in results),
+        choice_bytes=sum(result.choice_bytes for result in results),
         blocks_full=names.count("full"),
         blocks_none=names.count("none"),
         blocks_compiled=len(compiled),
         communication=sum(parts, Communication()) if parts else None,
-        writing=sum(one.writing for one in results),
+        writing=sum(result.writing for result in results),
         linear_saved=len(products),
         linear_bytes=sum(product.saved_bytes for product in products),
         offloaded=offloaded_by(container.blocks.values()),
-        flops=sum(one.flops for one in results),
-        saved_flops=sum(one.saved_flops for one in results),
-        unknown=tuple(dict.fromkeys(name for one in results for name in one.unknown)),
+        flops=sum(result.flops for result in results),
+        saved_flops=sum(result.saved_flops for result in results),
+        unknown=tuple(dict.fromkeys(name for result in results for name in result.unknown)),
     )
 
 
 def decided_calls(model: torch.nn.Module, ids: Collection[str] | None = None) -> dict[str, list[Call]]:
-    """The calls of a model's blocks, by name, as they were decided on while a graph was traced.
+    """By block, the calls that were decided on while a graph of torch.compile was traced.
 
-    ids: of the compilations that count; by default all since the latest region of the block itself.
+    ids: the compilations that count. By default, all since the block's latest region outside of graphs.
     """
-    enabled = hook.enabled_on(model)
+    enabled = enabled_on(model)
     if enabled is None:
         return {}
     blocks = {}
@@ -275,22 +290,22 @@ def decided_calls(model: torch.nn.Module, ids: Collection[str] | None = None) ->
     return graphs.decided(blocks, ids)
 
 
-def _problem(model: torch.nn.Module, enabled: hook.Enabled | None, seen: bool) -> str:
+def _problem(model: torch.nn.Module, enabled: Enabled | None, seen: bool) -> str:
     earlier = ". The table is of the latest step under fastac." if seen else ""
     if enabled is None:
         if seen and not hasattr(model, "enable_gradient_checkpointing"):
-            return ""  # it checkpoints itself
+            return ""  # the model calls fastac.checkpoint itself
         return (
             "fastac.enable(model) was not called, or was undone; under patch_checkpoint the log says what is saved"
             + earlier
         )
-    if enabled.was_replaced():
+    if enabled.host.is_replaced:
         return "gradient checkpointing was enabled again without fastac: nothing is saved" + earlier
-    if enabled.was_switched_off():
+    if not enabled.host.is_on:
         return "gradient checkpointing was switched off since fastac.enable" + earlier
     if saves_nothing(enabled.policy):
         return "this policy saves nothing, and attention calls are not watched under it"
-    if not seen and enabled.called:
-        others = ", ".join(dict.fromkeys(map(class_name, enabled.called.values())))
+    if not seen and enabled.host.called:
+        others = ", ".join(dict.fromkeys(map(class_name, enabled.host.called.values())))
         return f"{class_name(model)} checkpoints other modules than these: {others}"
     return "" if seen else "no forward with gradients was seen yet"

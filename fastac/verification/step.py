@@ -30,17 +30,17 @@ class Executed(Counter[str]):
     """Attention kernels that ran, by op."""
 
     recompute: RecomputeProfile | None = None
-    """What recompute ran."""
+    """What recompute ran, if these were counted in a backward."""
 
 
 @contextlib.contextmanager
 def executed_attention(on_device: bool = False) -> Iterator[Executed]:
-    """Count the attention kernels that run inside, by op: complete at its end.
+    """Count the attention kernels that run inside, by op. The counts are complete when the context ends.
 
     torch's profiler counts every call of an op. A call that fastac answered from a tape ran no kernel and is
     subtracted. Calls that dynamo makes while it traces run none either, and are counted.
 
-    on_device: profile the accelerator as well, whose times say what in recompute is dear.
+    on_device: profile the accelerator as well. Its times say which ops of recompute are expensive.
     """
     ran = Executed()
     answered: Counter[str] = Counter()
@@ -49,13 +49,13 @@ def executed_attention(on_device: bool = False) -> Iterator[Executed]:
         with profiler(activities=supported_activities() if on_device else [ProfilerActivity.CPU]) as profiled:
             yield ran
     finally:
-        engine.replayed_calls[:] = [one for one in engine.replayed_calls if one is not answered]
+        engine.replayed_calls[:] = [counter for counter in engine.replayed_calls if counter is not answered]
     names = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
-    ends: Counter[tuple[int, str]] = Counter()  # time at which the last counted call ended, by its thread and op
+    ends: Counter[tuple[int, str]] = Counter()  # thread and op -> the end of the last counted call
     events = profiled_events(profiled)
     for event in events:
         thread, name = event.start_thread_id(), event.name()
-        # A call inside one of the same op was made by a dispatch mode or a tensor subclass: count the outer one.
+        # If a call is inside a call of the same op, a dispatch mode or a tensor subclass made it: count the outer call.
         if name in names and event.start_ns() >= ends[thread, name]:
             ran[name] += 1
             ends[thread, name] = event.end_ns()
@@ -75,22 +75,22 @@ class Step:
     graphs: set[str]
     """Ids of the compilations whose graphs ran."""
     in_graph: bool = False
-    """Whether `calls` are those decided while these were traced: in them no region is seen."""
+    """Whether `calls` were decided while these graphs were traced: no region is seen while a graph runs."""
     products: list[Product] = dataclasses.field(default_factory=list)
     offloaded: Offloaded | None = None
     kernels: tuple[str, ...] = ()
     """Attention ops that ran in forward."""
     recompute: RecomputeProfile | None = None
-    """What recompute ran; None where there was none, or it was not counted."""
+    """What recompute ran; None if there was no recompute, or nothing was counted."""
 
     def take_tensors(self) -> dict[str, torch.Tensor | None]:
-        """Outputs and gradients, which the step holds no longer."""
+        """Hand the tensors over. The step no longer holds them, so their memory is free once the caller drops them."""
         tensors, self.tensors = self.tensors, {}
         return tensors
 
 
 def fresh(inputs: Any) -> Any:
-    """Copies that share nothing with the originals, leaves of their own graph; other objects are deep-copied."""
+    """Copies of inputs: tensors become leaves with memory of their own, modules stay, other objects are deep copies."""
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -103,9 +103,9 @@ def fresh(inputs: Any) -> Any:
 def run_step(
     model: torch.nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, is_counted: bool = True
 ) -> Step:
-    """One forward and backward of a fixed random projection of all floating outputs, from the same random state.
+    """Run a forward, and a backward of a fixed random projection of all floating outputs. Random state stays.
 
-    is_counted: count attention kernels, by torch's profiler, which takes most of the time of a small step.
+    is_counted: whether attention kernels are counted, by torch's profiler. That takes most of a small step's time.
     """
     model.zero_grad(set_to_none=True)
     args, kwargs = fresh((args, kwargs))
@@ -118,6 +118,8 @@ def run_step(
             with _counting(is_counted) as forward:
                 outputs = [_local(t) for t in floating(function(*args, **kwargs))]
             compiled = graphs.ids_among(nodes_between(outputs, ()))
+            # Random weights: in a plain sum, errors of opposite sign would cancel. On the CPU, so that all devices and
+            # both steps have the same.
             generator = torch.Generator().manual_seed(0)
             weights = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
             differentiable = [(t, w) for t, w in zip(outputs, weights, strict=True) if t.requires_grad]
@@ -125,27 +127,23 @@ def run_step(
                 raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
             with _counting(is_counted, on_device=outputs[0].device.type != "cpu") as backward:
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
-            written = {f"buffer {name}": one.detach().clone() for name, one in buffers.written().items()}
+            written = {f"buffer {name}": buffer.detach().clone() for name, buffer in buffers.written().items()}
     finally:
-        engine.collectors[:] = [one for one in engine.collectors if one is not regions]
+        engine.collectors[:] = [collector for collector in engine.collectors if collector is not regions]
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     tensors |= {f"gradient of {name}": _local(parameter.grad) for name, parameter in model.named_parameters()}
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     tensors |= {f"gradient of input {i}": _local(leaf.grad) for i, leaf in enumerate(leaves)}
     tensors |= written
     model.zero_grad(set_to_none=True)
-    calls = [call for region in regions for call in region.calls]
-    products = [product for region in regions for product in region.products]
-    executions, offloaded = (forward.total(), backward.total()), offloaded_by(model.modules())
-    kernels = tuple(sorted(name for name, count in forward.items() if count))
     return Step(
         tensors,
-        executions,
-        calls,
-        compiled,
-        products=products,
-        offloaded=offloaded,
-        kernels=kernels,
+        executions=(forward.total(), backward.total()),
+        calls=[call for region in regions for call in region.calls],
+        graphs=compiled,
+        products=[product for region in regions for product in region.products],
+        offloaded=offloaded_by(model.modules()),
+        kernels=tuple(sorted(name for name, count in forward.items() if count)),
         recompute=backward.recompute,
     )
 

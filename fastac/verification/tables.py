@@ -1,7 +1,7 @@
 """Tables as text, by rich.
 
-rich is imported when something is printed, not before: its import draws a number from Python's generator, and every
-number that a training script draws after it would be another.
+rich is imported when something is printed, not before: its import draws a number from Python's generator, which would
+change every number that a training script draws afterwards.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def _rich() -> tuple[type[Console], type[Table]]:
 
 
 def width() -> int:
-    """Columns of the terminal; 80 where there is none, as in a pipe, a log or a notebook."""
+    """Columns of the terminal; 80 if there is none, as in a pipe, a log or a notebook."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
 def wrapped(text: str) -> str:
-    """A text whose lines are broken between words where they are wider than the terminal."""
+    """Break the lines of a text between words if they are wider than the terminal."""
     lines = (textwrap.wrap(line, width(), break_on_hyphens=False) or [line] for line in text.splitlines())
     return "\n".join(part for parts in lines for part in parts)
 
@@ -45,13 +45,13 @@ def new_table(title: str | None = None, caption: str | None = None, headings: bo
 
 
 def console(**options: Any) -> Console:
-    """What prints a table, or a status line. options: of rich's Console."""
-    kind, _ = _rich()
-    return kind(**options)
+    """A rich.console.Console, which prints tables and status lines. options: its arguments."""
+    console_class, _ = _rich()
+    return console_class(**options)
 
 
 def render(table: Table) -> str:
-    """A table as plain text, no wider than the terminal: what is too long for its column goes on in the next line."""
+    """A table as plain text, no wider than the terminal: a text too long for its column continues in the next line."""
     for column in table.columns:
         column.overflow = "fold"
     text = io.StringIO()

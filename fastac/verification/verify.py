@@ -1,4 +1,8 @@
-"""verify: a step with a policy beside one without checkpointing."""
+"""verify: a step with a policy, compared with a step without checkpointing.
+
+`_Verifier` takes the steps, of the whole model or of each block. `Comparison` (ranks.py) compares them, and takes more
+if results differ. step.py says what a step is, noise.py when a difference is an error.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,11 @@ from fastac.engine.generators import generators_preserved
 from fastac.engine.kinds import kinds
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
+from fastac.models.switches import switches_of
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.verification.noise import FEWEST, MOST_EQUAL, Runs, Tensors, deterministic_kernels, deterministic_runs
+from fastac.verification.ranks import Comparison, RunStep
 from fastac.verification.recompute import RecomputeProfile, latest
-from fastac.verification.report import Offloaded, block_states, decided_calls
+from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls
 from fastac.verification.step import Step, fresh, run_step
 from fastac.verification.tables import new_table, render, wrapped
 
@@ -45,10 +50,10 @@ class Verification:
     different: tuple[str, ...]
     """Results that are not bitwise equal."""
     largest_difference: float
-    """Of these, relative to the norm of the result."""
+    """The largest difference of these results, relative to the norm of the result."""
     noise: float
-    """The largest difference between runs of the reference, above 0 where kernels are not deterministic. If `compiled`,
-    also between the reference compiled and not."""
+    """The largest difference between runs of the reference, above 0 if kernels are not deterministic. If `compiled`,
+    one of these runs is not compiled."""
     broken: tuple[str, ...]
     """Results that differ by more than noise in every run of the policy."""
     reference_executions: tuple[int, int]
@@ -60,21 +65,22 @@ class Verification:
     """Attention kernels that may run in backward: those that the policy recomputes, and the model's own."""
     linear_saved: int = 0
     linear_bytes: int = 0
-    """Beside saved_bytes."""
+    """Bytes of saved outputs of Linear modules; not in saved_bytes."""
     compiled: bool = False
+    """Whether the model is compiled as a whole, and results differ."""
     offloaded: Offloaded | None = None
     is_enabled: bool = True
-    """Whether the model was enabled; else this is what `enable` would do."""
+    """Whether the model was enabled. If not, this is what `enable` would do."""
     runs: int = 1
-    """Runs of the reference, among them those for the noise."""
+    """How often the reference ran, with the runs that measure the noise."""
     deterministic: bool = False
-    """Whether results are bitwise equal only with torch's deterministic kernels."""
+    """Whether results are bitwise equal, but only with torch's deterministic kernels."""
     kernels: tuple[str, ...] = ()
     """Attention ops of a training step."""
     compared_kernels: tuple[str, ...] = ()
-    """Attention ops of the steps that were compared: others, if training's are not deterministic."""
+    """Attention ops of the steps that were compared. They differ from `kernels` if those are not deterministic."""
     remark: str = ""
-    """Why the steps did not run with deterministic kernels, if results are compared within noise."""
+    """If results are compared within noise, why the steps did not run with deterministic kernels."""
     recompute: RecomputeProfile | None = None
     """What recompute ran, and how long it took."""
 
@@ -115,8 +121,8 @@ class Verification:
         return f"within the noise of {self.runs} runs ({self.noise:.1g} of the norm)"
 
 
-def _yes(kept: bool) -> str:
-    return "yes" if kept else "no"
+def _yes(is_true: bool) -> str:
+    return "yes" if is_true else "no"
 
 
 def verify(
@@ -130,29 +136,29 @@ def verify(
 ) -> Verification:
     """Run a model without checkpointing and with a policy; compare outputs, every gradient, and kernel executions.
 
-    If results differ, the steps run again with torch's deterministic kernels, and must be bitwise equal. Where that
-    does not make the reference equal itself, a difference that is there in every run of the policy, and larger than
-    between runs of the reference, is an error. A model that is compiled as a whole is another graph with checkpointing
-    than without: there compiling the reference counts as noise, too.
+    If results differ, the steps run again with torch's deterministic kernels, and must be bitwise equal. If even then
+    two runs of the reference differ, an error is a difference that every run of the policy has and that is larger than
+    the differences between runs of the reference. A model that is compiled as a whole is another graph with
+    checkpointing than without, so compiling the reference counts as noise, too.
 
-    Executions are counted in this thread and its backward, by torch's profiler: let nothing else train, and call it
-    outside of a profile of your own, which it would end. Afterwards the gradients of parameters, buffers, generator
-    states and checkpointing are as before. Among several processes every rank must call it, and it raises on all when
-    it raises on one.
+    Executions are counted in this thread and its backward, by torch's profiler. Let nothing else train meanwhile, and
+    do not call it inside a profile of your own, which it would end. Afterwards the gradients of parameters, buffers,
+    generator states and checkpointing are as before. With several processes, every rank must call it. If it raises on
+    one rank, it raises on all.
 
     Args:
         model: a diffusers model, a model that is enabled, or any module, which is then taken as one block.
-        args, kwargs: of one call of the model.
+        args, kwargs: the arguments of one call of the model.
         policy, blocks: as in `enable`; by default those of the enabled model.
-        reference: "none", or "full" for a model that does not fit otherwise.
-        per_block: run the model once under full checkpointing, then compare block by block on the inputs each had;
-            needs the memory of one block.
+        reference: "none", or "full" for a model that does not fit into memory without checkpointing.
+        per_block: run the model once under full checkpointing, then compare block by block, on the inputs that each
+            block had. Needs the memory of one block without checkpointing.
 
     Returns:
         What was measured, and a table when printed.
 
     Raises:
-        PolicyNotAppliedError: attention ran again that was to be saved, or none was saved.
+        PolicyNotAppliedError: attention that was to be saved ran again, or none was saved.
         FastacError: a result differs, or an option cannot be honoured.
 
     Example:
@@ -160,15 +166,15 @@ def verify(
     """
     group = Group()
     try:
-        return group.run(_Verifier(group, model, args, kwargs, policy, blocks, reference, per_block).verify)
+        return group.run(lambda: _Verifier(group, model, args, kwargs, policy, blocks, reference, per_block).verify())
     except OtherRankFailed as failed:
-        kind = getattr(errors, failed.kind, FastacError)
-        raise kind(f"verify failed on another rank. {failed}") from None
+        error_class = getattr(errors, failed.kind, FastacError)
+        raise error_class(f"verify failed on another rank. {failed}") from None
 
 
 @dataclasses.dataclass
 class _Verifier:
-    """A call of `verify`."""
+    """One call of `verify`: it takes steps of the whole model, or of one block after another."""
 
     group: Group
     model: torch.nn.Module
@@ -178,41 +184,40 @@ class _Verifier:
     blocks: Any
     reference: str
     per_block: bool
-    determinism_check: str = "default"
-    is_enabled: bool = False
-    is_counted: bool = True
-    """Whether attention kernels of the next steps are counted: of the first steps only."""
 
-    def verify(self) -> Verification:
-        """Take the steps and compare them. Raises as the function of that name."""
+    def __post_init__(self) -> None:
+        """Check the arguments. The policy and the blocks are those of the enabled model if they are not given."""
         if self.reference not in ("none", "full"):
             raise FastacError(f'verify(reference={self.reference!r}): there are "none" and "full"')
-        self.inner: Any = hook.check_module(self.model, "verify")
-        hook.check_no_part(self.inner, "verify")
+        self.inner: Any = check_whole(self.model, "verify")
         prepare()
         enabled = hook.enabled_on(self.inner)
-        if enabled is not None:
-            self.is_enabled, self.determinism_check = True, enabled.determinism_check
-            if enabled.by_forward and self.blocks is None:
-                self.blocks = list(enabled.blocks.values())
-        elif torch.utils.checkpoint.checkpoint is not torch_checkpoint:
+        self.is_enabled = enabled is not None
+        self.determinism_check = "default" if enabled is None else enabled.determinism_check
+        if enabled is not None and enabled.host.forwards and self.blocks is None:
+            self.blocks = list(enabled.blocks.values())
+        if enabled is None and torch.utils.checkpoint.checkpoint is not torch_checkpoint:
             raise FastacError(
-                "verify: patch_checkpoint is on, and verify would prove `enable` alone. With logging at INFO, each "
+                "verify: patch_checkpoint is on, and verify would prove only `enable`. With logging at INFO, each "
                 "kind of checkpoint says what it saves."
             )
         if self.policy is None:
             self.policy = "attn_only" if enabled is None else enabled.policy_as_given()
+
+    def verify(self) -> Verification:
+        """Take the steps and compare them. Raises as the public `verify`."""
         with _as_found(self.inner):
             if self.blocks is None and not hasattr(self.inner, "enable_gradient_checkpointing"):
-                result = self.verify_block(self.model, self.args, self.kwargs, resolve(self.policy))
+                result = self._verify_block(self.model, self.args, self.kwargs, resolve(self.policy))
             elif self.per_block:
-                result = self.verify_blocks()
+                result = self._verify_blocks()
             else:
-                result = self._compare(self._reference_step, self._policy_step, self._enable().policy)
+                result = self._compare(self._reference_step, self._policy_step, self._enable(self.policy).policy)
         _raise_if_broken(result)
         if result.recompute is not None:
             latest[self.inner] = result.recompute
-            watched = result.saved + result.recomputed + result.linear_saved  # else nothing is to be saved
+            # Under a policy that saves nothing, all of recompute is wanted: nothing is worth a warning.
+            watched = result.saved + result.recomputed + result.linear_saved
             for name, share in result.recompute.unknown().items() if watched else ():
                 logger.warning(
                     "verify: %s takes %.0f %% of recompute, and fastac does not know it. If it is attention, have "
@@ -222,37 +227,41 @@ class _Verifier:
                 )
         return result
 
-    def _enable(self) -> Any:
-        hook.enable(self.inner, self.policy, blocks=self.blocks, determinism_check=self.determinism_check)
+    def _enable(self, policy: Any) -> Any:
+        hook.enable(self.inner, policy, blocks=self.blocks, determinism_check=self.determinism_check)
         return hook.enabled_on(self.inner)
 
-    def _reference_step(self) -> Step:
+    def _reference_step(self, is_counted: bool) -> Step:
+        """A step of the whole model without fastac."""
         hook.disable(self.inner)
         with checkpoint_wrappers.idle(self.inner):
             if self.blocks is not None and self.reference == "full":
-                hook.enable(self.inner, "full", blocks=self.blocks, determinism_check=self.determinism_check)
+                self._enable("full")
             elif self.reference == "full":
                 self.inner.enable_gradient_checkpointing(_full_checkpoint)
             elif self.blocks is None:
                 self.inner.disable_gradient_checkpointing()
-            step = run_step(self.model, self.model, self.args, self.kwargs, self.is_counted)
+            step = run_step(self.model, self.model, self.args, self.kwargs, is_counted)
             hook.disable(self.inner)
         return step
 
-    def _policy_step(self) -> Step:
-        if hook.enabled_on(self.inner) is None:  # once: a model that is compiled would be compiled again
-            self._enable()
-        found = run_step(self.model, self.model, self.args, self.kwargs, self.is_counted)
-        if found.calls or not found.graphs:
-            return found
-        calls = decided_calls(self.inner, found.graphs).values()
-        return dataclasses.replace(found, calls=[call for block in calls for call in block], in_graph=True)
+    def _policy_step(self, is_counted: bool) -> Step:
+        """A step of the whole model, enabled."""
+        # Only if the reference disabled it: enabling again would make a compiled model compile again.
+        if hook.enabled_on(self.inner) is None:
+            self._enable(self.policy)
+        step = run_step(self.model, self.model, self.args, self.kwargs, is_counted)
+        if step.calls or not step.graphs:
+            return step
+        # The model is compiled as a whole: its regions are inside graphs, and their calls were decided in the trace.
+        calls = decided_calls(self.inner, step.graphs).values()
+        return dataclasses.replace(step, calls=[call for block in calls for call in block], in_graph=True)
 
-    def verify_blocks(self) -> Verification:
-        """Each block by itself, on the inputs that it has in a step of the model under full checkpointing."""
+    def _verify_blocks(self) -> Verification:
+        """Verify each block by itself, on the inputs that it has in a full-checkpointed forward of the model."""
         if self.blocks is not None:
             raise FastacError("verify(per_block=True) is for models that are enabled without blocks=...")
-        enabled = self._enable()
+        enabled = self._enable(self.policy)
         regions: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
         hook.disable(self.inner)
         with checkpoint_wrappers.idle(self.inner):
@@ -262,57 +271,30 @@ class _Verifier:
             raise FastacError("verify(per_block=True): ranks have different numbers of blocks. Verify without it.")
         if not regions:
             raise FastacError(f"verify(per_block=True): {class_name(self.inner)} checkpointed no block on these inputs")
-        parts = [self.verify_block(block, args, kwargs, enabled.policy_of(block)) for block, args, kwargs in regions]
+        parts = [self._verify_block(block, args, kwargs, enabled.policy_of(block)) for block, args, kwargs in regions]
         return _together(parts, str(enabled.policy))
 
-    def verify_block(self, block: Any, args: Any, kwargs: Any, policy: Policy) -> Verification:
-        """One block, or a module that is taken as one."""
+    def _verify_block(self, block: Any, args: Any, kwargs: Any, policy: Policy) -> Verification:
+        """Verify one block, or a module that is taken as a block."""
+        reference = _full_checkpoint if self.reference == "full" else checkpoint_wrappers.call_plainly
+        checkpointed = functools.partial(checkpoint, policy=policy, determinism_check=self.determinism_check)
 
-        def reference_step() -> Step:
-            function = _full_checkpoint if self.reference == "full" else checkpoint_wrappers.call_plainly
+        def step_of(function: Any, is_counted: bool) -> Step:
             with checkpoint_wrappers.idle(block):
-                return run_step(block, function, (block, *args), kwargs, self.is_counted)
+                return run_step(block, function, (block, *args), kwargs, is_counted)
 
-        def policy_step() -> Step:
-            with checkpoint_wrappers.idle(block):
-                function = functools.partial(checkpoint, policy=policy, determinism_check=self.determinism_check)
-                return run_step(block, function, (block, *args), kwargs, self.is_counted)
+        return self._compare(functools.partial(step_of, reference), functools.partial(step_of, checkpointed), policy)
 
-        return self._compare(reference_step, policy_step, policy)
-
-    def _compare(
-        self, reference_step: Callable[[], Step], policy_step: Callable[[], Step], policy: Policy | BlockPolicies
-    ) -> Verification:
-        """Compare steps. The policy runs twice: its first step, compiled and observed, must be exact as well."""
-        self.is_counted = True
-        expected = reference_step()
-        if self.group.any(bool(expected.graphs)):
-            expected = reference_step()  # the first compiled, and what dynamo traced was counted
-        tensors = expected.take_tensors()
-        if self.reference == "full":  # torch's checkpoint, which writes buffers twice
-            tensors = {name: one for name, one in tensors.items() if not name.startswith("buffer ")}
-        runs = Runs(tensors)
-        later = self._add_policy(runs, policy_step)
-        compared_kernels, is_deterministic, remark = expected.kernels, False, ""
-        # Every rank takes the same steps: they may communicate.
-        differs = self.group.any(bool(runs.different))
-        compiled = self.group.any(bool(runs.different) and later.in_graph)
-        if compiled:
-            self.is_counted = False
-            self._repeat_compiled(runs, reference_step, policy_step)
-        elif differs:
-            equal, kernels, remark = self._deterministic_runs(reference_step)
-            self.is_counted = False
-            is_deterministic = equal is not None
-            with deterministic_kernels() if is_deterministic else contextlib.nullcontext():
-                if equal is not None:
-                    runs, compared_kernels = equal, kernels
-                    self._add_policy(runs, policy_step)
-                self._repeat(runs, reference_step, policy_step)
+    def _compare(self, reference_step: RunStep, policy_step: RunStep, policy: Policy | BlockPolicies) -> Verification:
+        # The reference "full" is torch's checkpoint, whose recompute writes buffers a second time: do not compare them.
+        with_buffers = self.reference != "full"
+        compared = Comparison(self.group, reference_step, policy_step, self._forget_kinds, with_buffers)
+        runs, expected, later = compared.runs, compared.expected, compared.later
         broken = sorted(runs.broken(), key=lambda name: -runs.different[name])
         saved = [call for call in later.calls if call.saved]
-        own = expected.executions[1] if self.reference == "none" else 0
-        # Regions under "full" are plain checkpointing and are not seen: what was not saved may run again.
+        # Attention kernels of the backward itself, as of diffusers' context parallelism.
+        in_backward = expected.executions[1] if self.reference == "none" else 0
+        # Regions under "full" are not watched, so their calls are not known: all that was not saved may run again.
         unseen = isinstance(policy, BlockPolicies) or policy.saves_nothing
         return Verification(
             subject=class_name(self.inner),
@@ -327,110 +309,54 @@ class _Verifier:
             policy_executions=later.executions,
             saved=len(saved),
             recomputed=len(later.calls) - len(saved),
-            saved_bytes=sum(one.saved_bytes for one in saved),
-            allowed_again=own + (later.executions[0] if unseen else len(later.calls)) - len(saved),
+            saved_bytes=sum(call.saved_bytes for call in saved),
+            allowed_again=in_backward + (later.executions[0] if unseen else len(later.calls)) - len(saved),
             linear_saved=len(later.products),
-            linear_bytes=sum(one.saved_bytes for one in later.products),
-            compiled=compiled,
+            linear_bytes=sum(product.saved_bytes for product in later.products),
+            compiled=compared.is_compiled,
             offloaded=later.offloaded,
             is_enabled=self.is_enabled,
             runs=runs.count,
-            deterministic=is_deterministic and not runs.different,
+            deterministic=compared.is_deterministic and not runs.different,
             kernels=expected.kernels,
-            compared_kernels=compared_kernels,
-            remark=remark,
+            compared_kernels=compared.kernels,
+            remark=compared.remark,
             recompute=later.recompute,
         )
 
-    def _add_policy(self, runs: Runs, policy_step: Callable[[], Step]) -> Step:
-        """Add a first step of the policy, in which regions are observed, and a later one. Returns the later one."""
+    def _forget_kinds(self) -> None:
+        """Make the next region of each kind a first one, which is observed."""
         kinds.by_code = weakref.WeakKeyDictionary()
         for state in block_states(self.inner.modules()):
             state.key = None
-        runs.add("first", policy_step().tensors)
-        later = policy_step()
-        runs.add("later", later.take_tensors())
-        return later
-
-    def _deterministic_runs(self, reference_step: Callable[[], Step]) -> tuple[Runs | None, tuple[str, ...], str]:
-        """Equal runs of the reference with deterministic kernels, and the attention ops in them; or None, and why."""
-        if not self.group.is_one_process:
-            return None, (), ""  # an op that refuses in the middle of a backward would leave DDP and FSDP in it
-        kernels: tuple[str, ...] = ()
-
-        def step() -> Tensors:
-            nonlocal kernels
-            found = reference_step()
-            kernels = found.kernels
-            return found.take_tensors()
-
-        runs, refused = deterministic_runs(step)
-        if "CUBLAS_WORKSPACE_CONFIG" in refused:
-            refused = "For a bitwise comparison start Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
-        elif refused:
-            refused = f"No deterministic kernels: {refused}"
-        return runs, kernels, refused
-
-    def _repeat(self, runs: Runs, reference_step: Callable[[], Step], policy_step: Callable[[], Step]) -> None:
-        """If results differ, run the reference `FEWEST` times, then all until nothing is wrong, or cannot change."""
-        if not self.group.any(bool(runs.different)):
-            return
-        while self.group.any(runs.count < FEWEST or (bool(runs.broken()) and runs.may_change())):
-            runs.add_reference(reference_step().tensors)
-            if runs.count > FEWEST:
-                self._add_policy(runs, policy_step)
-
-    def _repeat_compiled(self, runs: Runs, reference_step: Callable[[], Step], policy_step: Callable[[], Step]) -> None:
-        """As `_repeat`, for a model that is compiled as a whole: compiling the reference is noise as well.
-
-        The policy's graph may change other results than the reference's, by as much: all are allowed the median. To go
-        back and forth would compile each time, so the reference runs first. All steps of the policy run one graph.
-        """
-        with torch.compiler.set_stance("force_eager"):
-            runs.add_reference(reference_step().tensors)
-        while self.group.any(runs.count < FEWEST):
-            runs.add_reference(reference_step().tensors)
-        runs.allow_compilation()
-        while self.group.any(bool(runs.broken()) and runs.may_change()):
-            runs.add_reference(reference_step().tensors)
-        for _ in range(MOST_EQUAL):
-            if not self.group.any(bool(runs.broken())):
-                break
-            tensors = policy_step().tensors
-            for what in ("first", "later"):
-                runs.add(what, tensors)
 
 
 def _together(parts: list[Verification], policy: str) -> Verification:
-    """The results of several blocks as one."""
+    """The verifications of several blocks as one."""
 
     def merged(name: str) -> Any:
         values = [getattr(part, name) for part in parts]
         if name == "offloaded":
             return None
         if name == "recompute":
-            known = [one for one in values if one is not None]
-            return functools.reduce(operator.add, known) if known else None
+            profiles = [profile for profile in values if profile is not None]
+            return functools.reduce(operator.add, profiles) if profiles else None
         if name in ("kernels", "compared_kernels"):
-            return tuple(dict.fromkeys(one for names in values for one in names))
-        if name == "runs":
-            return max(values)
-        if name == "remark":
-            return next(filter(None, values), "")
+            return tuple(dict.fromkeys(kernel for kernels in values for kernel in kernels))
         if name in ("different", "broken"):
-            return tuple(f"block {number}: {one}" for number, names in enumerate(values) for one in names)
+            return tuple(f"block {number}: {result}" for number, results in enumerate(values) for result in results)
+        if isinstance(values[0], str):
+            return next(filter(None, values), "")
         if isinstance(values[0], tuple):
             return tuple(map(sum, zip(*values, strict=True)))
-        if isinstance(values[0], (bool, float)):
-            return max(values)
-        return sum(values) if isinstance(values[0], int) else values[0]
+        return max(values) if name == "runs" or isinstance(values[0], (bool, float)) else sum(values)
 
     names = [field.name for field in dataclasses.fields(Verification)]
     return dataclasses.replace(Verification(**{name: merged(name) for name in names}), policy=policy)
 
 
 def _raise_if_broken(result: Verification) -> None:
-    """Raise FastacError where a result differs, PolicyNotAppliedError where attention ran again or none was saved."""
+    """Raise FastacError if a result differs, PolicyNotAppliedError if attention ran again or none was saved."""
     under, ran = f"verify: {result.subject} under {result.policy}", result.reference_executions[0]
     if result.broken:
         listed = ", ".join(result.broken[:5]) + (", ..." if len(result.broken) > 5 else "")
@@ -439,7 +365,7 @@ def _raise_if_broken(result: Verification) -> None:
             f"{under}: {len(result.broken)} of {result.compared} outputs and gradients differ from {result.reference} "
             f"checkpointing, by up to {result.largest_difference:.2g} of their norm: {listed}.\n{result.runs} runs of "
             f"the reference {noise}. A block computes something else when it is run again. "
-            f"Of a diffusers model, verify(..., per_block=True) tells which.\n{result}"
+            f"For a diffusers model, verify(..., per_block=True) tells which.\n{result}"
         )
     again = result.policy_executions[1] - result.allowed_again
     if again > 0 or result.policy_executions[0] != ran:
@@ -456,12 +382,12 @@ def _raise_if_broken(result: Verification) -> None:
 
 
 def _run_forward(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """One forward with gradients on, on fresh inputs, without a backward of the whole model."""
+    """Run a forward with gradients on, on copies of the inputs. No backward of the whole model follows."""
     args, kwargs = fresh((args, kwargs))
     with contextlib.ExitStack() as stack, torch.enable_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-                stack.enter_context(module.no_sync())  # else it waits for a backward
+                stack.enter_context(module.no_sync())  # without it, the next forward waits for a backward
         return model(*args, **kwargs)
 
 
@@ -477,20 +403,32 @@ def _captured(regions: list[Any], function: Any, *args: Any, **kwargs: Any) -> A
 
 @contextlib.contextmanager
 def _as_found(model: torch.nn.Module) -> Iterator[None]:
-    """Restore a model at the end: gradients, buffers, generator states, checkpointing, its blocks' states."""
+    """Restore a model at the end: gradients, buffers, generator states, checkpointing, and states of blocks.
+
+    Inside, checkpointing by fastac is off at first, and regions have kinds of their own.
+    """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     states = [(module, known_state(module)) for module in model.modules()]
     before = [(state, dataclasses.replace(state)) for _, state in states if state is not None]
-    known, kinds.by_code, kinds.of_one_block = kinds.by_code, weakref.WeakKeyDictionary(), True
+    enabled = hook.enabled_on(model)
+    hook.disable(model)
+    switches = switches_of(model)  # after `disable`: the flags of the model's own checkpointing
+    # What other models of the process observed stays as it is. Kinds are by block: verify proves each block.
+    results, kinds.by_code, kinds.of_one_block = kinds.by_code, weakref.WeakKeyDictionary(), True
     try:
-        with generators_preserved(), buffers_preserved([model]), hook.checkpointing_preserved(model):
+        with generators_preserved(), buffers_preserved([model]):
             yield
     finally:
-        kinds.by_code, kinds.of_one_block = known, False
-        for state, was in before:
-            vars(state).update(vars(was))
-        for module, found in states:
-            if found is None:
+        kinds.by_code, kinds.of_one_block = results, False
+        hook.disable(model)
+        for switch in switches:
+            switch.restore()
+        if enabled is not None:
+            enabled.attach()
+        for state, earlier in before:
+            vars(state).update(vars(earlier))
+        for module, known in states:
+            if known is None:
                 forget_state(module)
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -61,7 +61,7 @@ def test_what_blocks_may_be(blocks: Any, count: int) -> None:
     [
         ("layers", r"Nest has no such module\. Its.*'listed'"),
         (["first", "lists"], r'Did you mean "listed"\?'),
-        ([support.AttentionBlock()], "no module of Nest"),
+        ([support.AttentionBlock()], "not a module of Nest"),
         (["first", "first.norms"], r"'first\.norms\.0' is inside block 'first'"),
         ("empty", "no block"),
     ],

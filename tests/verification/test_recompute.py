@@ -1,4 +1,4 @@
-"""What recompute ran, dearest first: a hidden kernel that no name shows stands at the top."""
+"""What recompute ran, most time first: a hidden kernel that no name shows stands at the top."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_checkpointing_that_was_switched_off() -> None:
     model.disable_gradient_checkpointing()
     off = "gradient checkpointing was switched off since fastac.enable"
     assert fastac.report(model).problem == off
-    model.enable_gradient_checkpointing(fastac.hook.enabled_on(model).function)
+    model.enable_gradient_checkpointing(fastac.hook.enabled_on(model).host.function)
     train_step(model, support.stack_inputs())
     model.disable_gradient_checkpointing()
     train_step(model, support.stack_inputs())

@@ -1,0 +1,402 @@
+"""Three ways in which a model calls fastac for a block, and what each of them replaces.
+
+- `FunctionHost`: a diffusers model calls its gradient checkpointing function, and we give it ours.
+- `ForwardHost`: in any other model, we replace the `forward` of each block.
+- `WrapperHost`: a CheckpointWrapper around a block (accelerate, torch) calls its `checkpoint_fn`, and we replace that
+  as well. A model has one of the first two hosts, and this one beside it.
+
+A host knows what it replaced, and is copied and pickled with the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from fastac.checkpointing import run
+from fastac.engine import kinds
+from fastac.engine.blocks import block_of, describe, is_inside, state_of
+from fastac.engine.checkpoint_wrappers import call_plainly, check_default, inside, is_wrapper, wrappers_around
+from fastac.errors import FastacError, PolicyNotAppliedError, class_name
+from fastac.models.blocks import LISTS, grouped, module_lists, name_blocks, unwrapped
+from fastac.models.switches import Switch, switches_of, transformers_switches
+from fastac.policy import BlockPolicies, Policy, saves_nothing
+
+
+class Owner(Protocol):
+    """What a host needs of its model's `Enabled` (hook.py), which imports this module."""
+
+    model: torch.nn.Module
+    policy: Policy | BlockPolicies
+    blocks: dict[str, torch.nn.Module]
+    options: dict[str, Any]
+    wrappers: WrapperHost
+    opened: int
+    saved: bool
+
+    def check_once_all_ran(self) -> None:
+        """Raise PolicyNotAppliedError if every block ran and none of them saved anything."""
+
+
+def policy_of(policy: Policy | BlockPolicies, function: Any) -> Policy:
+    """The policy of a block. function: what is called: the block, a bound method of it, or the compiled block."""
+    if isinstance(policy, Policy):
+        return policy
+    block = inside(getattr(function, "__self__", function))
+    block_policy = policy.get(getattr(block, "_orig_mod", block))
+    if block_policy is None:
+        raise FastacError(
+            f"{describe(function)} is called under policies per block, and fastac.enable did not see it as a block. If "
+            f"it was replaced since, call fastac.enable again; else name the blocks: enable(model, blocks=...)."
+        )
+    return block_policy
+
+
+class Host:
+    """What `FunctionHost` and `ForwardHost` have in common. `Enabled` has one of them."""
+
+    def __init__(self, enabled: Owner) -> None:
+        self.enabled, self.model, self.blocks = enabled, enabled.model, enabled.blocks
+        # By default it does nothing but call the block, whose own forward is checkpointed already.
+        self.function: Callable[..., Any] = call_plainly
+        """The function that we give to modules with gradient checkpointing, and to CheckpointWrappers."""
+        self.switches: list[Switch] = []
+        """The flag and function of each of these modules, as they were before `attach`."""
+        self.called: dict[str, torch.nn.Module] = {}
+        """By qualified name, other modules than the blocks that the model calls fastac for, as parts of blocks."""
+        self.forwards: dict[str, Forward] = {}
+        """By the block's qualified name, the forwards that are replaced."""
+
+    def detach(self) -> None:
+        """Leave the model as it was before `attach`."""
+        for switch in self.switches:
+            # If somebody set another function since, that is what the user wants now: it stays.
+            if is_ours(switch.function):
+                switch.restore()
+        self.switches = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether checkpointing that calls fastac is on. A replaced forward has no switch: it always calls fastac."""
+        return True
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether gradient checkpointing is on with a function that is not ours."""
+        return is_another_on(self.switches)
+
+    def before_forward(self) -> None:
+        """The model's forward begins, with gradients on."""
+
+    def after_forward(self) -> None:
+        """The model's forward has ended, with gradients on."""
+
+    def blocks_called(self) -> dict[str, torch.nn.Module]:
+        """The blocks by qualified name. A block that was not called gives way to called modules in it or around it."""
+        unseen = [name for name, block in self.blocks.items() if state_of(block).latest is None]
+        called = {name: module for name, module in self.called.items() if _overlaps(name, unseen)}
+        replaced = {name for name in unseen if _overlaps(name, called)}
+        return {name: block for name, block in self.blocks.items() if name not in replaced} | called
+
+
+def _overlaps(name: str, others: Iterable[str]) -> bool:
+    """Whether a module is one of the others, inside one of them, or around one."""
+    return any(is_inside(name, other) or is_inside(other, name) for other in others)
+
+
+class FunctionHost(Host):
+    """The gradient checkpointing function of a diffusers model. The model calls it as function(block, *inputs)."""
+
+    def __init__(self, enabled: Owner) -> None:
+        super().__init__(enabled)
+        self.function = functools.partial(_run_function, self)
+        self.noted = set(self.blocks.values())
+        """The blocks, and the modules in `called`."""
+
+    def attach(self) -> None:
+        """Give the model the function to call. Raises FastacError for a class that drops it."""
+        model: Any = self.model
+        self.switches = switches_of(model)
+        with contextlib.suppress(TypeError):  # a class whose method takes no function
+            model.enable_gradient_checkpointing(gradient_checkpointing_func=self.function)
+        if any(is_ours(switch.function) for switch in self.switches):
+            return
+        for switch in self.switches:
+            switch.restore()
+        raise FastacError(
+            f"enable: {class_name(model)} drops the gradient checkpointing function that it is given: its forward "
+            f"checkpoints by itself. {name_blocks(model, grouped(self.blocks))}"
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model's flag of gradient checkpointing is on."""
+        return any(switch.is_on for switch in self.switches)
+
+    def why_no_region(self) -> tuple[str, str]:
+        """The cause, and a way out, if the model's forward opened no region."""
+        cause = "its forward checkpoints by itself, or it calls other modules"
+        return cause, name_blocks(self.model, grouped(self.blocks))
+
+    def note(self, function: Any) -> None:
+        """Note a called module that is not one of the blocks: a UNet checkpoints the resnets and attentions in them."""
+        block = block_of(function)
+        if block is not None and block not in self.noted:
+            self.noted.add(block)
+            self.called |= {name: block for name, module in self.model.named_modules() if inside(module) is block}
+
+
+def _run_function(host: FunctionHost, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The function that a model or a CheckpointWrapper calls for a block.
+
+    `is_ours` recognises it in a functools.partial.
+    """
+    enabled = host.enabled
+    if not torch.compiler.is_compiling():
+        enabled.opened += 1
+        host.note(function)
+    around = list(wrappers_around(function)) if inside(function) is not function else ()
+    for wrapper in around:  # somebody may have wrapped the block after `enable`
+        enabled.wrappers.take_over(wrapper)
+    if around:
+        # The wrapper calls this function again, for the block inside it. A region here would checkpoint it twice.
+        return function(*args, **kwargs)
+    return run(function, args, kwargs, policy_of(enabled.policy, function), enabled.options)
+
+
+class Forward:
+    """A block whose own forward is checkpointed."""
+
+    def __init__(self, enabled: Owner, block: torch.nn.Module) -> None:
+        self.enabled, self.block = enabled, block
+        self.policy = policy_of(enabled.policy, block)
+        self.before: Callable[..., Any] | None = vars(block).get("forward")
+        """The block's own attribute `forward` before `enable`; None if only its class has one."""
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The block's forward before `enable`, as a bound method."""
+        if self.before is not None:
+            return self.before
+        forward: Any = type(self.block).forward
+        if torch.compiler.is_dynamo_compiling():  # dynamo cannot trace `__get__` before torch 2.12
+            return functools.partial(forward, self.block)
+        return forward.__get__(self.block)  # type: ignore[no-any-return]
+
+    def attach(self) -> None:
+        """Make the block's forward open a region."""
+        # Past __setattr__, which a class may define in its own way.
+        vars(self.block)["forward"] = functools.partial(_run_forward, self)
+
+    def detach(self) -> None:
+        """Give the block its forward back."""
+        # If it is not attached, a hook from before `enable` was removed since, and restored the forward of that time.
+        if self.is_attached:
+            del vars(self.block)["forward"]
+            if self.before is not None:
+                vars(self.block)["forward"] = self.before
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the block's forward opens a region."""
+        forward = vars(self.block).get("forward")
+        return isinstance(forward, functools.partial) and forward.func is _run_forward
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the forward that opens a region is inside a hook that was put around it since."""
+        forward = _inside_hook(vars(self.block).get("forward"))
+        while forward is not None and getattr(forward, "func", None) is not _run_forward:
+            forward = _inside_hook(forward)
+        return forward is not None
+
+
+def _inside_hook(forward: Any) -> Any:
+    """The forward inside a hook of diffusers or accelerate; None if it is not a hook."""
+    inner = getattr(forward, "__wrapped__", None)
+    # Before diffusers 0.40, __wrapped__ is not the inner forward but a closure over it (huggingface/diffusers#14285).
+    for cell in getattr(inner, "__closure__", None) or ():
+        if type(called := cell.cell_contents).__name__ == "HookFunctionReference":
+            return called.original_forward or called.forward
+    return inner
+
+
+class ForwardHost(Host):
+    """The `forward` of each block, if the model takes no function or `enable` was given the blocks."""
+
+    def __init__(self, enabled: Owner) -> None:
+        super().__init__(enabled)
+        self.others = {inside(module) for module in self._listed().values()} - set(self.blocks.values())
+        """Other modules in the lists that hold the blocks: `blocks` may name some members of a list."""
+        self.input_grads = False
+        """Whether `attach` made outputs of embeddings require grad."""
+
+    def attach(self) -> None:
+        """Replace the forward of each block, and tell transformers and peft that blocks are checkpointed."""
+        for name, block in self.blocks.items():
+            # A Forward from an earlier `attach` may hold the compiled forward of `fastac.compile`: keep it.
+            self.forwards.setdefault(name, Forward(self.enabled, block)).attach()
+        # These get a function that only calls the block: its forward is the checkpoint.
+        self.switches = transformers_switches(self.model, set(self.blocks.values()))
+        for switch in self.switches:
+            switch.set(True, self.function)
+        variants = [
+            variant for module in self.model.modules() for variant in getattr(module, "lora_variant", {}).values()
+        ]
+        if self.switches and any("ALora" in class_name(variant) for variant in variants):
+            # peft removes the hooks of activated LoRA in the backward of a layer (huggingface/peft#2860). Without input
+            # gradients that comes before recompute, which would run without the adapter.
+            self.input_grads = not getattr(self.model, "_require_grads_hooks", ())
+            if self.input_grads:
+                self.model.enable_input_require_grads()  # type: ignore[operator]
+
+    def detach(self) -> None:
+        """Leave the model as it was before `attach`. Raises FastacError if a forward was wrapped since."""
+        # Taking our forward out of the middle of somebody's hook is not possible, and the hook would keep it alive.
+        for name, replaced in self.forwards.items():
+            if replaced.is_wrapped:
+                where = f"{class_name(self.model)}.{name}"
+                raise FastacError(f"disable: the forward of {where} was wrapped since enable. Remove that hook first.")
+        for replaced in self.forwards.values():
+            replaced.detach()
+        if self.input_grads:
+            self.model.disable_input_require_grads()  # type: ignore[operator]
+        super().detach()
+
+    def why_no_region(self) -> tuple[str, str]:
+        """The cause, and a way out, if the model's forward opened no region."""
+        return (
+            "gradients are off in them (reentrant checkpointing, no_grad), or it calls other modules",
+            "Leave the model's own checkpointing off, or pass use_reentrant=False to it. Else name what it calls: "
+            f"blocks=... {module_lists(self.model)}",
+        )
+
+    def before_forward(self) -> None:
+        """Raise PolicyNotAppliedError for the model's own checkpointing inside the blocks' forward.
+
+        If the policy saves nothing, results are exact. Then only warn of a reentrant one: it costs a third forward.
+        """
+        if not self.is_replaced:
+            return
+        said = (
+            f"{self.enabled.policy}: gradient checkpointing of {class_name(self.model)} was switched on after "
+            f"fastac.enable, so its blocks are checkpointed twice. Switch it off: {_off(self.model)}."
+        )
+        if not saves_nothing(self.enabled.policy):
+            raise PolicyNotAppliedError(said)
+        if any(getattr(switch.function, "keywords", {}).get("use_reentrant") for switch in self.switches):
+            said += " It is reentrant: their forward runs three times in a step."
+            kinds.warn_once(self.model, "reentrant", said)
+
+    def after_forward(self) -> None:
+        """Raise PolicyNotAppliedError for a block that is new since `enable`, or whose forward was replaced."""
+        forwards = self.forwards.values()
+        known = {replaced.block for replaced in forwards if replaced.is_attached or replaced.is_wrapped} | self.others
+        listed = self._listed()
+        for name in self.forwards.keys() - listed.keys():
+            with contextlib.suppress(AttributeError):  # the block was taken out, as for a stage of a pipeline
+                listed[name] = self.model.get_submodule(name)
+        for name, block in listed.items():
+            # torch.compile puts an OptimizedModule around a block, so look inside it as well.
+            if inside(block) not in known and unwrapped(inside(block)) not in known:
+                raise PolicyNotAppliedError(
+                    f"{self.enabled.policy}: {class_name(self.model)}.{name} ({class_name(block)}) ran without "
+                    f"checkpointing: the block is new, or its forward was replaced since fastac.enable. Call "
+                    f"fastac.enable again."
+                )
+
+    def _listed(self) -> dict[str, torch.nn.Module]:
+        """The modules that are now in the lists of the blocks, by name."""
+        listed: dict[str, torch.nn.Module] = {}
+        for name in {name.rpartition(".")[0] for name in self.blocks}:
+            with contextlib.suppress(AttributeError):  # the list is inside a wrapper, which its name leaves out
+                inner = self.model.get_submodule(name)
+                if isinstance(inner, LISTS):
+                    listed |= {f"{name}.{key}".lstrip("."): module for key, module in inner.named_children()}
+        return listed
+
+
+def _run_forward(replaced: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """The function that replaces a block's forward. `Forward.is_attached` recognises it in a functools.partial."""
+    if not torch.is_grad_enabled():
+        return replaced.forward(*args, **kwargs)
+    enabled, block = replaced.enabled, replaced.block
+    # torch compiles the call of a module around its forward, so around the region: it would fall back to eager code.
+    if block._compiled_call_impl is not None:
+        raise FastacError(
+            f"{describe(block)}: block.compile() compiles around its checkpoint, and torch runs that eagerly. "
+            f"Use fastac.compile(model, blocks=...) instead of block.compile() and fastac.enable."
+        )
+    if torch.compiler.is_compiling():
+        return run(replaced.forward, args, kwargs, replaced.policy, enabled.options)
+    enabled.opened += 1
+    # The policy is that of the block, not looked up by the forward: dynamo does not know what a method is bound to.
+    outputs = run(replaced.forward, args, kwargs, replaced.policy, enabled.options)
+    if not enabled.saved:
+        enabled.check_once_all_ran()
+    return outputs
+
+
+class WrapperHost:
+    """The `checkpoint_fn` of each CheckpointWrapper around a block."""
+
+    def __init__(self, enabled: Owner, function: Callable[..., Any]) -> None:
+        self.model, self.blocks, self.function = enabled.model, set(enabled.blocks.values()), function
+        self.before: list[tuple[Any, Any]] = []
+        """Each wrapper that was taken over, with the function that it had."""
+
+    def attach(self) -> None:
+        """Take over the wrappers around blocks. Raises FastacError as `take_over`."""
+        for module in self.model.modules():
+            if is_wrapper(module) and inside(module) in self.blocks:
+                self.take_over(module)
+
+    def take_over(self, wrapper: Any) -> None:
+        """Make a CheckpointWrapper call our function. Raises FastacError if it has options other than torch's."""
+        if is_ours(wrapper.checkpoint_fn):  # taken over before
+            return
+        check_default(wrapper, describe(inside(wrapper)))
+        self.before.append((wrapper, wrapper.checkpoint_fn))
+        wrapper.checkpoint_fn = self.function
+
+    def detach(self) -> None:
+        """Give the wrappers their functions back."""
+        for wrapper, function in self.before:
+            wrapper.checkpoint_fn = function
+        self.before = []
+
+
+def is_ours(function: object) -> bool:
+    """Whether a gradient checkpointing function was set by a host."""
+    return function is call_plainly or (isinstance(function, functools.partial) and function.func is _run_function)
+
+
+def is_another_on(switches: Iterable[Switch]) -> bool:
+    """Whether gradient checkpointing of some module is on with a function that is not fastac's."""
+    return any(switch.is_on and not is_ours(switch.function) for switch in switches)
+
+
+def refuse_second(model: torch.nn.Module, before: Host | None) -> None:
+    """Raise FastacError if the model's own gradient checkpointing is on.
+
+    before: the host of an earlier `enable`. It knows whether checkpointing was on before that.
+    """
+    was_on = before is not None and any(switch.flag for switch in before.switches)
+    if was_on or is_another_on(switches_of(model)):
+        raise FastacError(
+            f"gradient checkpointing of {class_name(model)} is on already, so its blocks would be checkpointed twice. "
+            f"Switch it off first: {_off(model)}."
+        )
+
+
+def _off(model: torch.nn.Module) -> str:
+    """How to switch off a model's gradient checkpointing."""
+    # transformers has both of the last two names until its version 6, which drops the last one.
+    names = ("disable_gradient_checkpointing", "activation_checkpointing_disable", "gradient_checkpointing_disable")
+    off = next((f"model.{name}()" for name in names if hasattr(model, name)), "gradient_checkpointing = False")
+    by_trainer = " (a Trainer of transformers switches it on: set TrainingArguments(gradient_checkpointing=False))"
+    return off + by_trainer * hasattr(model, "gradient_checkpointing_enable")

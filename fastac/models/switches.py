@@ -1,0 +1,63 @@
+"""A model's own gradient checkpointing: modules with its flag, and the function that they call for a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_FLAG, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+_ABSENT = "no function"  # a string: it is pickled with the model, and an object() would not be the same afterwards
+
+
+class Switch:
+    """The flag and the function of one module. `restore` sets them as they were when this object was made."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.flag = vars(module).get(_FLAG)  # None if only its class has the flag
+        self.before = self.function
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the module checkpoints."""
+        return bool(self.module.gradient_checkpointing)
+
+    @property
+    def function(self) -> Any:
+        """The gradient checkpointing function that the module calls at present."""
+        return vars(self.module).get(_FUNCTION, _ABSENT)
+
+    def set(self, flag: Any, function: Any) -> None:
+        """Set the flag and the function. A value that the module itself did not have is deleted."""
+        for name, value, absent in ((_FLAG, flag, None), (_FUNCTION, function, _ABSENT)):
+            if value == absent:
+                vars(self.module).pop(name, None)
+            else:
+                setattr(self.module, name, value)
+
+    def restore(self) -> None:
+        """Set flag and function as they were."""
+        self.set(self.flag, self.before)
+
+
+def switches_of(model: torch.nn.Module) -> list[Switch]:
+    """The switches of the modules of a model that have the flag, on or off."""
+    # Not hasattr(module, name): a PeftModel forwards it to its inner model.
+    return [Switch(module) for module in model.modules() if _FLAG in vars(module) or hasattr(type(module), _FLAG)]
+
+
+def transformers_switches(model: torch.nn.Module, blocks: set[torch.nn.Module]) -> list[Switch]:
+    """The switches of blocks of transformers' models, and of the modules around them.
+
+    transformers and peft read the flag: with it, models keep no key-value cache, and peft handles its hooks otherwise.
+    """
+    owners = [module for module in model.modules() if getattr(type(module), "supports_gradient_checkpointing", False)]
+    by_module = {switch.module: switch for owner in owners for switch in switches_of(owner)}
+    return [switch for module, switch in by_module.items() if not blocks.isdisjoint(module.modules())]
+
+
+def is_by_forward(model: torch.nn.Module, blocks: Any) -> bool:
+    """Whether the blocks' own forward is the host: they are named, or the model takes no checkpointing function."""
+    supported = getattr(model, "_supports_gradient_checkpointing", False)
+    return blocks is not None or not (supported and hasattr(model, "enable_gradient_checkpointing"))
