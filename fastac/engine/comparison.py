@@ -42,6 +42,7 @@ _metadata = operator.attrgetter("shape", "dtype", "device", "_version")
 
 def metadata(tensor: torch.Tensor) -> Metadata:
     """The properties that are compared for every tensor in every step. The version counts in-place changes."""
+    # One call for all four: this runs twice for each tensor that a block saves.
     try:
         return _metadata(tensor)
     except RuntimeError:  # a strided nested tensor has no shape
@@ -351,7 +352,7 @@ def _named() -> contextlib.AbstractContextManager[Any]:
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:
-    """The fingerprint of a tensor; None for one without plain values: a subclass, sparse, nested, empty, on "meta".
+    """The fingerprint of a tensor; None without plain values: a subclass, sparse, nested, empty, on "meta".
 
     None also for one or two integers: attention kernels save a seed, and leave it unset if they draw nothing.
     """

@@ -69,7 +69,7 @@ def _accelerators() -> list[torch.device]:
     """Devices of the accelerator; none before it is in use, since reading a state would initialize it."""
     accelerator = torch.accelerator.current_accelerator()
     module = None if accelerator is None else torch.get_device_module(accelerator)
-    # torch.mps, for one, has no is_initialized.
+    # torch.mps has no is_initialized.
     if accelerator is None or not getattr(module, "is_initialized", torch.accelerator.is_available)():
         return []
     return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]

@@ -34,11 +34,11 @@ class Transfers:
     """Copies of one region between the device and the host."""
 
     host_bytes: int = 0
-    """Kept on the host."""
+    """Bytes that are held on the host."""
     device_bytes: int = 0
-    """Kept on the device."""
+    """Bytes that are held on the device."""
     copies: int = 0
-    """Copies that were begun. Those of one region in one direction count as one."""
+    """Copies that were begun. All copies of one region in one direction count as one."""
     waits: list[tuple[Any, Any, int]] = dataclasses.field(default_factory=list)
     """Copies that computation waited for: the transport, what its `wait` returned, bytes."""
 

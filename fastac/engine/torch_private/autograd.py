@@ -48,8 +48,8 @@ def running_node() -> Any:
 # The hooks of a checkpoint are known by two names that must not be changed: `Region._checkpoint_hook` and
 # `_Recompute._recomputation_hook` of fastac.engine.region bear the names of torch's two classes in
 # torch.utils.checkpoint, whose hooks are functions inside them. torch has no other mark before 2.14. Readers of the
-# names are the four functions below, and through them region, offload, checkpointing, diagnosis, hook and
-# compiled.graphs.
+# names are the four functions below, and through them region, tape, offload, opaque, checkpointing, diagnosis,
+# compiled.graphs and planning.
 
 
 def innermost_checkpoint() -> object:
@@ -63,8 +63,7 @@ def in_recompute() -> bool:
 
 
 def saved_tensors_hooks() -> Any:
-    """The user's saved-tensor hooks that are open in this thread, (pack, unpack); None if the innermost hooks are those
-    of a checkpoint, or if there are none."""
+    """The user's saved-tensor hooks in this thread, (pack, unpack). None inside a checkpoint's, or without any."""
     return None if _packs("_checkpoint_hook", "_recomputation_hook") else _top_hooks()
 
 

@@ -134,12 +134,15 @@ class _Compilations:
     """
 
     def __init__(self) -> None:
-        self.count = 0  # of compilations and resets
+        # Number of compilations and resets.
+        self.count = 0
         self.resets = 0
         self.here = threading.local()
 
     def look(self) -> int:
         """The count. Begins to count, if it does not yet. Cheap: called in every region."""
+        # torch has these callbacks for tools that look for stuck compilations (pytorch#120764). A reset drops them, and
+        # tells nobody (pytorch#194770 asks for that): if `_begin` is missing, there was a reset.
         if "torch._dynamo.callback" not in sys.modules:
             return 0
         callbacks: list[Any] = torch._dynamo.callback.callback_handler.start_callbacks
@@ -167,6 +170,8 @@ class CompiledCalls:
     The autograd graph does not show it if no input requires grad.
     """
 
+    # dynamo calls one hook of the process after each look-up of compiled code. torch made it for guard collectives
+    # (pytorch#156562). Hence the list of counters that are open, and the care for a hook of somebody else.
     _open: ClassVar[list[CompiledCalls]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _before: ClassVar[Any] = None
@@ -177,7 +182,7 @@ class CompiledCalls:
         with self._lock:
             if not self._open:
                 before: Any = _eval_frame.set_guard_complete_hook(self._found)
-                # The hook before may be ours: somebody set one while ours was set, and put ours back after that.
+                # The earlier hook may be ours: somebody set another one while ours was set, and put ours back later.
                 CompiledCalls._before = None if before is self._found else before
             self._open.append(self)
         compilations.look()
@@ -191,7 +196,9 @@ class CompiledCalls:
             if not self._open:
                 _eval_frame.set_guard_complete_hook(CompiledCalls._before)
 
-    @staticmethod  # an object that lives: dynamo does not hold it while it calls it, and another thread may close
+    # A static method, because that object lives for ever: dynamo does not hold the hook while it calls it, and another
+    # thread may take it away meanwhile.
+    @staticmethod
     def _found(cache_hit: bool) -> bool:
         """Called when dynamo has looked for compiled code. Returns whether it was found."""
         if cache_hit:

@@ -36,8 +36,9 @@ _DISPATCHER = (
 _DYNAMO = (
     "_C._DisableTorchDispatch", "_C._TorchDispatchModeKey.PROXY", "_C._dynamo.eval_frame._FrameAction.DEFAULT",
     "_C._dynamo.eval_frame._FrameAction.SKIP", "_C._dynamo.eval_frame._FrameExecStrategy",
-    "_C._dynamo.eval_frame.set_code_exec_strategy", "_C._get_dispatch_mode", "_C._len_torch_dispatch_stack",
-    "_guards.TracingContext.try_get", "compiler._is_exporting_flag",
+    "_C._dynamo.eval_frame.set_code_exec_strategy", "_C._dynamo.eval_frame.set_guard_complete_hook",
+    "_C._get_dispatch_mode", "_C._len_torch_dispatch_stack", "_guards.TracingContext.try_get",
+    "compiler._is_exporting_flag",
 )
 _TENSORS = (
     "_C.DispatchKey.ADInplaceOrView", "_C._SetExcludeDispatchKeyGuard", "_C._functorch.is_batchedtensor",
