@@ -188,7 +188,7 @@ class Training(measuring.Workload):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()  # makes its states
-        self.switch = measuring.Switch(self)  # to take a way off again, and for the blocks that fastac enabled
+        self.switch = measuring.Ways(self)  # to take a way off again, and for the blocks that fastac enabled
         self.steps_per_turn = 2 if case.warm_up == "step" else 1.25  # warmed up; a forward is about a fourth of a step
         self.turns: list[float] = []  # seconds of some
 
@@ -250,7 +250,7 @@ class Training(measuring.Workload):
         return self.forecast.peak(known or self.policy(way))
 
     def to(self, way: str) -> None:
-        """Switch a way on, and warm up. The steps that follow are like most: none compares values."""
+        """Ways a way on, and warm up. The steps that follow are like most: none compares values."""
         self.switch.off()
         gc.collect()  # after a step that ran out of memory
         options = self.case.compiled

@@ -37,9 +37,10 @@ from fastac.engine.blocks import (
     state_of,
 )
 from fastac.engine.offload import Stash
+from fastac.engine.process import process
 from fastac.engine.region import Region
 from fastac.engine.results import Kind, RegionResult
-from fastac.engine.tape import Hooks, Tape, engine
+from fastac.engine.tape import Hooks, Tape
 from fastac.errors import FastacError, PolicyNotAppliedError
 from fastac.policy import DISABLED, Policy, resolve
 
@@ -154,7 +155,7 @@ def _is_eager(args: Any, kwargs: Any, debug: bool) -> bool:
 def _run_without_region(function: Any, args: Any, kwargs: Any, policy: Policy, options: Any, debug: bool) -> Any:
     """Call a function in a trace, without gradients, or for debugging: torch's own checkpoint, or none."""
     if not policy.checkpoints:
-        if not torch.compiler.is_compiling() and engine.thread.scope is None and torch_private.innermost_checkpoint():
+        if not torch.compiler.is_compiling() and process.thread.scope is None and torch_private.innermost_checkpoint():
             raise PolicyNotAppliedError(
                 f'policy "none": {describe(function)} should not be checkpointed, but it runs inside another '
                 f"checkpoint (torch's own, or fastac's with policy \"full\"). Switch the model's own checkpointing off."
@@ -257,7 +258,7 @@ class _RegionCall:
 
     def _kind(self) -> Kind:
         """The kind of the region that begins."""
-        if interception.loaded_modules() != engine.modules:
+        if interception.loaded_modules() != process.modules:
             prepare()
         function, policy, state = self.function, self.policy, self.state
         held = modules_in(function) if self.block is None else []
@@ -332,7 +333,7 @@ class _RegionCall:
 
     def _note(self, result: RegionResult, tape: Tape, compilations: int) -> None:
         """Note what the region did, for reports and for the next region. compilations: so many were seen so far."""
-        for collector in engine.collectors:
+        for collector in process.collectors:
             collector.append(result)
         if self.block is not None:
             state = self.state
@@ -401,7 +402,7 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
 
         self._patched: Callable[..., Any] = patched
         self._listener = functools.partial(diagnosis.ran_past_patch, self.policy)
-        engine.listeners.append(self._listener)
+        process.listeners.append(self._listener)
         replaced = _replace(torch_checkpoint, patched)
         logger.info("patch_checkpoint(%s): replaced %s", self.policy, ", ".join(replaced))
 
@@ -410,7 +411,7 @@ class patch_checkpoint:  # noqa: N801 called as a function, as torch.set_grad_en
 
     def __exit__(self, *exception: object) -> None:
         self._is_on = False
-        engine.listeners.remove(self._listener)
+        process.listeners.remove(self._listener)
         _replace(self._patched, torch_checkpoint)
 
 

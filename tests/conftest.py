@@ -16,9 +16,8 @@ from torch._C._dynamo.eval_frame import set_guard_complete_hook
 from fastac import backends, registry
 from fastac.compiled import graphs
 from fastac.diagnosis import ran_again
-from fastac.engine import opaque, releases
-from fastac.engine.kinds import kinds
-from fastac.engine.tape import engine
+from fastac.engine import releases
+from fastac.engine.process import process
 from tests import support
 
 
@@ -73,7 +72,7 @@ def unfreeze() -> None:
 @contextmanager
 def as_in_a_fresh_process() -> Iterator[None]:
     """What one test made known does not change the next, and no test may leave anything open behind."""
-    kinds.reset()
+    process.reset()
     before = sys.modules.get("diffusers.models.attention_dispatch")
     backend = before._AttentionBackendRegistry._active_backend if before is not None else None
     yield
@@ -86,12 +85,12 @@ def as_in_a_fresh_process() -> Iterator[None]:
     if not releases.is_at_least("2.13") and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         gc.collect()  # closes what torch's own checkpoint left open around a forward that raised
     graphs.reset()
-    left = ["scope"] if engine.thread.scope else []
-    left += ["listeners"] if set(engine.listeners) - {ran_again} else []
-    left += ["counts of what was answered"] if engine.replayed_calls else []
+    left = ["scope"] if process.thread.scope else []
+    left += ["listeners"] if set(process.listeners) - {ran_again} else []
+    left += ["counts of what was answered"] if process.replayed_calls else []
     left += ["hook on dynamo's guards"] if set_guard_complete_hook(None) is not None else []
     left += ["dispatch modes"] if torch._C._len_torch_dispatch_stack() else []
-    engine.reset()
+    process.reset()
     assert not left, f"left open by the test: {', '.join(left)}"
 
 
@@ -111,17 +110,17 @@ def rows_as_before() -> Iterator[None]:
     yield
     registry.state.rows[:] = before
     registry.state.reset()
-    engine.modules = None  # as many rows as before, and others: look for their ops again
+    process.modules = None  # as many rows as before, and others: look for their ops again
 
 
 @pytest.fixture
 def functions_as_before() -> Iterator[None]:
     """The autograd.Functions that a test makes known are so for itself alone."""
-    known, settled = list(opaque.state.known), set(opaque.state.settled)
+    known, settled = list(process.known_functions), set(process.settled_functions)
     yield
-    opaque.state.known[:] = known
-    opaque.state.settled.clear()
-    opaque.state.settled.update(settled)
+    process.known_functions[:] = known
+    process.settled_functions.clear()
+    process.settled_functions.update(settled)
 
 
 @pytest.fixture

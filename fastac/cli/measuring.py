@@ -27,7 +27,7 @@ from fastac import hook
 from fastac.cli import version
 from fastac.engine.blocks import state_of
 from fastac.engine.generators import generators_preserved
-from fastac.engine.tape import engine
+from fastac.engine.process import process
 from fastac.engine.torch_private import profiled_events, profiler, tree_map
 from fastac.errors import FastacError, readable_bytes
 from fastac.models import published
@@ -276,7 +276,7 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
         if not is_saved(op):
             return CheckpointPolicy.PREFER_RECOMPUTE
         # Recompute takes the saved output, so no kernel runs. torch before 2.13 asks the policy again then.
-        for counter in engine.replayed_calls if classify(op) is not None and not context.is_recompute else ():
+        for counter in process.replayed_calls if classify(op) is not None and not context.is_recompute else ():
             counter[op._schema.name] += 1
         return CheckpointPolicy.MUST_SAVE
 
@@ -284,7 +284,7 @@ def enable_torch_sac(model: Any, is_saved: Callable[[Any], bool] = is_attention_
     model.enable_gradient_checkpointing(functools.partial(checkpoint, use_reentrant=False, context_fn=contexts))
 
 
-class Switch:
+class Ways:
     """The ways to checkpoint one model, one at a time."""
 
     def __init__(self, workload: Workload, budget: int | None = None, offload: bool = False) -> None:
@@ -303,7 +303,7 @@ class Switch:
         return planned.within(self.budget)
 
     def to(self, name: str) -> None:
-        """Switch a way on and run a step, in which everything is built or cached that is needed once.
+        """Ways a way on and run a step, in which everything is built or cached that is needed once.
 
         The next steps are ordinary ones: none of them compares the values of recompute with those of the forward.
         """
@@ -327,17 +327,17 @@ class Switch:
         self.workload.release()
 
 
-def _enabling(policy: str | Policy) -> Callable[[Switch], object]:
-    return lambda switch: hook.enable(switch.workload.model, policy)
+def _enabling(policy: str | Policy) -> Callable[[Ways], object]:
+    return lambda ways: hook.enable(ways.workload.model, policy)
 
 
-VARIANTS: dict[str, Callable[[Switch], object]] = {
-    "none": lambda switch: None,
-    "full": lambda switch: switch.workload.model.enable_gradient_checkpointing(),
+VARIANTS: dict[str, Callable[[Ways], object]] = {
+    "none": lambda ways: None,
+    "full": lambda ways: ways.workload.model.enable_gradient_checkpointing(),
     "attn_only": _enabling("attn_only"),
     "long_attn_only": _enabling("long_attn_only"),
-    "planned": lambda switch: hook.enable(switch.workload.model, switch.planned),
-    "torch SAC, by name": lambda switch: enable_torch_sac(switch.workload.model),
+    "planned": lambda ways: hook.enable(ways.workload.model, ways.planned),
+    "torch SAC, by name": lambda ways: enable_torch_sac(ways.workload.model),
 }
 """Ways to checkpoint a model that has no checkpointing now."""
 
@@ -381,7 +381,7 @@ class Measurement:
 
 @generators_preserved()
 def measure(
-    switch: Switch,
+    ways: Ways,
     look: Callable[[str], Mapping[str, Any]],
     rounds: int,
     tell: Tell,
@@ -392,18 +392,18 @@ def measure(
     look: called once with the name of each way, while it is switched on; returns more fields of its row.
     left_out: ways that are not run, and why. The model is left without checkpointing.
     """
-    workload = switch.workload
+    workload = ways.workload
     rows: dict[str, Measurement] = {}
-    for name in switch.variants:
+    for name in ways.variants:
         if name in left_out:
             rows[name] = Measurement(name, left_out[name])
             continue
         tell(f"{name}: warm-up, bytes")
         try:
-            switch.to(name)
+            ways.to(name)
             held, peak = allocated_bytes(workload.forward, workload.finish, workload.device)
             row = Measurement(name, held_bytes=held, peak_bytes=peak)
-            if (moved := offloaded_by(switch.blocks())) is not None:
+            if (moved := offloaded_by(ways.blocks())) is not None:
                 waited = moved.waited_bytes if workload.device.type == "cuda" else ()
                 row = replace(row, host_bytes=moved.host_bytes, copies=moved.copies, waited_bytes=waited)
             workload.release()
@@ -412,12 +412,12 @@ def measure(
             rows[name] = Measurement(name, failure(error))
     names = [name for name, row in rows.items() if not row.problem]
     tell(f"{rounds} rounds of steps")
-    seconds, problems = take_turns(names, rounds, switch.to, workload.step)
+    seconds, problems = take_turns(names, rounds, ways.to, workload.step)
     ratios = relative(seconds, "full")
     for name, times in seconds.items():
         rows[name] = replace(rows[name], seconds=tuple(times), relative=ratios.get(name))
     rows |= {name: Measurement(name, problem) for name, problem in problems.items()}
-    switch.off()
+    ways.off()
     return list(rows.values())
 
 
@@ -432,7 +432,7 @@ def bench(
 ) -> Measurements:
     """Measure every way of checkpointing, and compare outputs and gradients with those of the first that runs.
 
-    budget and offload are those of Switch, left_out is that of measure. The model is left without checkpointing.
+    budget and offload are those of `Ways`, left_out is that of measure. The model is left without checkpointing.
     Raises FastacError if no way could be run.
     """
     references: list[_Reference] = []
@@ -442,8 +442,8 @@ def bench(
             references.append(_Reference(name, workload))
         return references[0].compare(name)
 
-    switch = Switch(workload, budget, offload)
-    rows = measure(switch, compare, rounds, tell, left_out)
+    ways = Ways(workload, budget, offload)
+    rows = measure(ways, compare, rounds, tell, left_out)
     if not references:
         raise FastacError(f"bench {subject}: no step could be run here: {rows[0].problem}")
     (reference,) = references
@@ -452,7 +452,7 @@ def bench(
         workload.device.type,
         rounds,
         workload.weights,
-        switch.budget,
+        ways.budget,
         reference.name,
         max(reference.runs.noise.values(), default=0.0),
         tuple(rows),

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compiled import torch_private
 from fastac.engine import torch_private as engine_private
+from fastac.engine.process import process as engine
 from fastac.engine.results import Call
-from fastac.engine.tape import engine
 from fastac.engine.torch_private import compilations
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy

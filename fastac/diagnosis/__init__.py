@@ -15,7 +15,7 @@ from typing import Any
 from fastac.diagnosis.autograd_graph import may_run_again
 from fastac.engine import kinds, torch_private
 from fastac.engine.blocks import describe, known_state
-from fastac.engine.tape import thread
+from fastac.engine.process import thread
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp

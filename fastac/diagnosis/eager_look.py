@@ -13,8 +13,9 @@ from fastac.engine import torch_private
 from fastac.engine.blocks import module_of, modules_run_by
 from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
+from fastac.engine.process import thread
 from fastac.engine.region import unchanged
-from fastac.engine.tape import Tape, caller, thread
+from fastac.engine.tape import Tape, caller
 from fastac.errors import rank
 from fastac.registry import BoundOp
 

@@ -27,8 +27,9 @@ from fastac.diagnosis.recognition import no_attention, suggested_visible
 from fastac.diagnosis.unknown import check_rows, unknown_calls
 from fastac.engine import kinds, opaque, releases, torch_private
 from fastac.engine.blocks import block_of, describe, is_compiled, module_of
+from fastac.engine.process import process
 from fastac.engine.results import RegionResult
-from fastac.engine.tape import Tape, engine
+from fastac.engine.tape import Tape
 from fastac.engine.torch_private import CompiledCalls
 from fastac.registry import AttentionOp
 from fastac.registry.torch_private import name_of, qualified_name
@@ -89,8 +90,8 @@ class Observation:
         Raises PolicyNotAppliedError if an attention that the policy saves was not saved. It names module, op and cause.
         """
         tape, where = self.tape, describe(self.function)
-        if ran_again not in engine.listeners:
-            engine.listeners.append(ran_again)
+        if ran_again not in process.listeners:
+            process.listeners.append(ran_again)
         self.nodes = nodes_between(outputs, (self.args, self.kwargs))
         forward = _Run(self.nodes, self.observer, tape)
         is_compiled = self._ran_compiled()

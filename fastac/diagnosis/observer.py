@@ -22,7 +22,8 @@ from fastac.diagnosis.recognition import (
 )
 from fastac.engine import flops, kinds, torch_private
 from fastac.engine.collectives import is_called_by_fsdp, writes_its_buffer
-from fastac.engine.tape import Tape, engine
+from fastac.engine.process import process
+from fastac.engine.tape import Tape
 from fastac.registry import BoundOp
 from fastac.registry.torch_private import Op, is_from_torch, name_of
 
@@ -96,13 +97,13 @@ class Observer(PassThrough):
         self._thread = threading.get_ident()
         if self._module is not None:
             self._follow_modules(self._module)
-        engine.listeners.append(self._outside)
+        process.listeners.append(self._outside)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        engine.listeners.remove(self._outside)
+        process.listeners.remove(self._outside)
         while self._handles:
             self._handles.pop().remove()
         self._added, self._roots = None, []  # these hold tensors
@@ -147,7 +148,7 @@ class Observer(PassThrough):
         self.flops += count
         if bound is not None and bound.kind == "other":
             return
-        if bound is not None and not bound.number and bound.qualified_name not in engine.installed:
+        if bound is not None and not bound.number and bound.qualified_name not in process.installed:
             self.late.append(bound.name)
         elif bound is not None and bound.is_attention:
             self.saved_flops += count if count and self.tape.policy.saves(bound.keys(args, kwargs)) else 0

@@ -21,7 +21,7 @@ from fastac.engine import torch_private
 from fastac.engine.blocks import MANY, block_of, globals_of, held_by, is_compiled
 
 
-def found(function: Any, modules: Sequence[torch.nn.Module], values: Iterable[Any], stance: str) -> str:
+def likely_causes(function: Any, modules: Sequence[torch.nn.Module], values: Iterable[Any], stance: str) -> str:
     """The sentences, as a line with its line break; "" if there are none.
 
     Args:

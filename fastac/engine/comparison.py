@@ -31,7 +31,8 @@ import torch
 from fastac.engine import torch_private
 from fastac.engine.blocks import BlockState, describe, held_by, module_of
 from fastac.engine.generators import tensors_in
-from fastac.engine.tape import RecomputeError, engine
+from fastac.engine.process import process
+from fastac.engine.tape import RecomputeError
 from fastac.errors import class_name
 
 Metadata = tuple[tuple[Any, ...], torch.dtype, torch.device, int]
@@ -115,7 +116,7 @@ class Comparison:
     """One for each tensor that the forward saved, if values are compared; else empty."""
     ends: types.CodeType
     """Code of the frame that calls the function."""
-    found: Callable[[], str]
+    likely_causes: Callable[[], str]
     """Says what may explain a difference, as a line with its line break."""
 
     def __post_init__(self) -> None:
@@ -154,9 +155,9 @@ class Comparison:
             what = f"uses other values of {name} than the forward did: it was written between forward and backward "
             what += "(optimizer.step, an EMA swap, load_state_dict), or another adapter is active"
         self._error = self._error or RecomputeError(
-            f"{describe(self.function)}: recompute {what}.\n{self.found()}Gradients would be wrong. Keep what a block "
-            f"reads besides its arguments unchanged until backward is done (an adapter, a cache, random numbers); "
-            f'determinism_check="none" switches off only this check.'
+            f"{describe(self.function)}: recompute {what}.\n{self.likely_causes()}Gradients would be wrong. Keep "
+            f"what a block reads besides its arguments unchanged until backward is done (an adapter, a cache, random "
+            f'numbers); determinism_check="none" switches off only this check.'
         )
 
     def _is_rewritten(self, weight: torch.Tensor) -> bool:
@@ -197,7 +198,7 @@ class Comparison:
                 where = place(module_of(self.function), tensor, self.ends)
                 if where is not None:
                     # On an accelerator most of these turn out equal. The explanation is looked for once.
-                    causes = self._differences[0].causes if self._differences else self.found()
+                    causes = self._differences[0].causes if self._differences else self.likely_causes()
                     block = describe(self.function)
                     self._differences.append(Difference(block, forward, recomputed, allowed, where, causes))
 
@@ -239,7 +240,7 @@ def _check_at_end_of_backward(differences: list[Difference]) -> None:
     # -1: somebody reads a saved tensor outside a backward, or compiled autograd runs, which drops callbacks. Nothing
     # would read the numbers later, so they are read now.
     backward = -1 if torch_private.in_compiled_autograd() else torch_private.running_backward()
-    unread = engine.unread.get(backward)
+    unread = process.unread_comparisons.get(backward)
     if unread is not None:
         unread.differences += differences
         return
@@ -247,7 +248,7 @@ def _check_at_end_of_backward(differences: list[Difference]) -> None:
     if backward == -1:
         unread.check()
     else:
-        engine.unread[backward] = unread
+        process.unread_comparisons[backward] = unread
         torch_private.at_end_of_backward(unread.check)
 
 
@@ -348,7 +349,7 @@ COMPARISON = "fastac::comparison"
 
 
 def _named() -> contextlib.AbstractContextManager[Any]:
-    return torch.profiler.record_function(COMPARISON) if engine.replayed_calls else contextlib.nullcontext()
+    return torch.profiler.record_function(COMPARISON) if process.replayed_calls else contextlib.nullcontext()
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint | None:

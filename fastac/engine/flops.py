@@ -13,7 +13,7 @@ is made: an op that is loaded later counts in the next FlopCounterMode.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fastac import registry
 from fastac.engine.torch_private import has_no_data, tree_leaves
-from fastac.registry import AttentionOp, OpaqueFunction, number_of_keys
+from fastac.registry import AttentionOp, BoundOp, OpaqueFunction, number_of_keys
 from fastac.registry.torch_private import Op, arguments_of
 
 
@@ -110,9 +110,12 @@ def keys_of_call(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int
     return 0 if count is None else int(count(args, kwargs))
 
 
-def register_formulas() -> None:
-    """Give every registered attention op of this process, and the op of its backward, a formula."""
-    for bound in registry.present_ops():
+def register_formulas(present: Iterable[BoundOp] | None = None) -> None:
+    """Give every registered attention op of this process, and the op of its backward, a formula.
+
+    present: these ops, if the caller has looked for them.
+    """
+    for bound in registry.present_ops() if present is None else present:
         row = bound.row
         if not isinstance(row, AttentionOp):
             continue

@@ -5,19 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fastac.engine.process import process
 from fastac.errors import FastacError, readable_bytes
 from fastac.policy import Policy
 
 _MEMINFO = Path("/proc/meminfo")
 _CONTAINER = Path("/sys/fs/cgroup")
-
-
-class _State:
-    # The largest size of a rank that passed the check.
-    fits = 0
-
-
-_state = _State()
 
 
 def available() -> int | None:
@@ -44,18 +37,18 @@ def check_available(size: int, blocks: int, policy: Policy) -> None:
         size: bytes that each rank is going to hold there. Memory is looked up once for each larger size.
         blocks: number of blocks that hold them, for the message.
     """
-    if size <= _state.fits:
+    if size <= process.host_bytes:
         return
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
     host = available()
     # The size that fitted is allocated by now, and missing in what is available.
-    if host is not None and ranks * (size - _state.fits) > host:
+    if host is not None and ranks * (size - process.host_bytes) > host:
         raise FastacError(
             f"{policy}: {blocks} blocks keep {size / 2**30:.1f} GiB in host memory, on {ranks} ranks "
             f"{ranks * size / 2**30:.1f} GiB, and {host / 2**30:.1f} GiB are available.\n"
             f"{_way_out(policy)}"
         )
-    _state.fits = size
+    process.host_bytes = size
 
 
 def exhausted(size: int, where: str, policy: Policy, error: BaseException) -> FastacError:

@@ -16,7 +16,8 @@ import torch
 
 from fastac import registry
 from fastac.engine import flops, torch_private
-from fastac.engine.tape import engine, run_kernel, thread
+from fastac.engine.process import process, thread
+from fastac.engine.tape import run_kernel
 from fastac.errors import FastacError
 from fastac.registry import BoundOp, Row
 
@@ -36,25 +37,26 @@ def install() -> None:
 
     Raises FastacError if another package stands at BackendSelect of such an op: the later one would shadow the earlier.
     """
-    with engine.lock:
-        for op in registry.present_ops():
+    with process.lock:
+        present = registry.present_ops()
+        for op in present:
             _intercept(op)
-            op.number = engine.installed[op.qualified_name].number
+            op.number = process.installed[op.qualified_name].number
             # The op may have been defined again since, with other arguments, or its row replaced.
-            engine.installed[op.qualified_name] = op
+            process.installed[op.qualified_name] = op
         # A row that says "other" now: the function at BackendSelect stays, and passes calls on.
-        for other in registry.others(engine.installed):
-            other.number = engine.installed[other.qualified_name].number
-            engine.installed[other.qualified_name] = other
-        flops.register_formulas()
-        engine.modules = loaded_modules()
+        for other in registry.others(process.installed):
+            other.number = process.installed[other.qualified_name].number
+            process.installed[other.qualified_name] = other
+        flops.register_formulas(present)
+        process.modules = loaded_modules()
 
 
 def install_linear() -> None:
     """Intercept the matmuls that Linear modules end in, once. From then on each costs a few microseconds."""
-    with engine.lock:
+    with process.lock:
         for name in LINEAR_OPS:
-            if name not in engine.installed:
+            if name not in process.installed:
                 op = getattr(torch.ops.aten, name.removeprefix("aten::")).default
                 _intercept(BoundOp(op, Row(namespace="aten", name=name.removeprefix("aten::"), kind="linear")))
 
@@ -71,7 +73,7 @@ def loaded_modules() -> tuple[int, int, int, str]:
 
 def _intercept(first: BoundOp) -> None:
     name = first.qualified_name
-    if name in engine.installed:
+    if name in process.installed:
         return
     # The dispatcher does not chain functions at one key: the later one would shadow the earlier.
     if torch_private.has_kernel(name, "BackendSelect"):
@@ -81,23 +83,23 @@ def _intercept(first: BoundOp) -> None:
         )
 
     def called(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        op = engine.installed.get(name, first)
+        op = process.installed.get(name, first)
         scope = thread.scope
         if scope is not None and op.kind != "other":
             return scope.call(op, keyset, args, kwargs)
-        if engine.listeners and op.kind in ("attention", "decomposition"):
-            for listener in tuple(engine.listeners):  # a copy: a listener may remove itself
+        if process.listeners and op.kind in ("attention", "decomposition"):
+            for listener in tuple(process.listeners):  # a copy: a listener may remove itself
                 listener(op, args, kwargs)
         return run_kernel(op, keyset, args, kwargs)
 
     # Before the registration, since calls of other threads arrive right after it. Tapes that are open ignore them by
     # this number: their forward has no entry for them.
-    first.number = len(engine.installed) + 1
+    first.number = len(process.installed) + 1
     if first.is_higher_order:
         torch_private.at_backend_select(first.op, called)
     else:
         namespace, _, rest = name.partition("::")
         _libraries.append(torch.library.Library(namespace, "IMPL"))
         _libraries[-1].impl(rest, called, "BackendSelect", with_keyset=True)
-    engine.installed[name] = first
+    process.installed[name] = first
     logger.debug("intercepting %s", name)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from typing import Any
 
 import torch
 
 from fastac.engine.blocks import MANY, BlockState, block_of, code_of
+from fastac.engine.process import process
 from fastac.engine.results import Kind, RegionResult
 
 logger = logging.getLogger("fastac")
@@ -18,32 +18,9 @@ SIGNATURES = 4
 if not. After that, regions of any other shapes are one kind."""
 
 
-class Kinds:
-    """What this process knows of regions, beyond the state of each block."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget every kind: the next region of each is its first."""
-        # By block class (or code), then by key.
-        self.by_code: weakref.WeakKeyDictionary[Any, dict[object, Kind]] = weakref.WeakKeyDictionary()
-        # Warnings already logged, by block class (or code).
-        self.warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-        # States of functions that are not blocks, by their code.
-        self.functions: weakref.WeakKeyDictionary[Any, BlockState] = weakref.WeakKeyDictionary()
-        # What is logged once in a process.
-        self.said: set[str] = set()
-        # Whether each block has kinds of its own, instead of sharing them with its class (fastac.verify).
-        self.of_one_block = False
-
-
-kinds = Kinds()
-
-
 def state_of_function(function: Any) -> BlockState:
     """The state of a function that is not a block."""
-    return kinds.functions.setdefault(code_of(function), BlockState())
+    return process.functions.setdefault(code_of(function), BlockState())
 
 
 def kind_of(function: Any, key: tuple[object, ...]) -> Kind:
@@ -94,23 +71,23 @@ def compiled_result(function: Any, key: tuple[Any, ...]) -> RegionResult | None:
 
 def ops_called() -> set[str]:
     """Qualified names of the attention ops that regions called so far."""
-    results = [kind.first for known in kinds.by_code.values() for kind in known.values() if kind.first is not None]
+    results = [kind.first for known in process.kinds.values() for kind in known.values() if kind.first is not None]
     return {op.qualified_name for result in results for op, _ in result.attention_calls}
 
 
 def forget_kinds(function: Any) -> None:
     """Make the next region of each kind of a block's class (or code) the first."""
-    kinds.by_code.pop(code_of(function), None)
+    process.kinds.pop(code_of(function), None)
 
 
 def _kinds_of(function: Any) -> dict[object, Kind]:
-    code = (block_of(function) if kinds.of_one_block else None) or code_of(function)
-    return kinds.by_code.setdefault(code, {})
+    code = (block_of(function) if process.kinds_are_of_one_block else None) or code_of(function)
+    return process.kinds.setdefault(code, {})
 
 
 def warn_once(function: Any, what: str, message: str) -> None:
     """Log a warning once for a block's class (or code). what: a key for the warning."""
-    logged = kinds.warned.setdefault(code_of(function), set())
+    logged = process.warned.setdefault(code_of(function), set())
     if what not in logged:
         logged.add(what)
         logger.warning("%s", message)
@@ -118,6 +95,6 @@ def warn_once(function: Any, what: str, message: str) -> None:
 
 def is_first(what: str) -> bool:
     """Whether something is to be logged that is logged once in a process."""
-    is_first = what not in kinds.said
-    kinds.said.add(what)
+    is_first = what not in process.said
+    process.said.add(what)
     return is_first

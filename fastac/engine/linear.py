@@ -15,7 +15,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fastac.engine import interception
 from fastac.engine.blocks import known_state
-from fastac.engine.tape import Scope, thread
+from fastac.engine.process import thread
+from fastac.engine.tape import Scope
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, did_you_mean
 from fastac.policy import Policy, patterns_of
 

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastac.engine import host_memory, torch_private
 from fastac.engine.blocks import BlockState, describe
+from fastac.engine.process import process
 from fastac.engine.transport import PIECE, Copies, Pairs, Transfers, Transport, transport_of
 from fastac.errors import FastacError, is_out_of_memory
 from fastac.policy import Policy
@@ -124,20 +125,6 @@ class StashedTensor:
         return tensor
 
 
-class _State(threading.local):
-    """Regions of this thread. Weak references: a region goes with its autograd graph."""
-
-    def __init__(self) -> None:
-        # Regions that are not offloaded so far, in the order of their forwards.
-        self.on_device: list[weakref.ref[Stash]] = []
-        # The region whose forward ended last.
-        self.latest: weakref.ref[Stash] | None = None
-        self.prefetched: weakref.ref[Stash] | None = None
-
-
-_state = _State()
-
-
 class Stash:
     """Everything that one region may offload.
 
@@ -169,9 +156,9 @@ class Stash:
         # The region before this one in the forward.
         self.previous: weakref.ref[Stash] | None = None
         self.transfers = state.transfers = Transfers()
-        _state.on_device = [region for region in _state.on_device if region() is not None]
-        while len(_state.on_device) >= policy.keep:
-            earlier = _state.on_device.pop(0)()
+        process.thread.on_device = [region for region in process.thread.on_device if region() is not None]
+        while len(process.thread.on_device) >= policy.keep:
+            earlier = process.thread.on_device.pop(0)()
             if earlier is not None:
                 earlier.offload()
 
@@ -200,8 +187,8 @@ class Stash:
     def end_forward(self) -> None:
         """The forward has ended, and `take` was called for everything that the region may offload."""
         self.versions = {}  # its keys are the inputs, which would stay on the device
-        self.previous, _state.latest = _state.latest, self.reference
-        _state.on_device.append(self.reference)
+        self.previous, process.thread.latest = process.thread.latest, self.reference
+        process.thread.on_device.append(self.reference)
 
     def offload(self) -> None:
         """Begin to copy to the host what frees memory of the device. Raises FastacError if the host has too little."""
@@ -233,7 +220,7 @@ class Stash:
             self.transport.release()
         thread = threading.get_ident()
         # Backward came to another region than the one that was prefetched: drop that. At most one is held for nothing.
-        if _state.prefetched is not None and (prefetched := _state.prefetched()) not in (None, self):
+        if process.thread.prefetched is not None and (prefetched := process.thread.prefetched()) not in (None, self):
             prefetched.prefetched.pop(thread, None)
         reloaded = _reload(self.storages, self.prefetched.pop(thread, {}), self.transfers)
         for copies in {storage.copies for storage in reloaded.values()}:
@@ -241,7 +228,7 @@ class Stash:
         for stashed, storage in reloaded.items():
             stashed.reloads[thread] = weakref.ref(storage)
         if self.previous is not None and (previous := self.previous()) is not None:
-            _state.prefetched = self.previous
+            process.thread.prefetched = self.previous
             previous.prefetched[thread] = _reload(previous.storages, {}, previous.transfers)
         return reloaded
 

@@ -15,7 +15,6 @@ import itertools
 import logging
 import re
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,8 @@ from fastac import registry
 from fastac.engine import interception, torch_private
 from fastac.engine.flops import add_formula, named_arguments, products
 from fastac.engine.generators import tensors_in
-from fastac.engine.tape import engine, storage_bytes, thread
+from fastac.engine.process import process, thread
+from fastac.engine.tape import storage_bytes
 from fastac.errors import FastacError
 from fastac.registry import ALWAYS, OPAQUE_NAMESPACE, AttentionOp, Flops, OpaqueFunction, may_draw, number_of_keys
 
@@ -35,23 +35,6 @@ logger = logging.getLogger("fastac")
 _library = torch.library.Library(OPAQUE_NAMESPACE, "FRAGMENT")
 _ops = getattr(torch.ops, OPAQUE_NAMESPACE)
 _numbers = itertools.count()
-
-
-class _State:
-    """Functions that are visible in this process for good, and Functions that will be once their library is loaded."""
-
-    def __init__(self) -> None:
-        # By the name of their op.
-        self.visible: dict[str, tuple[type[torch.autograd.Function], OpaqueFunction]] = {}
-        self.known: list[OpaqueFunction] = []
-        # Each with the module in which it was found.
-        self.settled: set[tuple[OpaqueFunction, str]] = set()
-        # The modules that were loaded at the last look.
-        self.modules: object = None
-        self.lock = threading.RLock()
-
-
-state = _State()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +153,7 @@ def _check_outputs(context: Any, outputs: Any, dirty: Sequence[Any]) -> None:
 def _kernel(first: torch.Tensor, others: list[torch.Tensor], keys: int, draws: bool, handle: int) -> list[torch.Tensor]:
     # A schema has no type for other Python values: they wait under the handle. The tensors are arguments so that the
     # dispatcher sees their device, and reports their shapes.
-    call: _KernelCall = engine.opaque[handle]
+    call: _KernelCall = process.opaque_calls[handle]
     return call.run()
 
 
@@ -211,7 +194,7 @@ def make_visible(
         raise FastacError(f"make_visible: expected a subclass of torch.autograd.Function, got {function!r}")
     options: dict[str, Any] = {"key": key, "layout": layout, "max_kv": max_kv, "dropout": dropout, "flops": flops}
     row = OpaqueFunction(backend=backend, module=function.__module__, name=name, **options)
-    for op_name, (visible, visible_row) in state.visible.items():
+    for op_name, (visible, visible_row) in process.visible.items():
         if visible is function and name in ("", op_name) and visible_row == dataclasses.replace(row, name=op_name):
             return _op(op_name)
         if visible is function:
@@ -221,7 +204,7 @@ def make_visible(
             )
     if not name:
         name = default = re.sub(r"\W", "_", f"{function.__module__}_{function.__qualname__}")
-        while name in state.visible:  # the class was defined again, in a notebook or a local scope
+        while name in process.visible:  # the class was defined again, in a notebook or a local scope
             name = f"{default}_{next(_numbers)}"
         row = dataclasses.replace(row, name=name)
     original = function.forward
@@ -233,7 +216,7 @@ def make_visible(
     op = _op(name)
 
     def formula(*args: Any, out_val: Any) -> int:
-        call: _KernelCall = engine.opaque[args[-1]]
+        call: _KernelCall = process.opaque_calls[args[-1]]
         named = named_arguments(defaults, call.args)
         return products(row, named, out_val[0], _key_of(row, named, call.tensors)).forward()
 
@@ -258,15 +241,15 @@ def make_visible(
         keys = number_of_keys(row, named.get(max_kv or ""), _key_of(row, named, tensors), function.__qualname__)
         draws = dropout == ALWAYS or (dropout is not None and may_draw(named[dropout]))
         handle = next(_numbers)
-        call = engine.opaque[handle] = _KernelCall(original, ctx, args, tensors)
+        call = process.opaque_calls[handle] = _KernelCall(original, ctx, args, tensors)
         try:
             flat = op(tensors[0], tensors[1:], keys, draws, handle)
         finally:
-            del engine.opaque[handle]
+            del process.opaque_calls[handle]
         assert call.companion is not None
         return call.companion.give(ctx, flat, tensors)
 
-    state.visible[name] = function, row
+    process.visible[name] = function, row
     function.forward = staticmethod(forward)  # type: ignore[method-assign]
     logger.info("%s.%s is visible as %s::%s", function.__module__, function.__qualname__, OPAQUE_NAMESPACE, name)
     return op
@@ -279,9 +262,9 @@ def _check(function: type[torch.autograd.Function], row: OpaqueFunction, paramet
             f"make_visible: {function.__qualname__} has a setup_context, so its forward does not see the context. "
             f"Write both as one forward(ctx, ...), or register its kernel as a torch.library.custom_op."
         )
-    if row.name in state.visible:
+    if row.name in process.visible:
         raise FastacError(
-            f"make_visible: the name {row.name!r} is taken by {state.visible[row.name][0].__qualname__}. Give another."
+            f"make_visible: {process.visible[row.name][0].__qualname__} has the name {row.name!r}. Give another name."
         )
     registry.check_named(row, parameters, f"make_visible: the forward of {function.__qualname__}")
 
@@ -307,7 +290,7 @@ def _is_watched(tensors: Sequence[Any]) -> bool:
         # The op has no rule for tensors without data, or for subclasses (DTensor).
         if torch_private.is_fake(tensor) or is_traceable_wrapper_subclass(tensor):
             return False
-    listening = thread.scope is not None or bool(engine.listeners) or bool(engine.replayed_calls)
+    listening = thread.scope is not None or bool(process.listeners) or bool(process.replayed_calls)
     return listening or torch_private.in_dispatch_mode()
 
 
@@ -323,7 +306,7 @@ def _warn_compiled(name: str) -> None:
 
 def is_visible(function: type) -> bool:
     """Whether make_visible was called for an autograd.Function."""
-    return any(visible is function for visible, _ in state.visible.values())
+    return any(visible is function for visible, _ in process.visible.values())
 
 
 # Functions of known libraries
@@ -336,8 +319,8 @@ def know(*functions: OpaqueFunction) -> None:
     """
     for function in functions:
         registry.check_row(function, "OpaqueFunction")
-    state.known.extend(function for function in functions if function not in state.known)
-    state.modules = None
+    process.known_functions.extend(function for function in functions if function not in process.known_functions)
+    process.modules_of_functions = None
 
 
 def missing(known: OpaqueFunction) -> str:
@@ -353,16 +336,20 @@ def make_known_visible() -> None:
 
     A Function that cannot be made visible stays as it is, and a warning says why: a model that uses it is refused.
     """
-    if (loaded := interception.loaded_modules()) == state.modules:
+    if (loaded := interception.loaded_modules()) == process.modules_of_functions:
         return
-    with state.lock:
+    with process.lock:
         for name, module in sys.modules.copy().items():  # other threads import meanwhile; copy() is atomic
-            for known in state.known:
+            for known in process.known_functions:
                 # From its __dict__: getattr would make a lazy module load it.
                 function = getattr(module, "__dict__", {}).get(known.name)
-                if function is None or (known, name) in state.settled or not re.fullmatch(known.module, name):
+                if (
+                    function is None
+                    or (known, name) in process.settled_functions
+                    or not re.fullmatch(known.module, name)
+                ):
                     continue
-                state.settled.add((known, name))
+                process.settled_functions.add((known, name))
                 if is_visible(function):  # the user has called make_visible, with other options
                     continue
                 options = {field: value for field, value in vars(known).items() if field not in ("module", "name")}
@@ -370,4 +357,4 @@ def make_known_visible() -> None:
                     make_visible(function, **options)
                 except FastacError as error:
                     logger.warning("%s.%s cannot be saved: %s", name, known.name, error)
-        state.modules = loaded
+        process.modules_of_functions = loaded

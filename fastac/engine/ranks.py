@@ -16,11 +16,11 @@ _CONNECTION = ("DistBackendError", "DistNetworkError", "RuntimeError")
 
 
 class OtherRankFailed(Exception):  # noqa: N818 it carries the error of another rank
-    """Another rank raised. kind: name of the class of its error."""
+    """Another rank raised. error_name: name of the class of its error."""
 
-    def __init__(self, kind: str, message: str) -> None:
+    def __init__(self, error_name: str, message: str) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.error_name = error_name
 
 
 class Group:

@@ -43,7 +43,8 @@ from fastac.engine.generators import (
     tensors_in,
 )
 from fastac.engine.offload import Stash, unpack_input, unpack_keywords
-from fastac.engine.tape import RecomputeError, Replay, Tape, engine
+from fastac.engine.process import process
+from fastac.engine.tape import RecomputeError, Replay, Tape
 from fastac.errors import FastacError, is_out_of_memory
 
 _NOTHING = contextlib.nullcontext()
@@ -256,11 +257,11 @@ class Region:
                 set_python_states(self.drawn)
             with (
                 contextlib.suppress(_Stop),
-                torch.profiler.record_function(RECOMPUTE) if engine.replayed_calls else _NOTHING,
+                torch.profiler.record_function(RECOMPUTE) if process.replayed_calls else _NOTHING,
                 saved_tensors_hooks(recompute._recomputation_hook, unchanged),
                 torch.enable_grad(),
                 self._as_in_forward(),
-                Replay(self.tape, self.found) if self.tape is not None else _NOTHING,
+                Replay(self.tape, self.likely_causes) if self.tape is not None else _NOTHING,
                 _NOTHING if self.mode is None else self.mode(),
             ):
                 try:
@@ -285,9 +286,9 @@ class Region:
                 torch_private.at_end_of_backward(functools.partial(_forget, weakref.ref(self), backward))
         return tensors
 
-    def found(self) -> str:
+    def likely_causes(self) -> str:
         """What may explain that recompute differs, as a line with its break, or ""."""
-        return causes.found(self.function, self.modules, self.kwargs.values(), self.stance)
+        return causes.likely_causes(self.function, self.modules, self.kwargs.values(), self.stance)
 
     def _name_cause(self, error: Exception, inputs: Iterable[Any]) -> None:
         """Raise RecomputeError for an error in recompute. Not for a lack of memory: a trainer may catch that error."""
@@ -303,7 +304,7 @@ class Region:
         # Code that expects the block's error, as torch's checkpoint raises it, must catch this one as well.
         raise type("RecomputeError", (RecomputeError, type(error)), {})(
             f"{describe(self.function)}: recompute raised {type(error).__name__} where the forward did not: {error}\n"
-            f'{self.found()}{guess} checkpoint the block (policy "none", blocks=... without it).'
+            f'{self.likely_causes()}{guess} checkpoint the block (policy "none", blocks=... without it).'
         ) from error
 
     def _check_inputs(self, comparison: Comparison) -> None:
@@ -352,11 +353,13 @@ class _Recompute:
         fingerprints = region.fingerprints if self.has_fingerprints else ()
         ends, region_of = Region._run_again.__code__, weakref.ref(region)
 
-        def found() -> str:
+        def likely_causes() -> str:
             region = region_of()
-            return "" if region is None else region.found()
+            return "" if region is None else region.likely_causes()
 
-        self.comparison = Comparison(self.function, region.modules, region.block_state, fingerprints, ends, found)
+        self.comparison = Comparison(
+            self.function, region.modules, region.block_state, fingerprints, ends, likely_causes
+        )
 
     @torch_private.as_checkpoint_hook
     def _recomputation_hook(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -386,9 +389,10 @@ class _Recompute:
         if self.surplus or missing:
             raise RecomputeError(
                 f"{describe(self.function)}: recompute saved {self.count - missing + self.surplus} tensors for "
-                f"backward where the forward saved {self.count}: it took another path.\n{self.comparison.found()}"
-                f"An adapter that was switched, disabled or fused before backward does that, another flag, a cache, "
-                f"random numbers, other settings of the compiler. Keep them until it is done. So does torch.func.jvp "
+                f"backward where the forward saved {self.count}: it took another path.\n"
+                f"{self.comparison.likely_causes()}An adapter that was switched, disabled or fused before "
+                f"backward does that, another flag, a cache, random numbers, other settings of the compiler. Keep "
+                f"them until it is done. So does torch.func.jvp "
                 f"with gradients on: run it under torch.no_grad()."
             )
         self.comparison.check()

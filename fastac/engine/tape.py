@@ -7,12 +7,9 @@ wrong gradients, a false alarm or a leak: docs/hazards.md names its test.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import sys
-import threading
 import types
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +20,7 @@ from fastac.engine import releases, sparse, torch_private
 from fastac.engine.collectives import Communication
 from fastac.engine.generators import Draws, States, devices_of, generator_state, set_states
 from fastac.engine.offload import Stash, StashedTensor
+from fastac.engine.process import process, thread
 from fastac.engine.results import Call, Product, RegionResult
 from fastac.engine.torch_private import BELOW_BACKEND_SELECT
 from fastac.errors import FastacError, PolicyNotAppliedError
@@ -35,45 +33,6 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 Caller = tuple[int, frozenset[int]]
 """Where an attention call was made: the newest autograd node at that time, and the ids of the code that was running."""
-
-Listener = Callable[[BoundOp, Sequence[Any], Mapping[str, Any]], None]
-"""Called with an attention op and its arguments."""
-
-
-class _State(threading.local):
-    """State of this thread. A backward may run in other threads than its forward."""
-
-    scope: Scope | None = None
-    backward: int | None = None  # the latest one that recomputed a region
-    replayed: list[tuple[int, int, Policy]]  # regions of that backward: first and last autograd node, policy
-
-
-class Engine:
-    """State of the engine in this process, except for the scope that is open in each thread."""
-
-    def __init__(self) -> None:
-        self.installed: dict[str, BoundOp] = {}  # intercepted ops by qualified name
-        self.lock = threading.RLock()
-        self.modules: object = None  # modules that were loaded when ops were last looked for
-        self.opaque: dict[int, Any] = {}  # calls of fastac.engine.opaque in the dispatcher, by the op's last argument
-        self.thread = _State()
-        self.reset()
-
-    def reset(self) -> None:
-        """Close what a test left open. Interception stays: removing it crashes other threads."""
-        self.replayed_calls: list[
-            collections.Counter[str]
-        ] = []  # each counts attention calls that ran no kernel (verify)
-        self.collectors: list[list[RegionResult]] = []  # each gets the result of every region that succeeds (verify)
-        self.listeners: list[Listener] = []  # called with attention that runs while no region is open in its thread
-        # By backward: what fastac.engine.comparison reads from an accelerator when it ends.
-        self.unread: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.thread.scope = None
-        self.thread.backward = None
-
-
-engine = Engine()
-thread = engine.thread
 
 
 def run_kernel(
@@ -322,7 +281,7 @@ class Tape(Scope):
 
     def __post_init__(self) -> None:
         self.entries: list[Entry] = []
-        self.ops_at_start = len(engine.installed)
+        self.ops_at_start = len(process.installed)
         # Whether the forward has ended. A gradient taken inside the forward recomputes calls that have no entry yet.
         self.complete = False
         # The newest autograd node when the forward began, and when it ended.
@@ -417,7 +376,7 @@ class Tape(Scope):
         if product:
             self.products.append(product)
         if op.is_opaque:
-            entry.companion = engine.opaque[args[-1]].companion
+            entry.companion = process.opaque_calls[args[-1]].companion
             entry.companion.check()
         return outputs
 
@@ -494,11 +453,11 @@ class Replay(Scope):
 
     position = 0
 
-    def __init__(self, tape: Tape, found: Callable[[], str]) -> None:
-        """found: returns what may explain that recompute took another path, as a line with its break, or ""."""
+    def __init__(self, tape: Tape, likely_causes: Callable[[], str]) -> None:
+        """likely_causes: returns what may explain that recompute took another path, as a line with its break, or ""."""
         self.tape = tape
         self.policy = tape.policy
-        self.found = found
+        self.likely_causes = likely_causes
 
     def __enter__(self) -> Replay:
         running = torch_private.running_backward()
@@ -526,12 +485,12 @@ class Replay(Scope):
                 self.tape.communication.count("again", outputs)
             return outputs
         set_states(entry.generators)  # so that the next op draws the numbers that it drew in the forward
-        for counter in engine.replayed_calls if op.is_attention else ():
+        for counter in process.replayed_calls if op.is_attention else ():
             counter[name_of(op.op)] += 1
         if entry.selection is not None:
             entry.selection.put_into(op, op.selection(args, kwargs))
         if op.is_opaque:
-            engine.opaque[args[-1]].companion = entry.companion
+            process.opaque_calls[args[-1]].companion = entry.companion
         return entry.replayed()
 
     def _next(self, op: BoundOp, inputs: Sequence[Any], product: str) -> Entry:
@@ -555,9 +514,9 @@ class Replay(Scope):
 
     def _another_path(self, recompute: str, forward: str) -> RecomputeError:
         return RecomputeError(
-            f"recompute {recompute} where the forward {forward}.\n{self.found()}The checkpointed function took another "
-            f"path, or chose otherwise (random numbers do that), or the attention backend changed in between, or a "
-            f"cache (use_cache=True) was filled. Make it depend on its arguments alone."
+            f"recompute {recompute} where the forward {forward}.\n{self.likely_causes()}The checkpointed function "
+            f"took another path, or chose otherwise (random numbers do that), or the attention backend changed in "
+            f"between, or a cache (use_cache=True) was filled. Make it depend only on its arguments."
         )
 
 

@@ -224,6 +224,9 @@ class BoundOp:
         if self.trains and row.kind not in ("decomposition", "other"):
             self._check_schema({argument.name: argument.type for argument in arguments})
 
+    def __repr__(self) -> str:
+        return f"BoundOp({self.name}, {self.kind})"
+
     def _check_schema(self, types: Mapping[str, str]) -> None:
         where = f"register: {self.name}"
         for name in torch_private.always_written(self.op):
@@ -308,7 +311,7 @@ class BoundOp:
             )
 
 
-class _State:
+class _Rows:
     """The rows and decisions of this process."""
 
     def __init__(self) -> None:
@@ -327,7 +330,7 @@ class _State:
         self.reported: set[str] = set()
 
 
-state = _State()
+state = _Rows()
 
 
 def rows() -> tuple[Row, ...]:

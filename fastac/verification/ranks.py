@@ -19,7 +19,7 @@ RunStep = Callable[[bool], Step]
 """Runs a step. Its argument: whether attention kernels are counted."""
 
 
-class Comparison:
+class ComparedSteps:
     """Runs of a reference and of a policy, compared when this is made.
 
     Args:

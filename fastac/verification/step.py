@@ -17,8 +17,8 @@ from fastac.compiled import graphs
 from fastac.diagnosis.autograd_graph import nodes_between
 from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
+from fastac.engine.process import process
 from fastac.engine.results import Call, Product, RegionResult
-from fastac.engine.tape import engine
 from fastac.engine.torch_private import profiled_events, profiler, tree_leaves, tree_map
 from fastac.errors import FastacError, class_name
 from fastac.registry.torch_private import name_of
@@ -44,12 +44,12 @@ def executed_attention(on_device: bool = False) -> Iterator[Executed]:
     """
     ran = Executed()
     answered: Counter[str] = Counter()
-    engine.replayed_calls.append(answered)
+    process.replayed_calls.append(answered)
     try:
         with profiler(activities=supported_activities() if on_device else [ProfilerActivity.CPU]) as profiled:
             yield ran
     finally:
-        engine.replayed_calls[:] = [counter for counter in engine.replayed_calls if counter is not answered]
+        process.replayed_calls[:] = [counter for counter in process.replayed_calls if counter is not answered]
     names = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
     ends: Counter[tuple[int, str]] = Counter()  # thread and op -> the end of the last counted call
     events = profiled_events(profiled)
@@ -112,7 +112,7 @@ def run_step(
     regions: list[RegionResult] = []
     for state in block_states(model.modules()):
         state.transfers = None
-    engine.collectors.append(regions)
+    process.collectors.append(regions)
     try:
         with generators_preserved(), buffers_preserved([model]) as buffers, torch.enable_grad():
             with _counting(is_counted) as forward:
@@ -129,7 +129,7 @@ def run_step(
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
             written = {f"buffer {name}": buffer.detach().clone() for name, buffer in buffers.written().items()}
     finally:
-        engine.collectors[:] = [collector for collector in engine.collectors if collector is not regions]
+        process.collectors[:] = [collector for collector in process.collectors if collector is not regions]
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     tensors |= {f"gradient of {name}": _local(parameter.grad) for name, parameter in model.named_parameters()}
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -1,7 +1,7 @@
 """verify: a step with a policy, compared with a step without checkpointing.
 
-`_Verifier` takes the steps, of the whole model or of each block. `Comparison` (ranks.py) compares them, and takes more
-if results differ. step.py says what a step is, noise.py when a difference is an error.
+`_Verifier` takes the steps, of the whole model or of each block. `ComparedSteps` (ranks.py) compares them, and takes
+more if results differ. step.py says what a step is, noise.py when a difference is an error.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fastac.engine import checkpoint_wrappers
 from fastac.engine.blocks import forget_state, known_state
 from fastac.engine.buffers import buffers_preserved
 from fastac.engine.generators import generators_preserved
-from fastac.engine.kinds import kinds
+from fastac.engine.process import process
 from fastac.engine.ranks import Group, OtherRankFailed
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name, readable_bytes
 from fastac.models.switches import switches_of
 from fastac.policy import BlockPolicies, Policy, resolve
-from fastac.verification.ranks import Comparison, RunStep
+from fastac.verification.ranks import ComparedSteps, RunStep
 from fastac.verification.recompute import RecomputeProfile, latest
 from fastac.verification.report import Offloaded, block_states, check_whole, decided_calls
 from fastac.verification.step import Step, fresh, run_step
@@ -168,7 +168,7 @@ def verify(
     try:
         return group.run(lambda: _Verifier(group, model, args, kwargs, policy, blocks, reference, per_block).verify())
     except OtherRankFailed as failed:
-        error_class = getattr(errors, failed.kind, FastacError)
+        error_class = getattr(errors, failed.error_name, FastacError)
         raise error_class(f"verify failed on another rank. {failed}") from None
 
 
@@ -288,7 +288,7 @@ class _Verifier:
     def _compare(self, reference_step: RunStep, policy_step: RunStep, policy: Policy | BlockPolicies) -> Verification:
         # The reference "full" is torch's checkpoint, whose recompute writes buffers a second time: do not compare them.
         with_buffers = self.reference != "full"
-        compared = Comparison(self.group, reference_step, policy_step, self._forget_kinds, with_buffers)
+        compared = ComparedSteps(self.group, reference_step, policy_step, self._forget_kinds, with_buffers)
         runs, expected, later = compared.runs, compared.expected, compared.later
         broken = sorted(runs.broken(), key=lambda name: -runs.different[name])
         saved = [call for call in later.calls if call.saved]
@@ -326,7 +326,7 @@ class _Verifier:
 
     def _forget_kinds(self) -> None:
         """Make the next region of each kind a first one, which is observed."""
-        kinds.by_code = weakref.WeakKeyDictionary()
+        process.kinds = weakref.WeakKeyDictionary()
         for state in block_states(self.inner.modules()):
             state.key = None
 
@@ -414,12 +414,12 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     hook.disable(model)
     switches = switches_of(model)  # after `disable`: the flags of the model's own checkpointing
     # What other models of the process observed stays as it is. Kinds are by block: verify proves each block.
-    results, kinds.by_code, kinds.of_one_block = kinds.by_code, weakref.WeakKeyDictionary(), True
+    results, process.kinds, process.kinds_are_of_one_block = process.kinds, weakref.WeakKeyDictionary(), True
     try:
         with generators_preserved(), buffers_preserved([model]):
             yield
     finally:
-        kinds.by_code, kinds.of_one_block = results, False
+        process.kinds, process.kinds_are_of_one_block = results, False
         hook.disable(model)
         for switch in switches:
             switch.restore()

@@ -12,7 +12,7 @@ import fastac
 from fastac import registry
 from fastac.backends.diffusers import BACKENDS, backend_uses
 from fastac.backends.verdicts import Verdict
-from fastac.engine import opaque
+from fastac.engine.process import process
 from tests import support
 from tests.model_state import state_of
 
@@ -46,7 +46,7 @@ def test_every_backend_of_diffusers_has_a_verdict() -> None:
     """And says which rows serve it, or why none can."""
     assert set(EVERY) == set(BACKENDS)
     families = {getattr(row, "backend", "") for row in registry.rows()} | {
-        known.backend for known in opaque.state.known
+        known.backend for known in process.known_functions
     }
     assert {found.family for found in BACKENDS.values() if found.family} <= families
     for name, found in BACKENDS.items():

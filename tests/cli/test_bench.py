@@ -17,7 +17,7 @@ import torch
 import fastac
 from fastac import cli
 from fastac.cli import measuring
-from fastac.cli.measuring import VARIANTS, Measurements, Switch, Workload, bench
+from fastac.cli.measuring import VARIANTS, Measurements, Ways, Workload, bench
 from fastac.engine import offload, region
 from fastac.errors import FastacError, readable_bytes
 from fastac.models import published as configurations
@@ -41,15 +41,15 @@ def rows_of(found: Measurements) -> dict[str, Any]:
 
 def test_every_way_is_measured() -> None:
     """Two blocks with two attention calls each, in steps that take as long as the way that is switched on should."""
-    workload, to, on = tiny_wan(), Switch.to, [""]
+    workload, to, on = tiny_wan(), Ways.to, [""]
 
-    def noted(switch: Switch, name: str) -> None:
+    def noted(switch: Ways, name: str) -> None:
         on.append(name)
         to(switch, name)
 
     clock = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Switch, "to", noted)
+        patch.setattr(Ways, "to", noted)
         clocked(patch, lambda: next(clock) % 2 * (1.0 + NAMES.index(on[-1])))
         measured = bench(workload, "tiny Wan", rounds=3)
     rows = rows_of(measured)
@@ -85,7 +85,7 @@ def test_every_way_is_measured() -> None:
 def test_no_values_are_compared_in_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(region, "fingerprint", seen.append)
-    switch = Switch(tiny_wan())
+    switch = Ways(tiny_wan())
     switch.to("attn_only")
     assert seen
     seen.clear()
@@ -104,16 +104,16 @@ def test_ways_that_do_not_run_and_ways_that_differ(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(measuring, "VARIANTS", ways)
         return bench(tiny_wan(), "tiny Wan", rounds=1)
 
-    def raising(*errors: Exception | None) -> Callable[[Switch], object]:
+    def raising(*errors: Exception | None) -> Callable[[Ways], object]:
         left = list(errors)
 
-        def enable(switch: Switch) -> None:
+        def enable(switch: Ways) -> None:
             if error := left.pop(0):
                 raise error
 
         return enable
 
-    def wrong(switch: Switch) -> None:
+    def wrong(switch: Ways) -> None:
         model = switch.workload.model
         model.enable_gradient_checkpointing(lambda block, *args: block(*(arg * 2 for arg in args[:1]), *args[1:]))
 
@@ -171,7 +171,7 @@ def test_what_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_budget_of_ones_own_on_a_model_that_is_left_plain() -> None:
     workload = tiny_wan()
     fastac.enable(workload.model, "attn_only")
-    switch = Switch(workload, 20_000)
+    switch = Ways(workload, 20_000)
     switch.to("planned")
     workload.step()
     assert 0 < sum(row.saved_bytes + row.linear_bytes for row in fastac.report(workload.model).rows) <= 20_000

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import fastac
 from fastac import PolicyNotAppliedError
 from fastac.diagnosis.observation import Observation
-from fastac.engine.kinds import SIGNATURES, kinds
+from fastac.engine.kinds import SIGNATURES
+from fastac.engine.process import process
 from tests.diagnosis.hidden import PastTheDispatcher
 
 STEPS = 30
@@ -92,7 +93,7 @@ def test_lengths_that_never_repeat(calls: str, most: int, way: str, observed: li
     """After a few lengths the next is expected to make the same calls, and nothing is noted for it."""
     train(Block(), itertools.islice(numbers(calls), STEPS), itertools.count(8), way)
     assert len(observed) == most
-    assert sum(map(len, kinds.by_code.values())) <= 2 * SIGNATURES + 1
+    assert sum(map(len, process.kinds.values())) <= 2 * SIGNATURES + 1
 
 
 @pytest.mark.parametrize("way", ["block", "function"])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import fastac
 from fastac.engine.blocks import state_of
-from fastac.engine.kinds import kinds
+from fastac.engine.process import process
 from tests import support
 from tests.live_bytes import allocated
 from tests.support import stack, stack_inputs, train_step
@@ -77,7 +77,7 @@ def held_bytes(block: torch.nn.Module, policy: Any, known: bool = True) -> tuple
     held = []
     for run in (forward, step, dropped):
         if not known:
-            kinds.reset()
+            process.reset()
             state_of(block).key = None
         held.append(allocated(run))
     return held[0] - inputs["video"].nbytes, held[1], held[2]

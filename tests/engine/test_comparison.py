@@ -16,7 +16,7 @@ from fastac import FastacError
 from fastac.cli.measuring import allocated_bytes
 from fastac.engine import comparison, region
 from fastac.engine.comparison import fingerprint, relative_difference
-from fastac.engine.tape import engine
+from fastac.engine.process import process
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -208,7 +208,7 @@ def _outside_a_backward(layers: list[Scaled]) -> None:
 def test_a_later_model_hears_of_no_earlier_one(fail: Any) -> None:
     fail(blocks())
     gc.collect()
-    assert not engine.unread
+    assert not process.unread_comparisons
     OnDevice.reads = 0
     forward(blocks()).sum().backward()
     assert OnDevice.reads == 1

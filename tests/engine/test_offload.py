@@ -19,6 +19,7 @@ from torch.autograd.graph import save_on_cpu
 import fastac
 from fastac import FastacError, Policy
 from fastac.engine import host_memory, offload
+from fastac.engine.process import Thread, process
 from fastac.engine.transport import Copies, Transport
 from fastac.verification.report import Offloaded
 from tests import support
@@ -415,7 +416,7 @@ def test_host_memory_is_not_handed_out_while_it_is_written(guarded: bool, monkey
 def test_one_region_is_prefetched(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where backward wants other regions next than those before in the forward, these do not pile up on the device."""
     if not guarded:
-        monkeypatch.setattr(offload._State, "prefetched", property(lambda state: None, lambda *_: None), raising=False)
+        monkeypatch.setattr(Thread, "prefetched", property(lambda state: None, lambda *_: None), raising=False)
     stashes: list[Any] = []
     end_forward = offload.Stash.end_forward
 
@@ -443,7 +444,7 @@ def test_a_host_without_enough_memory(ranks: str, fits: bool, device: Simulated,
     fastac.enable(model, Policy("full", offload=True), blocks="blocks")
     model = copy.deepcopy(model)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    monkeypatch.setattr(host_memory._state, "fits", 0)
+    monkeypatch.setattr(process, "host_bytes", 0)
     monkeypatch.setattr(host_memory, "available", lambda: 4 * 3 * INPUT)
     inputs = {name: value * 1 for name, value in stack_inputs().items()}
     with contextlib.nullcontext() if fits else pytest.raises(FastacError, match=r"3 blocks keep .* on 8 ranks"):
@@ -487,7 +488,7 @@ def test_host_memory_that_cannot_be_pinned(device: Simulated, monkeypatch: pytes
 def test_what_fitted_before_is_allocated_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer videos need the rest alone."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(host_memory._state, "fits", 60)
+    monkeypatch.setattr(process, "host_bytes", 60)
     monkeypatch.setattr(host_memory, "available", lambda: 40)
     host_memory.check_available(100, 1, Policy("full"))
     with pytest.raises(FastacError, match="are available"):

@@ -386,7 +386,7 @@ def test_a_function_is_made_visible_once_and_a_name_given_once() -> None:
     forward = first.forward
     assert fastac.make_visible(first, name=name, **PLAIN) is op
     assert first.forward is forward
-    with pytest.raises(FastacError, match=f"{name!r} is taken"):
+    with pytest.raises(FastacError, match=f"has the name {name!r}"):
         fastac.make_visible(second, name=name)
     for other in ({"name": name + "_again"}, {"name": name, "layout": "bhsd", "dropout": "dropout_p"}):
         with pytest.raises(FastacError, match="visible already"):

@@ -192,7 +192,7 @@ def test_a_reentrant_checkpoint_around_blocks_that_save_nothing(caplog: pytest.L
     assert re.search(r"blocks\.1: its forward runs three times.*CheckpointFunction.*use_reentrant=False", caplog.text)
     assert len(caplog.records) == 1
     model.run = functools.partial(torch_checkpoint, use_reentrant=False)
-    fastac.engine.kinds.kinds.reset()
+    fastac.engine.process.process.reset()
     assert support.executions_of(model, inputs, expected) == 8
     assert len(caplog.records) == 1
 
