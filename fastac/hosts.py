@@ -19,8 +19,8 @@ import torch
 
 from fastac.checkpointing import run
 from fastac.engine import kinds
-from fastac.engine.blocks import block_of, describe, is_inside, state_of
-from fastac.engine.checkpoint_wrappers import call_plainly, check_default, inside, is_wrapper, wrappers_around
+from fastac.engine.blocks import block_of, describe, inside, is_inside, state_of
+from fastac.engine.checkpoint_wrappers import call_plainly, check_default, is_wrapper, wrappers_around
 from fastac.errors import FastacError, PolicyNotAppliedError, class_name
 from fastac.models.blocks import LISTS, grouped, module_lists, name_blocks, unwrapped
 from fastac.models.switches import Switch, switches_of, transformers_switches

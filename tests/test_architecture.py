@@ -161,6 +161,27 @@ def test_only_the_catalogues_know_libraries_by_name() -> None:
     assert not wrong, "belongs into backends/ or models/:\n" + "\n".join(wrong)
 
 
+def test_no_class_name_stands_twice() -> None:
+    """One name, one meaning; leading underscores do not tell classes apart."""
+    where_defined: dict[str, list[str]] = {}
+    for path in paths():
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                where_defined.setdefault(node.name.strip("_"), []).append(where(path, node.lineno))
+    assert not {name: places for name, places in where_defined.items() if len(places) > 1}
+
+
+def test_variables_are_named_by_their_noun() -> None:
+    """`for entry in entries`, not `for one in entries`."""
+    places = [
+        where(path, node.lineno)
+        for path in paths()
+        for node in nodes(path)
+        if (isinstance(node, ast.Name) and node.id == "one") or (isinstance(node, ast.arg) and node.arg == "one")
+    ]
+    assert not places, "named `one`:\n" + "\n".join(places)
+
+
 def test_what_runs_on_a_gpu_runs_on_a_cpu_as_well(pytestconfig: pytest.Config) -> None:
     """Every test that is marked `gpu` has a case without the mark, so that a name in it that is gone is seen in CI."""
     cases: dict[bool, set[str]] = {True: set(), False: set()}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastac.engine.checkpoint_wrappers import inside
+from fastac.engine.checkpoint_wrappers import CHECKPOINT, FSDP1
 from fastac.engine.collectives import Communication
 from fastac.engine.results import Kind, RegionResult
 from fastac.engine.torch_private import shape_of
@@ -135,6 +135,21 @@ def module_of(function: Any) -> torch.nn.Module | None:
             return owner
         function = getattr(function, "__wrapped__", None)
     return None
+
+
+def inside(module: Any) -> Any:
+    """The module inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); itself if it has none."""
+    # This runs at every call of a block, so it is a plain loop. An FSDP1 wrapper is looked through, but stays around
+    # the module if there is no activation wrapper inside it: its forward gathers the weights.
+    innermost = module
+    while True:
+        children: Any = getattr(module, "_modules", ())
+        if CHECKPOINT in children:
+            innermost = module = children[CHECKPOINT]
+        elif FSDP1 in children:
+            module = children[FSDP1]
+        else:
+            return innermost
 
 
 def block_of(function: Any) -> torch.nn.Module | None:

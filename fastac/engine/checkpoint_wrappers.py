@@ -15,29 +15,14 @@ from fastac.errors import FastacError
 
 # Attributes in which torch's wrappers hold the module. torch has names for them in private modules, which take time to
 # import: torch.distributed.algorithms._checkpoint.checkpoint_wrapper and torch.distributed.fsdp._common_utils.
-_CHECKPOINT, _FSDP1 = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
-
-
-def inside(module: Any) -> Any:
-    """The module inside torch's activation wrappers (CheckpointWrapper, OffloadWrapper); itself if it has none."""
-    # This runs at every call of a block, so it is a plain loop. An FSDP1 wrapper is looked through, but stays around
-    # the module if there is no activation wrapper inside it: its forward gathers the weights.
-    innermost = module
-    while True:
-        children: Any = getattr(module, "_modules", ())
-        if _CHECKPOINT in children:
-            innermost = module = children[_CHECKPOINT]
-        elif _FSDP1 in children:
-            module = children[_FSDP1]
-        else:
-            return innermost
+CHECKPOINT, FSDP1 = "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 
 def plain_name(name: str) -> str:
     """A qualified name without activation wrappers."""
-    if _CHECKPOINT not in name:
+    if CHECKPOINT not in name:
         return name
-    return ".".join(part for part in name.split(".") if part not in (_CHECKPOINT, _FSDP1))
+    return ".".join(part for part in name.split(".") if part not in (CHECKPOINT, FSDP1))
 
 
 def is_wrapper(module: Any) -> bool:
@@ -53,7 +38,7 @@ def wrappers_around(module: Any) -> Iterator[Any]:
         if is_wrapper(module):
             yield module
         children = getattr(module, "_modules", {})
-        module = children.get(_CHECKPOINT, children.get(_FSDP1))
+        module = children.get(CHECKPOINT, children.get(FSDP1))
 
 
 def call_plainly(function: Any, /, *args: Any, **kwargs: Any) -> Any:

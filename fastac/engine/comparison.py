@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import operator
 import re
 import struct
 import sys
@@ -34,21 +33,6 @@ from fastac.engine.generators import tensors_in
 from fastac.engine.process import process
 from fastac.engine.tape import RecomputeError
 from fastac.errors import class_name
-
-Metadata = tuple[tuple[Any, ...], torch.dtype, torch.device, int]
-
-
-_metadata = operator.attrgetter("shape", "dtype", "device", "_version")
-
-
-def metadata(tensor: torch.Tensor) -> Metadata:
-    """The properties that are compared for every tensor in every step. The version counts in-place changes."""
-    # One call for all four: this runs twice for each tensor that a block saves.
-    try:
-        return _metadata(tensor)
-    except RuntimeError:  # a strided nested tensor has no shape
-        return torch_private.shape_of(tensor), tensor.dtype, tensor.device, tensor._version
-
 
 _SETTLED = 3
 """An op may save tensors before it runs. It has run when this many more tensors are saved."""
@@ -132,14 +116,14 @@ class Comparison:
         weights = [] if self.block_state.writes is False else _weights(self.function, self.modules)
         self._versions = {weight: weight._version for weight in weights if not weight.is_inference()}
 
-    def add_metadata(self, forward: Metadata, tensor: torch.Tensor) -> None:
+    def add_metadata(self, forward: torch_private.Metadata, tensor: torch.Tensor) -> None:
         """Note a tensor whose metadata differ from those of the forward.
 
         A tensor that recompute makes may have another version: it may be written more or less often. A weight or a
         buffer may not, unless the block writes it itself. If the block does not, and values are compared, then the
         values decide: somebody may stream the weights of many blocks through one buffer.
         """
-        recomputed = metadata(tensor)
+        recomputed = torch_private.metadata(tensor)
         if forward[:-1] != recomputed[:-1]:
             what = f"saves {_readable(*recomputed)} where the forward saved {_readable(*forward)}"
         else:

@@ -27,11 +27,9 @@ from fastac.engine.buffers import Buffers
 from fastac.engine.comparison import (
     Comparison,
     Fingerprint,
-    Metadata,
     Saved,
     Settling,
     fingerprint,
-    metadata,
 )
 from fastac.engine.generators import (
     Draws,
@@ -64,7 +62,7 @@ class Slot:
     """Replaces a tensor that an autograd node saves. It has the tensor's metadata, and no data."""
 
     __slots__ = ("__weakref__", "metadata")
-    metadata: Metadata
+    metadata: torch_private.Metadata
 
 
 Recomputed = dict[Slot, tuple[torch.Tensor, int]]
@@ -186,7 +184,7 @@ class Region:
     def _checkpoint_hook(self, tensor: torch.Tensor) -> Slot:
         # Do not rename: torch_private.innermost_checkpoint knows a checkpoint's hook by this name, which is torch's.
         slot = Slot()
-        slot.metadata = metadata(tensor)
+        slot.metadata = torch_private.metadata(tensor)
         self.slots.append(weakref.ref(slot))
         if self.settling is not None:
             self.fingerprints.append(None)
@@ -373,7 +371,7 @@ class _Recompute:
             return detached
         slot = reference()
         if slot is not None:
-            now = metadata(tensor)
+            now = torch_private.metadata(tensor)
             self.tensors[slot] = detached, now[-1]
             if self.compares and slot.metadata != now:
                 self.comparison.add_metadata(slot.metadata, tensor)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fastac.engine.blocks import is_inside
-from fastac.engine.checkpoint_wrappers import inside, plain_name
+from fastac.engine.blocks import inside, is_inside
+from fastac.engine.checkpoint_wrappers import plain_name
 from fastac.errors import FastacError, class_name, did_you_mean
 from fastac.models.catalogue import row_of
 from fastac.models.row import ModelRow

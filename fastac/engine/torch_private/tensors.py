@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,6 +110,21 @@ def shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
         # "NestedTensorImpl doesn't support sizes". torch develops only the jagged layout, which has a shape
         # (pytorch#132111), so this stays.
         return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
+
+
+Metadata = tuple[tuple[Any, ...], torch.dtype, torch.device, int]
+
+
+_metadata = operator.attrgetter("shape", "dtype", "device", "_version")
+
+
+def metadata(tensor: torch.Tensor) -> Metadata:
+    """The properties that are compared for every tensor in every step. The version counts in-place changes."""
+    # One call for all four: this runs twice for each tensor that a block saves.
+    try:
+        return _metadata(tensor)
+    except RuntimeError:  # a strided nested tensor has no shape
+        return shape_of(tensor), tensor.dtype, tensor.device, tensor._version
 
 
 def memory(tensor: torch.Tensor) -> object:
