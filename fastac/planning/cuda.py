@@ -1,10 +1,10 @@
 """Functions that run one kernel on CUDA and several on a CPU, simulated as the one kernel.
 
 A plan needs no GPU: it simulates fake tensors on the CPU. There torch runs `rms_norm`, for instance, as nine ops with
-copies in fp32, which autograd keeps. `OneKernel` calls, for each such function, an op with the outputs and the saved
-tensors of CUDA's kernel.
+copies in fp32, and autograd saves these copies. In the place of each such function `OneKernel` calls an op that has the
+outputs and the saved tensors of CUDA's kernel.
 
-Where torch decides this: `_fused_rms_norm` has a CUDA kernel beside a composite one (native_functions.yaml);
+torch decides this in several places: `_fused_rms_norm` has a CUDA kernel and a composite one (native_functions.yaml);
 `dropout`, `softmax` and `scaled_dot_product_attention` ask for the device (aten/src/ATen/native: Dropout.cpp,
 SoftMax.cpp, transformers/attention.cpp). tests/planning/test_cuda.py reads torch's table of ops, and compares what
 autograd records of all of `torch.nn.functional` with a GPU.
@@ -25,9 +25,9 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 
 class FusedRmsNorm(torch.autograd.Function):
-    """What aten's `_fused_rms_norm` allocates and saves on CUDA."""
+    """Allocates and saves what aten's `_fused_rms_norm` does on CUDA (since pytorch pull request 153666)."""
 
-    generate_vmap_rule = True
+    generate_vmap_rule = True  # rms_norm may be called inside vmap
 
     @staticmethod
     def forward(values: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None) -> torch.Tensor:
@@ -36,7 +36,7 @@ class FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        """Save input, weight and one fp32 number for each norm."""
+        """Save the input, the weight and one fp32 number for each norm."""
         values, shape, weight = inputs
         statistics = values.new_empty(values.shape[: values.dim() - len(shape)], dtype=torch.float32)
         ctx.save_for_backward(values, weight, statistics)
@@ -44,13 +44,14 @@ class FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Tensors:
-        """A gradient for each of input and weight that needs one."""
+        """Gradients of the input and the weight, if they need one."""
         values, weight, _ = ctx.saved_tensors
         of_values, _, of_weight = ctx.needs_input_grad
         return torch.empty_like(values) if of_values else None, None, torch.empty_like(weight) if of_weight else None
 
 
-# Their arguments have torch's names.
+# The arguments of these functions have torch's names: models pass them by name. They return NotImplemented if the call
+# is the same on a CPU, or if CUDA runs several kernels as well.
 
 
 def rms_norm(
@@ -59,21 +60,21 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    """One kernel, unless the weight has another dtype."""
+    """rms_norm is one kernel, unless the weight has another dtype."""
     if input.is_complex() or (weight is not None and weight.dtype != input.dtype):
         return NotImplemented
     return FusedRmsNorm.apply(input, normalized_shape, weight)  # type: ignore[no-untyped-call]
 
 
 def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:  # noqa: A002
-    """One kernel, whose mask has a byte for each number."""
+    """Dropout is one kernel. Its mask has a byte for each number; a CPU's mask has the dtype of the input."""
     if inplace or not training or not 0 < p < 1:
         return NotImplemented
     return torch.native_dropout(input, p, True)[0]
 
 
 def softmax(input: torch.Tensor, dim: int | None = None, *others: Any, **named: Any) -> Any:  # noqa: A002
-    """One kernel from fp16 to fp32, without a copy of the input in fp32."""
+    """A softmax from fp16 to fp32 is one kernel, without a copy of the input in fp32."""
     if input.dtype is not torch.float16 or torch.float32 not in (named.get("dtype"), *others) or dim is None:
         return NotImplemented
     return torch_private.softmax_to_fp32(input, dim)
@@ -89,12 +90,14 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """With dropout, or with values of another width: the memory-efficient kernel, where a CPU has none."""
+    """Attention with dropout, or with values of another width, is the memory-efficient kernel. A CPU has none."""
     needed = dropout_p > 0 or query.shape[-1] != value.shape[-1]
-    alignment = 16 // query.itemsize  # numbers, of both widths
+    # The kernel reads 16 bytes at a time: both widths must be multiples of so many numbers.
+    alignment = 16 // query.itemsize
     fits = query.dim() == 4 and not enable_gqa and query.itemsize <= 4
     if not (needed and fits) or query.shape[-1] % alignment or value.shape[-1] % alignment:
         return NotImplemented
+    # torch turns a boolean mask into an additive one, and expands it over batch and heads, before it calls the kernel.
     if attn_mask is not None:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype is torch.bool else attn_mask
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
@@ -110,7 +113,7 @@ FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.softmax: softmax,
     torch.nn.functional.scaled_dot_product_attention: attention,
 }
-"""Function of torch -> what allocates as it does on CUDA; NotImplemented where that is no other than on a CPU."""
+"""Function of torch -> a function that allocates what torch's does on CUDA."""
 
 
 class OneKernel(TorchFunctionMode):
@@ -118,5 +121,5 @@ class OneKernel(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        found = FUNCTIONS[func](*args, **named) if func in FUNCTIONS else NotImplemented
-        return func(*args, **named) if found is NotImplemented else found
+        output = FUNCTIONS[func](*args, **named) if func in FUNCTIONS else NotImplemented
+        return func(*args, **named) if output is NotImplemented else output

@@ -1,4 +1,4 @@
-"""A model and its inputs without their data, as a step of it is simulated."""
+"""A model and its inputs without their data, for the simulation of a step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fastac.planning.fake_values import KnownValues
 from fastac.planning.fake_weights import fake, faked, runs_on
 
 DEVICES = ("cuda", "cpu")
-"""That a plan may be asked for."""
+"""Types of devices for which there are plans."""
 
 Inputs = Mapping[str, Any] | Sequence[Any]
-"""Of one call: keyword arguments, or a tuple of those by position."""
+"""Inputs of one call: keyword arguments, or a tuple of arguments by position."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +30,20 @@ class FakeModel:
     """A model and the arguments of one call, all of fake tensors."""
 
     model: torch.nn.Module
-    blocks: dict[str, torch.nn.Module]  # by name; a simulation adds others that the model checkpoints
-    by_forward: bool  # the blocks' forward is replaced, since the model does not call a checkpointing function
-    known: KnownValues  # values of those inputs that decide what the model does
-    device: torch.device  # of its fake tensors
-    as_on_cuda: bool  # it will train on CUDA, and its fake tensors are on the CPU
+    # Name -> block. A simulation adds other modules that the model checkpoints.
+    blocks: dict[str, torch.nn.Module]
+    # The blocks' forward is replaced, since the model does not call a checkpointing function.
+    by_forward: bool
+    # The values of inputs that decide what the model does.
+    known: KnownValues
+    # Where the fake tensors are.
+    device: torch.device
+    # The model will train on CUDA, but its fake tensors are on the CPU.
+    as_on_cuda: bool
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def given(self, inputs: Inputs) -> FakeModel:
+    def with_inputs(self, inputs: Inputs) -> FakeModel:
         """The same model with other inputs."""
         args, kwargs = torch_private.tree_map(partial(_fake_input, self), arguments(inputs))
         return dataclasses.replace(self, args=args, kwargs=kwargs)
@@ -50,6 +55,7 @@ class FakeModel:
             model.enable_gradient_checkpointing(gradient_checkpointing_func=function)
             return
         for block in self.blocks.values():
+            # A forward from an earlier call goes first: `block.forward` is then the one of its class.
             vars(block).pop("forward", None)
             vars(block)["forward"] = partial(function, block.forward)
 
@@ -69,38 +75,40 @@ def arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def fake_model(model: torch.nn.Module, inputs: Inputs, blocks: Any = None, device: str | None = None) -> FakeModel:
     """A copy of a model and its inputs without their data. blocks, device: as in `plan`.
 
-    Raises FastacError for a model whose blocks are unknown, or that cannot be copied, and for an unknown device.
+    Raises FastacError if the blocks of the model are unknown, or the device is.
     """
     if device not in (None, *DEVICES):
         raise FastacError(f"plan(device={device!r}): there are {' and '.join(map(repr, DEVICES))}")
     known = KnownValues(torch_private.fake_mode())
+    # The first floating input shows the dtype in which the model computes, and the device.
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     like = max(tensors, key=torch.is_floating_point, default=torch.empty(0))
     trains_on = device or _device_of(runs_on(model), like.device.type)
-    place = like.device if like.device.type == trains_on else torch.device("cpu")
-    copied = faked(unwrapped(model), known, torch.empty(0, dtype=like.dtype, device=place))
+    # Inputs on another device than the one that trains: the machine may not have that device, but it has a CPU.
+    fake_device = like.device if like.device.type == trains_on else torch.device("cpu")
+    copied = faked(unwrapped(model), known, torch.empty(0, dtype=like.dtype, device=fake_device))
     blocks = blocks_given(copied, blocks)
     disable(copied)  # what is enabled on the model is not simulated
     containers = choose_blocks(copied, blocks, copied)
     for switch in switches_of(copied):
         switch.module.gradient_checkpointing = False
     named = {name: block for container in containers for name, block in container.blocks.items()}
-    as_on_cuda = trains_on == "cuda" and place.type != "cuda"
-    found = FakeModel(copied, named, is_by_forward(copied, blocks), known, place, as_on_cuda)
-    return found.given(inputs)
+    as_on_cuda = trains_on == "cuda" and fake_device.type != "cuda"
+    without_inputs = FakeModel(copied, named, is_by_forward(copied, blocks), known, fake_device, as_on_cuda)
+    return without_inputs.with_inputs(inputs)
 
 
 def _device_of(weights: set[str], inputs: str) -> str:
     """The type of the device that will train. Weights that wait on a CPU are brought to their inputs."""
-    known = ({inputs} | weights) - {"cpu", "meta"}
-    return known.pop() if known else "cpu" if "cpu" in weights else "cuda"
+    accelerators = ({inputs} | weights) - {"cpu", "meta"}
+    return accelerators.pop() if accelerators else "cpu" if "cpu" in weights else "cuda"
 
 
 def _fake_input(fake_model: FakeModel, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     device = fake_model.device if fake_model.device.type == "cpu" else value.device
-    found = fake(value, fake_model.known, device).requires_grad_(value.requires_grad)
+    faked_value = fake(value, fake_model.known, device).requires_grad_(value.requires_grad)
     if value.device.type != "meta" and not torch_private.is_fake(value):
-        fake_model.known.learn(found, value.detach())
-    return found
+        fake_model.known.learn(faked_value, value.detach())
+    return faked_value

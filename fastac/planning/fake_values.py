@@ -1,7 +1,7 @@
 """Values of small tensors in a simulation without data: masks, indices, and results computed from them.
 
-Some models ask for values: how many tokens a mask leaves, at which places. Fake tensors have none. So operations on
-small inputs and constants alone are computed on real tensors as well, on the CPU.
+Some models ask for values: how many tokens a mask leaves, at which places. Fake tensors have none. So an operation
+whose inputs are all small inputs of the model, or constants, is computed on real tensors as well, on the CPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ LARGEST = 2**20
 """The most numbers in a tensor whose values are known."""
 
 CONSTANTS = ("arange", "full", "linspace", "ones", "scalar_tensor", "zeros")
+"""Operations of aten without tensor arguments: their output is known."""
+
 LIKE = ("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like")
-"""Operations of aten whose output depends on no values; for LIKE, on the shape of a tensor."""
+"""Operations of aten that take only the shape from a tensor: their output is known for any tensor."""
 
 
 class KnownValues:
@@ -38,61 +40,65 @@ class KnownValues:
         """Record the values of a tensor, so that results computed from it are known, too."""
         if value.numel() <= LARGEST:
             with torch_private.without_modes():
-                self._values[fake] = value.to("cpu", copy=True)  # operations in place change it
+                # A copy: in-place operations of the model change it, and must not change the user's tensor.
+                self._values[fake] = value.to("cpu", copy=True)
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Let transformers see no fake tensors in those whose values are known.
+        """Hide from transformers that a tensor is fake if its values are known.
 
-        It takes fake tensors for a trace, and builds causal masks that training skips (`is_tracing` of transformers 5).
+        transformers 5 takes a fake tensor for a trace (`is_tracing`). It then builds causal masks that training skips.
         """
+        # The open pull request 48975 of transformers asks in its place whether torch.export runs. Then this may go.
         utils: Any = sys.modules.get("transformers.utils.import_utils")
-        before = getattr(utils, "is_fake_tensor", None)
-        if before is not None:
-            utils.is_fake_tensor = lambda value: before(value) and value not in self._values
+        original = getattr(utils, "is_fake_tensor", None)
+        if original is not None:
+            utils.is_fake_tensor = lambda value: original(value) and value not in self._values
         try:
             yield
         finally:
-            if before is not None:
-                utils.is_fake_tensor = before
+            if original is not None:
+                utils.is_fake_tensor = original
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on fake tensors, and on their values if all of these are known."""
-        known = self._is_known(func, args, kwargs)
+        is_known = self._is_known(func, args, kwargs)
         try:
             outputs = _run(func, args, kwargs)
         except torch_private.NEEDS_VALUES:
+            # The shape of the output depends on values. Indexing features by a mask needs only those of the mask.
             if func is torch.ops.aten.index.Tensor and (places := self._places(args[1])) is not None:
                 return func(args[0], places)
-            if not known:
+            if not is_known:
                 raise
             device = next(_tensors((args, kwargs))).device
             return tree_map(partial(self._faked, device), self._computed(func, args, kwargs))
-        if known and max((tensor.numel() for tensor in _tensors(outputs)), default=0) <= LARGEST:
+        if is_known and max((tensor.numel() for tensor in _tensors(outputs)), default=0) <= LARGEST:
             try:
                 computed = self._computed(func, args, kwargs)
-            except (RuntimeError, NotImplementedError):  # a kernel that CUDA alone has
+            except (RuntimeError, NotImplementedError):  # only CUDA has a kernel: the values stay unknown
                 return outputs
             for fake, value in zip(_tensors(outputs), _tensors(computed), strict=True):
                 self._values[fake] = value
         elif isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+            # Unknown values were written into one of these tensors: what was known of it is stale.
             for tensor in _tensors((args, kwargs)):
                 self._values.pop(tensor, None)
         return outputs
 
     def _places(self, indices: Any) -> list[Any] | None:
         """The indices of a tensor, with masks replaced by the places that they leave; None if a mask is not known."""
-        found: list[Any] = []
+        places: list[Any] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:
-                found.append(index)
+                places.append(index)
             elif index not in self._values:
                 return None
             else:
                 with torch_private.without_modes():
                     left = self._values[index].nonzero(as_tuple=True)
-                found += [self._faked(index.device, one) for one in left]
-        return found
+                places += [self._faked(index.device, of_dimension) for of_dimension in left]
+        return places
 
     def _is_known(self, func: Any, args: Any, kwargs: Any) -> bool:
         name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
@@ -108,10 +114,14 @@ class KnownValues:
         return has_tensors or name in CONSTANTS
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        def value(one: Any) -> Any:
-            if not isinstance(one, torch.Tensor):
-                return torch.device("cpu") if isinstance(one, torch.device) else one
-            return self._values[one] if one in self._values else torch.empty(one.shape, dtype=one.dtype)
+        """The outputs of an operation on the known values, on the CPU."""
+
+        def value(argument: Any) -> Any:
+            if not isinstance(argument, torch.Tensor):
+                return torch.device("cpu") if isinstance(argument, torch.device) else argument
+            if argument in self._values:
+                return self._values[argument]
+            return torch.empty(argument.shape, dtype=argument.dtype)  # an operation of LIKE: only its shape is read
 
         with torch_private.without_modes():
             return func(*tree_map(value, args), **tree_map(value, kwargs))
@@ -126,7 +136,7 @@ class KnownValues:
 
 
 class Following(TorchDispatchMode):
-    """Runs operations on fake tensors, and on their values where these are known."""
+    """Runs operations on fake tensors, and on their values if these are known."""
 
     def __init__(self, known: KnownValues) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,8 +150,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     dtype = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
     if str(func) != "aten._grouped_mm.default" or dtype is torch.bfloat16:
         return func(*args, **kwargs)
-    # Its kernels take other dtypes, its fake kernel takes bf16 alone (torch 2.9 to 2.15).
-    rounded = tree_map(lambda one: one.bfloat16() if getattr(one, "dtype", None) is dtype else one, args)
+    # Its kernels fall back to other dtypes since pytorch pull request 162059, but its fake kernel still refuses all but
+    # bf16 (torch 2.9 to 2.15; see issue 159547). Once the fake kernel takes fp16 and fp32, this function may go.
+    rounded = tree_map(lambda leaf: leaf.bfloat16() if getattr(leaf, "dtype", None) is dtype else leaf, args)
     return func(*rounded, **kwargs).to(dtype)
 
 

@@ -1,7 +1,7 @@
 """A copy of a model without its data, whose weights may be offloaded, cast for each layer or quantized.
 
-The allocations of a step do not depend on that: hooks that load or cast weights are not copied, and a Linear module
-whose weight is packed becomes one of plain numbers. Bytes of weights are those that are stored.
+What a step allocates does not depend on that. So hooks that load or cast weights are not copied, and a Linear module
+with a packed weight becomes a Linear module of plain numbers. Bytes of weights are those that the model stores.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from fastac.planning.fake_values import KnownValues
 BREAKS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError, ArithmeticError, copy.Error)
 """Errors of a model that cannot be copied, or does not run on some inputs, or without values."""
 
-_DIFFUSERS, _ACCELERATE = "_diffusers_hook", "_hf_hook"  # attributes of a module with hooks
+# Attributes of a module: the registry of its hooks from diffusers, and its hook from accelerate.
+_DIFFUSERS, _ACCELERATE = "_diffusers_hook", "_hf_hook"
+# Modules of diffusers whose hooks only load or cast weights.
 _OF_WEIGHTS = ("diffusers.hooks.group_offloading", "diffusers.hooks.layerwise_casting")
+# Attribute of a fake tensor: the bytes of the tensor that it stands for, as the model stores it.
 _STORED = "_fastac_stored"
 
 
 class Unpacked(torch.nn.Linear):
-    """A Linear module that replaces one whose weight is packed. Neither's output can be saved: `linear.attach`."""
+    """Replaces a Linear module whose weight is packed. The output of neither can be saved: see `linear.attach`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product in the dtype of the weight, cast to that of the input."""
@@ -35,7 +38,7 @@ class Unpacked(torch.nn.Linear):
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a parameter or buffer as the model stores it; for a tensor that is not of a copy, its own."""
+    """Bytes of a parameter or buffer of a fake model, as the model stores it; of any other tensor its own bytes."""
     return int(getattr(tensor, _STORED, tensor.nbytes))
 
 
@@ -44,76 +47,88 @@ def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> tor
 
     like: an input. All weights are on its device, and packed ones without a dtype of their own have its dtype.
     """
+    # `copy.deepcopy` returns what `memo` has for the id of an object: fake tensors stand there for all tensors, so that
+    # no data is copied. (torch refuses to copy a real tensor under a fake mode: pytorch issue 165547.)
     memo: dict[int, Any] = {}
+    # id of a parameter -> the dtype that a hook casts it to before it is used.
     casts: dict[int, torch.dtype] = {}
     copied: torch.nn.Module
-    hooks = {module: found for module in model.modules() if (found := _hooks(module))}
-    for module, found in hooks.items():
-        memo.update((id(hook), hook) for hook in found)  # they hold weights
-        for dtype in [hook.compute_dtype for hook in found if hasattr(hook, "compute_dtype")]:
-            casts.update((id(one), dtype) for one in module.parameters())
+    hooks_of = {module: hooks for module in model.modules() if (hooks := _hooks(module))}
+    for module, hooks in hooks_of.items():
+        # The hooks hold weights, some of them in host memory. The copy shares them until they are removed below.
+        memo.update((id(hook), hook) for hook in hooks)
+        for dtype in [hook.compute_dtype for hook in hooks if hasattr(hook, "compute_dtype")]:
+            casts.update((id(parameter), dtype) for parameter in module.parameters())
     for module in model.modules():
-        own = [leaf for leaf in tree_leaves(vars(module)) if isinstance(leaf, torch.Tensor)]
-        memo.update((id(one), fake(one, known, like.device, casts.get(id(one)))) for one in own)
-        if _is_packed(module, own) and not casts.keys() & map(id, own):
+        tensors = [leaf for leaf in tree_leaves(vars(module)) if isinstance(leaf, torch.Tensor)]
+        memo.update((id(tensor), fake(tensor, known, like.device, casts.get(id(tensor)))) for tensor in tensors)
+        # Layerwise casting also stores few bits, but the hook unpacks them.
+        if _is_packed(module, tensors) and not casts.keys() & map(id, tensors):
             memo[id(module)] = _unpacked(module, known, like)
     copied, memo = _copy(model, memo)
-    for module in hooks:
-        mine = vars(memo[id(module)])
+    for module in hooks_of:
+        attributes = vars(memo[id(module)])
         for name in (_DIFFUSERS, _ACCELERATE, "forward"):
-            mine.pop(name, None)
+            attributes.pop(name, None)
         if (forward := _before_hooks(module)) is not None and not isinstance(memo[id(module)], Unpacked):
-            mine["forward"] = _copy(forward, memo)[0]
+            attributes["forward"] = _copy(forward, memo)[0]
     return copied
 
 
-def fake(one: torch.Tensor, known: KnownValues, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def fake(
+    tensor: torch.Tensor, known: KnownValues, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """A tensor without data.
 
     device: of the result; "meta" becomes the CPU, which has a kernel for every operation. dtype: by default the same.
     """
-    if _is_of_torch(one) and one.device == device and dtype is None and not torch_private.has_no_data(one):
-        found: torch.Tensor = known.mode.from_tensor(one.detach())
+    if _is_of_torch(tensor) and tensor.device == device and dtype is None and not torch_private.has_no_data(tensor):
+        result: torch.Tensor = known.mode.from_tensor(tensor.detach())
     else:
         device = torch.device("cpu") if device.type == "meta" else device
         with known.mode:
-            found = torch.empty_strided(one.shape, one.stride(), dtype=dtype or one.dtype, device=device)
-    if isinstance(one, torch.nn.Parameter):
-        found = torch.nn.Parameter(found, requires_grad=one.requires_grad)
-    setattr(found, _STORED, one.nbytes if _is_of_torch(one) else _stored(one, type(one), set()))
-    return found
+            result = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+    if isinstance(tensor, torch.nn.Parameter):
+        result = torch.nn.Parameter(result, requires_grad=tensor.requires_grad)
+    setattr(result, _STORED, tensor.nbytes if _is_of_torch(tensor) else _stored(tensor, type(tensor), set()))
+    return result
 
 
 def _hooks(module: torch.nn.Module) -> list[Any]:
     """The hooks of diffusers and accelerate on a module, and their registry; none if one changes the computation."""
     registry, hook = (vars(module).get(name) for name in (_DIFFUSERS, _ACCELERATE))
-    found = [registry, *registry.hooks.values()] if registry is not None else []
-    if not all(type(one).__module__ in _OF_WEIGHTS for one in found[1:]):
+    hooks = list(registry.hooks.values()) if registry is not None else []
+    if not all(type(diffusers_hook).__module__ in _OF_WEIGHTS for diffusers_hook in hooks):
         return []
-    return found + ([hook, *getattr(hook, "hooks", ())] if hook is not None else [])
+    # accelerate's hook may be a SequentialHook, which has others.
+    hooks += [hook, *getattr(hook, "hooks", ())] if hook is not None else []
+    return hooks if registry is None else [registry, *hooks]
 
 
 def runs_on(model: torch.nn.Module) -> set[str]:
-    """Types of the devices on which a model runs: those of its weights, or the one to which accelerate moves them."""
+    """Types of the devices on which a model runs: those of its weights, or the device accelerate moves them to."""
     hooks = [hook for module in model.modules() for hook in _hooks(module)]
-    moved = {getattr(hook, "execution_device", None) for hook in hooks} - {None}
-    return {torch.device(one).type for one in moved or {weight.device for weight in model.parameters()}}  # type: ignore[arg-type]
+    devices: set[Any] = {getattr(hook, "execution_device", None) for hook in hooks} - {None}
+    return {torch.device(device).type for device in devices or {weight.device for weight in model.parameters()}}
 
 
 def _before_hooks(module: torch.nn.Module) -> Any:
     """The forward that a module with hooks had before them; None for that of its class."""
     refs = getattr(vars(module).get(_DIFFUSERS), "_fn_refs", ())
     forward = (refs[0].original_forward or refs[0].forward) if refs else vars(module).get("forward")
-    while isinstance(forward, functools.partial) and hasattr(forward, "__wrapped__"):  # accelerate's
+    # accelerate wraps the forward in a partial, with the one before as its __wrapped__ (its pull request 1971).
+    while isinstance(forward, functools.partial) and hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
     return forward
 
 
-def _is_packed(module: torch.nn.Module, own: list[torch.Tensor]) -> bool:
-    """Whether a module is a Linear whose weight has fewer than 16 bits, or a library's own form. own: its tensors."""
+def _is_packed(module: torch.nn.Module, tensors: list[torch.Tensor]) -> bool:
+    """Whether a module is a Linear whose weight has fewer than 16 bits, or a library's own form. tensors: its own."""
+    # By its attributes, not its class: libraries have Linear classes of their own, some with the weight in buffers.
     is_linear = hasattr(module, "in_features") and hasattr(module, "out_features") and not module._modules
     weight = getattr(module, "weight", None)
-    return is_linear and not any(one is weight and _is_plain(one) for one in own) and not all(map(_is_plain, own))
+    has_plain_weight = any(tensor is weight and _is_plain(tensor) for tensor in tensors)
+    return is_linear and not has_plain_weight and not all(map(_is_plain, tensors))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -130,41 +145,46 @@ def _is_of_torch(tensor: torch.Tensor) -> bool:
 
 
 def _unpacked(module: Any, known: KnownValues, like: torch.Tensor) -> torch.nn.Module:
+    """A Linear module of plain numbers with the sizes of a packed one."""
+    # Libraries compute in `compute_dtype`, or in the dtype of the weight if products run in it, or of the input.
     weight, bias = getattr(module, "weight", like.detach()), getattr(module, "bias", None)
     numbers = weight if _is_computed_with(weight.dtype) else like
     dtype = getattr(module, "compute_dtype", None) or torch.result_type(numbers, 1.0)
     plain = Unpacked(module.in_features, module.out_features, bias is not None, device="meta", dtype=dtype)
-    found: Any = faked(plain.requires_grad_(weight.requires_grad), known, like)
-    setattr(found.weight, _STORED, _stored(vars(module), type(module), set()))
+    copied: Any = faked(plain.requires_grad_(weight.requires_grad), known, like)
+    setattr(copied.weight, _STORED, _stored(vars(module), type(module), set()))
     if bias is not None:
-        setattr(found.bias.requires_grad_(bias.requires_grad), _STORED, 0)  # the bytes are counted in the weight's
-    return found  # type: ignore[no-any-return]
+        setattr(copied.bias.requires_grad_(bias.requires_grad), _STORED, 0)  # the bytes are counted in the weight's
+    return copied  # type: ignore[no-any-return]
 
 
 def _stored(value: Any, owner: type, seen: set[int]) -> int:
     """Bytes of all tensors in a value, and in attributes of objects of its owner's library, such as scales."""
     size = 0
-    for one in tree_leaves(value):
-        ours = type(one).__module__.partition(".")[0] == owner.__module__.partition(".")[0]
-        if id(one) in seen or isinstance(one, torch.nn.Module) or not (isinstance(one, torch.Tensor) or ours):
+    library = owner.__module__.partition(".")[0]
+    for leaf in tree_leaves(value):
+        is_tensor, is_of_library = isinstance(leaf, torch.Tensor), type(leaf).__module__.partition(".")[0] == library
+        if id(leaf) in seen or isinstance(leaf, torch.nn.Module) or not (is_tensor or is_of_library):
             continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor) and not hasattr(one, "__tensor_flatten__"):  # those are made of others
-            memory = one.untyped_storage()._cdata
-            size += 0 if memory in seen else one.nbytes
+        seen.add(id(leaf))
+        # A tensor subclass with __tensor_flatten__ has no bytes itself: its attributes are the tensors that it is of.
+        if is_tensor and not hasattr(leaf, "__tensor_flatten__"):
+            memory = leaf.untyped_storage()._cdata
+            size += 0 if memory in seen else leaf.nbytes
             seen.add(memory)
-        size += _stored(getattr(one, "__dict__", None), owner, seen)
+        size += _stored(getattr(leaf, "__dict__", None), owner, seen)
     return size
 
 
 def _copy(value: Any, memo: Mapping[int, Any]) -> tuple[Any, dict[int, Any]]:
     """A deep copy, and its memo. Objects that cannot be copied are shared: a lock, a Python module, a generator."""
-    mine = dict(memo)
+    filled = dict(memo)
     try:
-        return copy.deepcopy(value, mine), mine
+        return copy.deepcopy(value, filled), filled
     except BREAKS as error:
+        # Nothing else names the object: it is the argument `x` of the innermost call of deepcopy in the traceback.
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        one = [frame.f_locals["x"] for frame in frames if frame.f_code is copy.deepcopy.__code__][-1]  # its argument
-        if isinstance(one, torch.nn.Module):
+        culprit = [frame.f_locals["x"] for frame in frames if frame.f_code is copy.deepcopy.__code__][-1]
+        if isinstance(culprit, torch.nn.Module):
             raise
-    return _copy(value, {**memo, id(one): one})
+    return _copy(value, {**memo, id(culprit): culprit})

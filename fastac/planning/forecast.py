@@ -20,7 +20,8 @@ from fastac.policy import NAMED, Policy
 
 OPTIMIZERS: Mapping[str, Callable[[int], float]] = {
     "adamw": lambda size: 2 * size,
-    "adamw8bit": lambda size: 2 * (1 + 4 / 256),  # one fp32 scale for 256 numbers, as in bitsandbytes
+    # bitsandbytes has an fp32 scale for every 256 numbers.
+    "adamw8bit": lambda size: 2 * (1 + 4 / 256),
     "sgd": lambda size: 0,
 }
 """Optimizer -> bytes of state for each trained number of `size` bytes."""
@@ -35,14 +36,21 @@ class PolicyPlan:
     """Bytes and FLOPs of one step under one policy, on one device."""
 
     policy: str
-    saved_bytes: int  # of saved outputs
-    held_bytes: int  # all that is alive between forward and backward on the device, saved outputs among it
-    host_bytes: int  # in host memory between forward and backward
-    peak_bytes: int  # the most at one time: weights, gradients, the optimizer's states, activations
+    # Bytes of the saved outputs.
+    saved_bytes: int
+    # All bytes that are alive on the device between forward and backward, with the saved outputs.
+    held_bytes: int
+    # Bytes that wait in host memory between forward and backward.
+    host_bytes: int
+    # The most bytes at one time: weights, gradients, the optimizer's states, activations.
+    peak_bytes: int
     recomputed_flops: int
-    flops: int  # of forward, recompute and backward
-    relative: float  # flops, relative to full checkpointing
-    bytes_per_flop: float  # the most that are copied in one direction per FLOP that runs meanwhile
+    # FLOPs of forward, recompute and backward.
+    flops: int
+    # `flops`, relative to full checkpointing.
+    relative: float
+    # The most bytes that are copied in one direction per FLOP that runs meanwhile.
+    bytes_per_flop: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ class States:
 
     weights: int
     optimizer: int
-    gathered: int = 0  # weights of other ranks, and whole gradients, of the blocks that run
+    # What FSDP2 gathers for the blocks that run: weights of other ranks, and whole gradients.
+    gathered: int = 0
 
     @property
     def total(self) -> int:
@@ -62,9 +71,9 @@ class States:
 def states_of(
     model: torch.nn.Module, optimizer: str = "adamw", gpus: int = 1, blocks: Iterable[torch.nn.Module] = ()
 ) -> States:
-    """The states of a model and its optimizer on each of several GPUs, over which FSDP2 shards the parameters.
+    """The states of a model and its optimizer on each of several GPUs. FSDP2 shards the parameters over them.
 
-    Two blocks are gathered at a time, the one that runs and the next, and the gradients of one are whole.
+    Two blocks are gathered at a time: the block that runs, and the next one. The gradients of one block are whole.
     Raises FastacError for an unknown optimizer, or fewer GPUs than 1.
     """
     if optimizer not in OPTIMIZERS:
@@ -74,13 +83,13 @@ def states_of(
     parameters = sum(map(stored_bytes, model.parameters()))
     buffers = sum(map(stored_bytes, model.buffers()))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kept = sum(parameter.numel() * OPTIMIZERS[optimizer](parameter.itemsize) for parameter in trained)
-    gathered = (2 * sum(map(stored_bytes, one.parameters())) + _trained_bytes(one) for one in blocks if gpus > 1)
-    return States(parameters // gpus + buffers, int(kept / gpus), max(gathered, default=0))
+    optimizer_bytes = sum(parameter.numel() * OPTIMIZERS[optimizer](parameter.itemsize) for parameter in trained)
+    gathered = (2 * sum(map(stored_bytes, block.parameters())) + _trained_bytes(block) for block in blocks if gpus > 1)
+    return States(parameters // gpus + buffers, int(optimizer_bytes / gpus), max(gathered, default=0))
 
 
 def _trained_bytes(module: torch.nn.Module) -> int:
-    return sum(one.nbytes for one in module.parameters() if one.requires_grad)
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
 
 class Forecast:
@@ -89,30 +98,33 @@ class Forecast:
     def __init__(
         self,
         fake_model: FakeModel,
-        optimizer: str = "adamw",  # a name in OPTIMIZERS
-        gpus: int = 1,  # over which FSDP2 shards weights, gradients and the optimizer's states
+        optimizer: str = "adamw",
+        gpus: int = 1,
         split: Split = Split(),  # noqa: B008 it is frozen
     ) -> None:
+        """optimizer: a name in OPTIMIZERS. gpus: FSDP2 shards weights, gradients and optimizer states over so many."""
         self.fake_model, self.gpus, self.split = fake_model, gpus, split
         self.states = states_of(fake_model.model, optimizer, gpus, fake_model.blocks.values())
         self.gradients = _trained_bytes(fake_model.model) // gpus
-        self._steps: dict[frozenset[str], Timeline] = {}  # by the names of the blocks that are checkpointed
+        # Names of the checkpointed blocks -> the step that was simulated with these.
+        self._steps: dict[frozenset[str], Timeline] = {}
 
     def policies(self, policy: AnyPolicy) -> dict[str, Policy]:
-        """The policies of all blocks. policy: one for all, or one of each block, by values or names."""
-        each = policy if isinstance(policy, Mapping) else dict.fromkeys(self.fake_model.blocks, policy)
-        return {name: NAMED[one] if isinstance(one, str) else one for name, one in each.items()}
+        """The policies of all blocks. policy: for all blocks, or a mapping of block names to policies or names."""
+        policies = policy if isinstance(policy, Mapping) else dict.fromkeys(self.fake_model.blocks, policy)
+        return {block: NAMED[value] if isinstance(value, str) else value for block, value in policies.items()}
 
     def step(self, policy: AnyPolicy) -> Timeline:
         """A step with full checkpointing of those blocks that a policy checkpoints."""
+        # A simulation adds modules that the model checkpoints itself to the blocks. Simulate again if it found some.
         while (names := self._checkpointed(policy)) not in self._steps:
             step = simulate(self.fake_model, names, self.split)
-            if names == self._checkpointed(policy):  # else it found more blocks
+            if names == self._checkpointed(policy):
                 self._steps[names] = step
         return self._steps[names]
 
     def _checkpointed(self, policy: AnyPolicy) -> frozenset[str]:
-        return frozenset(name for name, one in self.policies(policy).items() if one.checkpoints)
+        return frozenset(block for block, resolved in self.policies(policy).items() if resolved.checkpoints)
 
     @property
     def full(self) -> Timeline:
@@ -120,25 +132,29 @@ class Forecast:
         return self.step("full")
 
     def outputs(self) -> dict[str, list[Candidate]]:
-        """Outputs that a policy of each block could save, by the block's name."""
-        found: dict[str, list[Candidate]] = {}
+        """Block name -> the outputs that a policy of the block could save."""
+        outputs: dict[str, list[Candidate]] = {}
         for region, candidates in self.full.candidates.items():
-            mine = found.setdefault(block_name(region), [])
-            mine += [one for one in candidates if one.name not in ("", EXCHANGED)]
-        return found
+            savable = [candidate for candidate in candidates if candidate.name not in ("", EXCHANGED)]
+            outputs.setdefault(block_name(region), []).extend(savable)
+        return outputs
 
     def smallest(self, linear: bool = True) -> int | None:
-        """The fewest bytes with which `within` saves something; None where there is nothing to save."""
+        """The fewest bytes with which `within` saves something; None if there is nothing to save."""
         sizes: Counter[tuple[str, int, str]] = Counter()
-        for block, found in self.outputs().items():
-            longest = max((one.keys for one in found), default=0)  # attention over fewer keys is saved with it alone
-            for one in found:
-                if one.flops and one.keys in (longest, 0) and (linear or one.keys):
-                    sizes[block, one.keys, "" if one.keys else one.name] += one.bytes
+        for block, outputs in self.outputs().items():
+            # Attention over fewer keys than the most is saved only together with the longest.
+            longest = max((out.keys for out in outputs), default=0)
+            for out in outputs:
+                if out.flops and out.keys in (longest, 0) and (linear or out.keys):
+                    sizes[block, out.keys, "" if out.keys else out.name] += out.bytes
         return min(sizes.values(), default=None)
 
     def peak(self, policy: AnyPolicy, step: Timeline | None = None) -> int:
-        """The most bytes that are allocated at one time under a policy. step: of these inputs, or on a line to them."""
+        """The most bytes that are allocated at one time under a policy.
+
+        step: by default the simulated step of these inputs; or a step from `Timeline.on_line`.
+        """
         return self.states.total + (step or self.step(policy)).peak(self.policies(policy), self.gpus)
 
     def plan(self, policy: AnyPolicy, name: str = "") -> PolicyPlan:
@@ -150,7 +166,7 @@ class Forecast:
             policy=name or str(policy),
             saved_bytes=step.saved_bytes(policies),
             held_bytes=step.held(policies),
-            host_bytes=sum(copies.bytes for copies in step.copies(policies)),
+            host_bytes=sum(host_copy.bytes for host_copy in step.host_copies(policies)),
             peak_bytes=self.peak(policy),
             recomputed_flops=recomputed,
             flops=flops,
@@ -161,13 +177,15 @@ class Forecast:
     def within(self, limit: int, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
         """The policies of all blocks that avoid the most recompute with `limit` bytes of saved outputs.
 
-        Collectives of context parallelism count first; where they alone are more they are issued again. linear: whether
-        outputs of Linear modules may be among them. offload: whether they, and inputs of blocks, wait in host memory.
+        Collectives of context parallelism count first. If they exceed the limit by themselves, they are issued again.
+
+        linear: whether outputs of Linear modules may be among them. offload: whether they, and inputs of blocks, wait
+        in host memory.
         """
-        outputs = {block: [one for one in found if linear or one.keys] for block, found in self.outputs().items()}
+        outputs = {block: [out for out in savable if linear or out.keys] for block, savable in self.outputs().items()}
         exchanged = Counter[str]()
-        for region, found in self.full.candidates.items():
-            exchanged[block_name(region)] += sum(one.bytes for one in found if one.name == EXCHANGED)
+        for region, candidates in self.full.candidates.items():
+            exchanged[block_name(region)] += sum(out.bytes for out in candidates if out.name == EXCHANGED)
         left = limit - exchanged.total()
         collectives, left = ("save", left) if left >= 0 else ("recompute", limit)
         chosen = {
@@ -175,19 +193,20 @@ class Forecast:
             for block, marks in knapsack.choose_outputs(outputs, left).items()
         }
         # Long lists of sums are thinned: then a policy by name may be slightly better.
-        ways = [chosen, *map(self.policies, ("attn_only", "long_attn_only"))]
-        fitting = [way for way in ways if self.full.saved_bytes(way) <= limit]
+        choices = [chosen, *map(self.policies, ("attn_only", "long_attn_only"))]
+        fitting = [choice for choice in choices if self.full.saved_bytes(choice) <= limit]
         best = min(fitting, key=self.full.recomputed)
-        return {block: replace(mine, offload=offload) for block, mine in best.items()}
+        return {block: replace(policy, offload=offload) for block, policy in best.items()}
 
     def largest_budget(self, memory: int, offload: bool = False) -> int | None:
-        """The most bytes of saved outputs with which a step fits a memory; None where full checkpointing does not.
+        """The most bytes of saved outputs with which a step fits a memory; None if full checkpointing does not fit.
 
-        To within a thousandth of all that could be saved; in whole MiB if that is 1 MiB or more.
+        The result is exact to a thousandth of all that could be saved. It is in whole MiB if that is 1 MiB or more.
         """
         if self.peak(Policy("full", offload=offload)) > memory:
             return None
-        everything = sum(one.bytes for found in self.full.candidates.values() for one in found if one.name)
+        listed = self.full.candidates.values()
+        everything = sum(candidate.bytes for candidates in listed for candidate in candidates if candidate.name)
         unit = MIB if everything >= MIB else 1
 
         def fits(units: int) -> bool:
@@ -196,6 +215,7 @@ class Forecast:
         high = -(-everything // unit)
         if fits(high):
             return high * unit
+        # A budget of 0 is full checkpointing, which fits: the search begins behind it, at index 1.
         budgets = range(0, high, max(1, high // 1000))
         return unit * budgets[bisect.bisect_left(budgets, True, 1, key=lambda units: not fits(units)) - 1]
 
@@ -206,12 +226,13 @@ class Forecast:
 
 
 def policy_of(marks: Marks, outputs: Sequence[Candidate], collectives: str, communicates: bool) -> Policy:
-    """The policy that saves these outputs of a block. communicates: its attention does."""
+    """The policy that saves these outputs of a block. communicates: whether its attention runs collectives."""
     keys = [mark for mark in marks if isinstance(mark, int)]
-    linear = tuple(dict.fromkeys(one.name for one in outputs if not one.keys and one.name in marks))
+    linear = tuple(dict.fromkeys(out.name for out in outputs if not out.keys and out.name in marks))
     if linear and not keys:
         return Policy("linear_only", collectives=collectives, linear=linear)
-    if keys or (communicates and collectives == "save"):  # the latter: of collectives alone
-        left_out = [one.keys for one in outputs if one.keys and not (keys and one.keys >= keys[0])]
+    # "full" saves no collectives. A block that saves only those has "attn_only" with a min_kv above all its calls.
+    if keys or (communicates and collectives == "save"):
+        left_out = [out.keys for out in outputs if out.keys and not (keys and out.keys >= keys[0])]
         return Policy("attn_only", max(left_out, default=-1) + 1, collectives, linear)
     return Policy("full")

@@ -1,8 +1,8 @@
 """The outputs that every block saves for a budget of bytes: a knapsack, solved exactly by lists of undominated sums.
 
-Outputs of equal bytes and flops are interchangeable, so the knapsack only counts them; their blocks are chosen
-afterwards. A table over bytes would need a cell for every multiple of the greatest common divisor of all sizes, 37
-million of 10 KiB for Wan 14B, while at most 0.3 million of its sums are not beaten by another one with no more bytes.
+Outputs of equal bytes and flops are interchangeable, so the knapsack only counts them. Their blocks are chosen
+afterwards. A table over bytes would need a cell for every multiple of the greatest common divisor of all sizes: for Wan
+14B 37 million cells of 10 KiB. But only 0.3 million of its sums, at most, are not beaten by a sum with no more bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     _Integers = npt.NDArray[np.int64]
 
 POINTS = 2**19
-"""The longest list of sums that is kept whole. Of a longer one the best stays in each of so many intervals of bytes.
+"""The longest list of sums that is not thinned. A longer list keeps the best sum in each of so many intervals of bytes.
 
-The choice then saves at least as much as any choice under a limit that is lower by 1 + limit / POINTS for each step of
-the solution: by 0.02 % of it for LTX-2, with about 120 steps. The lists of Wan 14B are shorter than this, and those of
-HunyuanVideo unless its modulation is listed: outputs of one token, whose few bytes make a sum for every gap.
+The choice then saves at least as many FLOPs as any choice under a limit that is lower by 1 + limit / POINTS for each
+step of the solution: by 0.02 % of it for LTX-2, with about 120 steps. The lists of Wan 14B are shorter. So are
+those of HunyuanVideo, unless its modulation is listed: outputs of one token, whose few bytes make a sum for every gap.
 """
 
 Marks = set[str | int]
-"""Saved outputs of one block: names of Linear modules, and a number of keys from which on attention is saved."""
+"""Saved outputs of one block: names of Linear modules, and the fewest keys over which attention is saved."""
 
 _Levels = tuple[tuple[int, int], ...]
 """Bytes and flops at each level of a part, ascending from (0, 0), which saves nothing."""
@@ -42,41 +42,45 @@ The marks are the name of a Linear module, or numbers of keys.
 
 
 class _EqualParts(NamedTuple):
-    """Parts of equal levels, which take the same level."""
+    """Parts with equal levels. All of them take the same level."""
 
     levels: _Levels
-    copies: int  # number of parts
+    number: int
 
 
 def choose_outputs(blocks: Mapping[str, Sequence[Candidate]], limit: int) -> dict[str, Marks]:
-    """The saved outputs of every block that save most flops within `limit` bytes; of such choices one of fewest bytes.
+    """For each block, the outputs to save so that recompute costs the fewest FLOPs within `limit` bytes.
 
-    blocks: name -> outputs, in the order of the forward. In a block attention is saved from some number of keys on, or
-    not at all; calls of one Linear module are saved together. If not all blocks can save an output, the last ones do,
-    whose outputs backward releases first; so of two blocks with equal outputs the earlier saves a subset of the
-    later's.
+    Of equally good choices, one with the fewest bytes.
+
+    blocks: name -> outputs, in the order of the forward. A block saves all attention over at least some number of keys,
+    or none; it saves all calls of a Linear module, or none. If not all blocks can save an output, the last blocks save
+    it: backward releases their outputs first. So of two blocks with equal outputs the earlier one saves a subset.
     """
     pools = _pools(blocks)
     steps = _steps(pools)
     sums, _, origins = _undominated(steps, limit)
     chosen: dict[_Levels, list[int]] = {levels: [] for levels in pools}
+    # The last sum has the most flops. Walk back from it: its origin says which level each step took.
     point = len(sums) - 1
     for step, (origin, starts) in zip(reversed(steps), reversed(origins), strict=True):
         level = int(starts.searchsorted(origin[point], side="right")) - 1
         point = int(origin[point] - starts[level])
-        chosen[step.levels] += [level] * step.copies
-    found: dict[str, Marks] = {block: set() for block in blocks}
+        chosen[step.levels] += [level] * step.number
+    marks_of: dict[str, Marks] = {block: set() for block in blocks}
     for levels, parts in pools.items():
+        # The parts of a pool begin with those of the last block, which get the highest levels.
         for (block, marks), level in zip(parts, sorted(chosen[levels], reverse=True), strict=True):
             if level:
-                found[block].add(marks[level - 1])
-    return found
+                marks_of[block].add(marks[level - 1])
+    return marks_of
 
 
 def frontier(blocks: Mapping[str, Sequence[Candidate]], points: int = 33) -> list[tuple[int, int]]:
-    """Bytes and flops saved of the best choices for `points` (2 or more) limits, evenly spread from 0 to everything.
+    """Bytes and flops that the best choices save for `points` (2 or more) limits, evenly spread from 0 to everything.
 
-    Limits with the same best choice are one point. All are from one list, which `POINTS` bounds as it does in `choose`.
+    Limits with the same best choice are one point. All points are from one list, which `POINTS` bounds as in
+    `choose_outputs`.
     """
     sums, flops, _ = _undominated(_steps(_pools(blocks)), sys.maxsize)
     limits = [int(sums[-1]) * number // (points - 1) for number in range(points)]
@@ -85,18 +89,20 @@ def frontier(blocks: Mapping[str, Sequence[Candidate]], points: int = 33) -> lis
 
 
 def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[_Levels, list[_Part]]:
-    """The parts of all blocks that save any flops, by their levels, those of the last block first."""
+    """Levels -> all parts that have them and save any flops, the parts of the last block first."""
     pools: dict[_Levels, list[_Part]] = {}
     for block, outputs in reversed(list(blocks.items())):
+        # A ladder is a list of marks, each of which includes those before it. A Linear module has a ladder of one rung.
         names = dict.fromkeys(out.name for out in outputs if not out.keys)
         ladders: list[tuple[str | int, ...]] = [(name,) for name in names]
+        # Attention has one ladder: first over the most keys, which saves the most flops for a byte, then over fewer.
         ladders.append(tuple(sorted({out.keys for out in outputs if out.keys}, reverse=True)))
         for marks in ladders:
             levels = [(0, 0)]
             for mark in marks:
-                held = [out for out in outputs if mark == (out.keys or out.name)]
+                added = [out for out in outputs if mark == (out.keys or out.name)]
                 size, flops = levels[-1]
-                levels.append((size + sum(out.bytes for out in held), flops + sum(out.flops for out in held)))
+                levels.append((size + sum(out.bytes for out in added), flops + sum(out.flops for out in added)))
             if levels[-1][1]:
                 pools.setdefault(tuple(levels), []).append((block, marks))
     return pools
@@ -105,15 +111,15 @@ def _pools(blocks: Mapping[str, Sequence[Candidate]]) -> dict[_Levels, list[_Par
 def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_EqualParts]:
     """Steps that can bring every number of parts to every level.
 
-    With one level above nothing, chunks of 1, 2, 4, ... parts make up all numbers; with more the parts go one by one.
+    With one level above nothing, chunks of 1, 2, 4, ... parts make up all numbers. With more, each part is a step.
     """
     steps = []
-    # Parts that go one by one come first, then large ones, while lists are short. Small ones fill the gaps in between.
+    # Single parts come first, then large ones: the lists are still short. Small parts fill the gaps in between.
     for levels in sorted(pools, key=lambda levels: (len(levels) > 2, levels[-1]), reverse=True):
         rest, chunk = len(pools[levels]), 1
         while rest:
             steps.append(_EqualParts(levels, min(rest, chunk)))
-            rest -= steps[-1].copies
+            rest -= steps[-1].number
             chunk *= 2 if len(levels) == 2 else 1
     return steps
 
@@ -121,19 +127,22 @@ def _steps(pools: Mapping[_Levels, Sequence[_Part]]) -> list[_EqualParts]:
 def _undominated(steps: Sequence[_EqualParts], limit: int) -> tuple[_Integers, _Integers, list[tuple[Any, Any]]]:
     """Bytes and flops of all sums within a limit for which no other sum has as many flops and no more bytes, ascending.
 
-    And for each step the origins of its sums: indices into the sums of the step before, repeated for every level, and
-    the index at which each level starts.
+    The third value has the origins of the sums of each step. They are indices into one list: the sums of the step
+    before, repeated for every level. With them stands the index at which each level starts in that list.
     """
     import numpy as np  # not before a plan: the rest of fastac needs none
 
     sums, flops = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    limit = min(limit, sum(step.levels[-1][0] * step.copies for step in steps))
+    limit = min(limit, sum(step.levels[-1][0] * step.number for step in steps))
     unit = limit // POINTS + 1
     origins = []
-    for levels, copies in steps:
-        ends = [int(np.searchsorted(sums, limit - size * copies, side="right")) for size, _ in levels]
-        reached = np.concatenate([sums[:end] + size * copies for end, (size, _) in zip(ends, levels, strict=True)])
-        gained = np.concatenate([flops[:end] + gain * copies for end, (_, gain) in zip(ends, levels, strict=True)])
+    for levels, number in steps:
+        added = [(size * number, gain * number) for size, gain in levels]
+        # ends: for each level, how many of the sums so far can take it and stay within the limit.
+        ends = [int(np.searchsorted(sums, limit - size, side="right")) for size, _ in added]
+        reached = np.concatenate([sums[:end] + size for end, (size, _) in zip(ends, added, strict=True)])
+        gained = np.concatenate([flops[:end] + gain for end, (_, gain) in zip(ends, added, strict=True)])
+        # By bytes, ascending: a sum stays if it has more flops than every sum before it.
         order = np.argsort(reached, kind="stable")
         order = order[np.diff(np.maximum.accumulate(gained[order]), prepend=-1) > 0]
         # Flops ascend now, so of sums with equal bytes, or in one interval of them, the last is the best.

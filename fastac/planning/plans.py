@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastac")
 
 NOT_MODELLED = (
-    "counted are the tensors that operators return; not what the allocator rounds up or cannot use, workspaces inside "
+    "a plan counts the tensors that operators return; not what the allocator rounds up or cannot use, workspaces in "
     "kernels (attention backward, matrix products), temporaries of the optimizer, the CUDA context, other models",
     "a trainer's fused norms or rotary kernels hold less than the operators that are simulated",
 )
@@ -55,52 +55,60 @@ def parse_bytes(text: str | int) -> int:
     """A number of bytes: "24GiB" (24 * 2**30), "24 GB" (24 * 10**9), "1.5GiB", or a number. Raises FastacError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    pattern = r"\s*([0-9]+(?:\.[0-9]+(?=\s*[kmgt]))?)\s*(?:([kmgt])(i?))?b\s*"  # no half of a byte: "1.5B"
-    found = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
-    if found is None:
+    # Decimals need a prefix: "1.5GiB" is a number of bytes, "1.5B" is not.
+    pattern = r"\s*([0-9]+(?:\.[0-9]+(?=\s*[kmgt]))?)\s*(?:([kmgt])(i?))?b\s*"
+    match = re.fullmatch(pattern, text.lower()) if isinstance(text, str) else None
+    if match is None:
         raise FastacError(
             f'{text!r}: expected bytes with their unit, as in "512MiB", "24GiB" (2**30 each) or "24GB" (10**9); in '
-            f"Python a whole number may have none"
+            f"Python a whole number needs no unit"
         )
-    number, prefix, binary = found.groups()
+    number, prefix, binary = match.groups()
     return int(Fraction(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plans of several policies, for one model and one size of inputs; and of any number of bytes, by `within`."""
+    """The plans of several policies for one model and one size of inputs. `within` plans for a number of bytes."""
 
     forecast: Forecast = dataclasses.field(repr=False, compare=False)
-    subject: str  # the model's name
-    inputs: str  # their sizes, in words
+    # The model's name, and the sizes of its inputs in words.
+    subject: str
+    inputs: str
     states: States
-    gradients: int  # bytes of the model's, which the peak of every policy includes
+    # Bytes of the model's gradients, which the peak of every policy includes.
+    gradients: int
     policies: tuple[PolicyPlan, ...]
-    frontier: tuple[tuple[int, float], ...]  # saved bytes and FLOPs relative to full checkpointing, by growing budgets
-    # Of `fastac plan` alone:
-    blocks: Mapping[str, Policy] = dataclasses.field(default_factory=dict)  # by block, within the budget
-    largest: Mapping[str, int] = dataclasses.field(default_factory=dict)  # policy -> frames that fit `memory`, or 0
-    memory: int | None = None  # bytes of the device
-    budget: int | None = None  # bytes of saved outputs: those asked for, or the most with which a step fits `memory`
-    tflops: float = TFLOPS  # TFLOP/s of the device, for the bandwidth that hides copies to the host
+    # Saved bytes, and FLOPs relative to full checkpointing, by growing budgets.
+    frontier: tuple[tuple[int, float], ...]
+    # Only `fastac plan` sets the following. Block name -> its policy within the budget:
+    blocks: Mapping[str, Policy] = dataclasses.field(default_factory=dict)
+    # Policy -> the most frames with which a step fits `memory`, or 0.
+    largest: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # Bytes of the device.
+    memory: int | None = None
+    # Bytes of saved outputs: those asked for, or the most with which a step fits `memory`.
+    budget: int | None = None
+    # TFLOP/s of the device, for the bandwidth that hides copies to the host.
+    tflops: float = TFLOPS
 
     def within(self, saved: str | int, *, linear: bool = True, offload: bool = False) -> dict[str, Policy]:
         """The policies of all blocks that avoid the most recompute with so many bytes of saved outputs.
 
-        Attention is saved from some number of keys on, and outputs of Linear modules by name. It never recomputes more
-        than "attn_only" or "long_attn_only" where these hold no more.
+        A block saves attention over at least some number of keys, and outputs of Linear modules by name. The policies
+        never recompute more than "attn_only" or "long_attn_only", if these hold no more.
 
         Args:
             saved: bytes that the saved outputs of all blocks hold together after one forward, above what full
                 checkpointing holds: "24GiB", "500MB" or a number.
-            linear: whether outputs of Linear modules may be among them, which compiled blocks cannot save.
-            offload: whether they wait in host memory, with the inputs of all blocks.
+            linear: whether outputs of Linear modules may be among them. Compiled blocks cannot save these.
+            offload: whether the saved outputs wait in host memory, with the inputs of all blocks.
 
         Returns:
             Block name -> Policy, as `fastac.enable` takes it for a model with blocks of these names.
 
         Raises:
-            FastacError: `saved` is no number of bytes.
+            FastacError: `saved` is not a number of bytes.
 
         Example:
             >>> plan = fastac.plan(transformer, inputs)
@@ -116,48 +124,48 @@ class Plan:
             offload: as in `within`.
 
         Returns:
-            Bytes, to within a thousandth of all that could be saved; None where no policy fits.
+            Bytes, to within a thousandth of all that could be saved; None if no policy fits.
 
         Raises:
-            FastacError: `memory` is no number of bytes.
+            FastacError: `memory` is not a number of bytes.
         """
         return self.forecast.largest_budget(parse_bytes(memory), offload)
 
     def as_json(self) -> dict[str, Any]:
-        """The plan in what JSON has."""
-        found = dataclasses.asdict(dataclasses.replace(self, forecast=None))  # type: ignore[arg-type]
-        del found["forecast"]
-        return found
+        """The plan in values that JSON has."""
+        fields = dataclasses.asdict(dataclasses.replace(self, forecast=None))  # type: ignore[arg-type]
+        del fields["forecast"]
+        return fields
 
     def __str__(self) -> str:
-        unit = unit_of(one.peak_bytes for one in self.policies)
+        unit = unit_of(row.peak_bytes for row in self.policies)
         headings = ["policy", *(f"{name}\n{unit}" for name in ("saved", "held", "host", "peak"))]
         headings += ["FLOPs\nof full", "GB/s"] + ["longest\nvideo"] * bool(self.largest)
         table = table_of_figures(f"{self.subject}: {self.inputs}", self._captions(), headings)
-        for one in self.policies:
-            sizes = (one.saved_bytes, one.held_bytes, one.host_bytes, one.peak_bytes)
-            rate = copies_per_second(one, self.tflops) / 1e9
+        for row in self.policies:
+            sizes = (row.saved_bytes, row.held_bytes, row.host_bytes, row.peak_bytes)
+            rate = copies_per_second(row, self.tflops) / 1e9
             table.add_row(
-                one.policy,
+                row.policy,
                 *(in_unit(size, unit) for size in sizes),
-                f"{one.relative:.3f}",
+                f"{row.relative:.3f}",
                 (f"{rate:.2g}" if rate < 10 else f"{rate:,.0f}") if rate else "",
-                *[_frames(self.largest.get(one.policy))] * bool(self.largest),
+                *[_frames(self.largest.get(row.policy))] * bool(self.largest),
             )
         return render(table)
 
     @property
     def best(self) -> PolicyPlan | None:
-        """The policy of fewest FLOPs whose peak fits `memory`; with host copies that are not hidden, if it must be."""
-        fitting = [one for one in self.policies if self.memory is not None and one.peak_bytes <= self.memory]
-        return min(fitting, key=lambda one: cost(one, self.tflops), default=None)
+        """The policy of fewest FLOPs whose peak fits `memory`. If none other fits, its host copies are not hidden."""
+        fitting = [row for row in self.policies if self.memory is not None and row.peak_bytes <= self.memory]
+        return min(fitting, key=lambda row: cost(row, self.tflops), default=None)
 
     def _captions(self) -> list[str]:
         states = self.states
         sizes = {"weights": states.weights, "gradients": self.gradients, "optimizer": states.optimizer}
         sizes |= {"gathered": states.gathered} if states.gathered else {}
         lines = [f"peak: with {', '.join(f'{name} {readable_bytes(size)}' for name, size in sizes.items())}"]
-        if any(one.host_bytes for one in self.policies):
+        if any(row.host_bytes for row in self.policies):
             lines += [
                 "host: bytes in host memory for each GPU, which are not held on the device",
                 f"GB/s: host copies of at least this rate in each direction are hidden at {self.tflops:g} TFLOP/s; "
@@ -169,10 +177,10 @@ class Plan:
             lines.append(f"{self.policies[-1].policy}: {summary(self.blocks.values())}")
         if self.memory is not None:
             lines.append(
-                f"memory: {readable_bytes(self.memory)}, nothing of it kept back for what is not counted: ask for a "
-                f"tenth less than the device has"
+                f"memory: {readable_bytes(self.memory)}. The plan leaves no reserve for what it does not count; pass "
+                f"10 % less than the device has"
             )
-            if min(one.peak_bytes for one in self.policies) > self.memory:
+            if min(row.peak_bytes for row in self.policies) > self.memory:
                 lines.append("no policy fits: fewer frames, LoRA, more GPUs or context parallelism would hold less")
         if (best := self.best) is not None:
             lines.append(
@@ -187,7 +195,7 @@ class Plan:
 def table_of_figures(
     title: str, captions: Sequence[str], headings: Sequence[str], texts: Collection[str] = ()
 ) -> Table:
-    """A table with words in its first column, and those with the headings `texts`, and figures in the others."""
+    """A table with figures, but words in the first column and in the columns with the headings `texts`."""
     table = new_table(title, "\n".join(captions))
     for number, heading in enumerate(headings):
         figures = bool(number) and heading not in texts
@@ -197,7 +205,7 @@ def table_of_figures(
 
 
 def unit_of(sizes: Iterable[int]) -> str:
-    """The unit in which the smallest of some numbers of bytes that is not 0 is at least 1."""
+    """The largest unit in which every number of bytes, unless it is 0, is at least 1."""
     return readable_bytes(min(filter(None, sizes), default=0)).split()[1]
 
 
@@ -242,8 +250,8 @@ def plan(
         gpus: number of GPUs over which FSDP2 shards weights, gradients and the optimizer's states.
         checkpointed: adds rows for "full" and "attn_only" in the first so many blocks, with the rest not checkpointed,
             as `fastac.first_blocks` has it.
-        device: that will train, "cuda" or "cpu": some ops are one kernel on CUDA, and hold less. By default the one
-            that holds weights or inputs now; "cuda" for a model on "meta".
+        device: the device that will train, "cuda" or "cpu": some ops are one kernel on CUDA, and hold less. By default
+            the device that holds weights or inputs now; "cuda" for a model on "meta".
 
     Returns:
         A Plan, which prints as a table; its `within` gives the policies for a number of bytes.
@@ -264,22 +272,22 @@ def plan(
     advice = "If its weights are sharded or quantized, plan before, or from its configuration: fastac plan config.json."
     with explained(f"{class_name(model)} does not run without data on {shapes}", advice):
         forecast = Forecast(fake_model(model, inputs, blocks, device), optimizer, gpus)
-        found = make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
-    if not next(one for one in found.policies if one.policy == "attn_only").saved_bytes:
+        made = make_plan(forecast, class_name(model), shapes, checkpointed=checkpointed)
+    if not next(row for row in made.policies if row.policy == "attn_only").saved_bytes:
         logger.warning(
-            "plan: no attention of %s on %s can be saved, so a plan saves outputs of Linear modules alone. "
+            "plan: no attention of %s on %s can be saved, so a plan saves only outputs of Linear modules. "
             'fastac.enable(model, policy="attn_only") says why in the first step.',
             class_name(model),
             shapes,
         )
-    return found
+    return made
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
     """Raise FastacError for a model that FSDP has sharded: FSDP cannot be copied without its data."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
-    if any(isinstance(one, kinds) for one in model.modules()):
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model can only be sharded if somebody imported it
+    sharded_classes = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel) if fsdp is not None else ()
+    if any(isinstance(module, sharded_classes) for module in model.modules()):
         raise FastacError(
             f"plan: {class_name(model)} is sharded by FSDP. Plan before you shard, with gpus=... for the number of "
             f"GPUs that share the weights; or from its configuration: fastac plan config.json --gpus ..."
@@ -288,14 +296,14 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def explained(problem: str, advice: str = "") -> Iterator[None]:
-    """Raise FastacError from an error of the model's own, or for want of data: with its first line."""
+    """Turn an error of the model, or for want of data, into a FastacError with the first line of it."""
     try:
         yield
     except FastacError:
         raise
     except BREAKS as error:
         cause, _, _ = f"{type(error).__name__}: {error}".partition("\n")
-        if "type" in str(error) and "bfloat16" in str(error).lower():  # a product of two dtypes
+        if "type" in str(error) and "bfloat16" in str(error).lower():  # the operands of a product have two dtypes
             advice = "If it trains under torch.autocast, plan under it; without a GPU under that of the CPU: "
             advice += 'with torch.autocast("cpu", torch.bfloat16).'
         raise FastacError(f"plan: {problem}: {cause}\n{advice}".strip()) from error
@@ -323,15 +331,16 @@ def make_plan(
 ) -> Plan:
     """The plan of a forecast, with a row for a budget of saved bytes: by default the largest that fits `memory`.
 
-    checkpointed: number of blocks that are, in two more rows. offload: whether the row of the budget offloads.
-    tflops: of the device, by which rows with offload are compared with others.
+    checkpointed: adds two rows in which so many blocks are checkpointed. offload: whether the row of the budget
+    offloads. tflops: speed of the device. It decides how rows with offload compare with others.
     """
     policies = [forecast.plan(policy, row) for row, policy in ROWS.items()]
     if checkpointed is not None:
+        # The model may have blocks that it does not call on these inputs: "the first" are those that run.
         called = [name for name in forecast.fake_model.blocks if name in forecast.full.begins]
-        for one in ("full", "attn_only"):
-            some = of_first(called, checkpointed, one)
-            policies.append(forecast.plan(some, f"{one}, first {checkpointed} blocks"))
+        for policy_name in ("full", "attn_only"):
+            first_blocks = of_first(called, checkpointed, policy_name)
+            policies.append(forecast.plan(first_blocks, f"{policy_name}, first {checkpointed} blocks"))
     written = readable_bytes(budget or 0)
     if budget is None and memory is not None and (largest := forecast.largest_budget(memory, offload)) is not None:
         budget, written = rounded_down(largest)
@@ -355,17 +364,17 @@ def make_plan(
 
 
 def rounded_down(size: int) -> tuple[int, str]:
-    """A number of bytes that is written in few digits, and how: "7.56 GiB". It is no larger than the one given."""
+    """The next smaller number of bytes that is written in few digits, and how it is written: "7.56 GiB"."""
     unit = unit_of([size])
     text = f"{size * 100 // parse_bytes(f'1{unit}') / 100:g} {unit}"
     return parse_bytes(text), text
 
 
 def cost(row: PolicyPlan, tflops: float) -> tuple[bool, int]:
-    """By which policies are compared: first whether a device waits for host copies on `BUS`, then FLOPs."""
+    """A key to compare policies: first whether the device waits for host copies on `BUS`, then FLOPs."""
     return copies_per_second(row, tflops) > BUS, row.flops
 
 
 def copies_per_second(row: PolicyPlan, tflops: float) -> float:
-    """Bytes in each direction from which on a policy's host copies are hidden behind computation."""
+    """Bytes per second that the bus must copy in each direction to hide a policy's host copies behind computation."""
     return row.bytes_per_flop * tflops * 1e12

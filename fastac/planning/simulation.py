@@ -1,9 +1,9 @@
 """One training step of a model without weights: every allocation, and every operation that has FLOPs, in their order.
 
 The model and its inputs are fake tensors, which have shapes and no memory. Each storage that an operation returns is an
-event, and its end is another. Of every block it is known which outputs could be saved, when they go in the forward, and
-when recompute makes them again: from one simulation of full checkpointing `fastac.planning.timeline` reads the bytes
-that any policy holds.
+event, and its end is another. For every block we record which outputs could be saved, when the forward frees them, and
+when recompute makes them again. One simulation of full checkpointing is therefore enough: `fastac.planning.timeline`
+computes from it the bytes under any policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastac.engine.torch_private import tree_leaves
 from fastac.errors import FastacError
 from fastac.planning.cuda import OneKernel
 from fastac.planning.fake_model import FakeModel
-from fastac.planning.timeline import EXCHANGED, Candidate, Event, Kept, Moment, Place, Timeline
+from fastac.planning.timeline import EXCHANGED, Candidate, Event, HeldStorage, Moment, Place, Timeline
 from fastac.registry import classify
 from fastac.registry.torch_private import arguments_of
 
@@ -39,36 +39,43 @@ from fastac.registry.torch_private import arguments_of
 class Split:
     """One rank of Ulysses context parallelism, whose part of the tokens is simulated.
 
-    Attention over the `tokens` of the video that the rank has, or more, is over those of all `ranks`, with its part of
-    the heads: as many bytes, more FLOPs. Query, key, value and output go through an all-to-all each.
+    An attention call over at least the `tokens` of the rank's part of the video is taken to run over the tokens of all
+    `ranks`, with the rank's part of the heads: as many bytes, more FLOPs. Query, key, value and output go through an
+    all-to-all each.
     """
 
     ranks: int = 1
     tokens: int = 0
 
     def keys(self, keys: int) -> int:
-        """The number of keys of all ranks, for an attention that is simulated over the rank's own."""
+        """The number of keys of all ranks, for an attention call that is simulated over the rank's own keys."""
         return keys + (self.ranks - 1) * self.tokens if self.applies_to(keys) else keys
 
     def applies_to(self, keys: int) -> bool:
-        """Whether an attention over so many keys is over the video, and not the text alone."""
+        """Whether an attention call over so many keys is over the video, and not only over the text."""
         return self.ranks > 1 and keys >= self.tokens
 
 
 LINEAR_PRODUCTS = tuple(f"{name.replace('::', '.')}.default" for name in LINEAR_OPS)
 
 GENERATOR_STATE = torch.get_rng_state().nbytes
-"""Bytes that torch's checkpoint keeps of the CPU's random number generator for every block."""
+"""Bytes of the state of the CPU's random number generator, which torch's checkpoint holds for every block."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Storage:
+    """A storage that the step allocated."""
+
     event: Event  # its allocation
-    candidate: Place | None = None  # that it is a part of
-    copied: bool = False  # a copy would be saved, since nobody guards the original
+    # The candidate that this storage is a part of.
+    candidate: Place | None = None
+    # Saving it would save a copy: autograd does not guard the original, so somebody may write into it.
+    copied: bool = False
     gone: bool = False
-    region: str = ""  # that ends with it
-    kept: Kept | None = None  # it is an input of regions
+    # The region whose saved outputs are released together with this storage.
+    region: str = ""
+    # Its entry among the storages that regions hold, once it is an input of a region.
+    held: HeldStorage | None = None
 
 
 class Meter(TorchDispatchMode):
@@ -77,23 +84,25 @@ class Meter(TorchDispatchMode):
     def __init__(self, outside: Iterable[torch.Tensor], fake_model: FakeModel, split: Split) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known, self.split = fake_model.known, split
+        # What a Timeline is made of: see there.
         self.events: list[Event] = []
-        self.flops: Counter[str] = Counter()  # by phase
-        self.candidates: dict[str, list[Candidate]] = {name: [] for name in fake_model.blocks}  # by region
+        self.flops: Counter[str] = Counter()
+        self.candidates: dict[str, list[Candidate]] = {name: [] for name in fake_model.blocks}
+        self.begins: defaultdict[str, list[Moment]] = defaultdict(list)
+        self.storages: list[HeldStorage] = []
         self.forwards, self.forward_ends = True, 0  # whether the forward runs; the number of its events
-        self.begins: defaultdict[str, list[Moment]] = defaultdict(
-            list
-        )  # by region: of its forward, and of its recompute
-        self.kept: list[Kept] = []
-        self.region = ""  # that runs, in forward or recompute
-        self.linear = ""  # the Linear module that runs
+        # The region and the Linear module that run now, in forward or recompute.
+        self.region = self.linear = ""
         self._outside = {tensor.untyped_storage()._cdata for tensor in outside}
-        self._alive: dict[int, _Storage] = {}  # by address
-        self._parts: defaultdict[Place, list[_Storage]] = defaultdict(list)  # of the candidates
-        self._held: defaultdict[str, Counter[Place]] = defaultdict(Counter)  # if saved, above full checkpointing
-        self._repeated: Counter[str] = Counter()  # candidates of a region that recompute has come to
+        self._alive: dict[int, _Storage] = {}  # address -> storage
+        # Candidate -> its storages that recompute has not made again.
+        self._parts: defaultdict[Place, list[_Storage]] = defaultdict(list)
+        # Region -> the bytes that each candidate, if it is saved, adds to what full checkpointing holds just now.
+        self._added: defaultdict[str, Counter[Place]] = defaultdict(Counter)
+        # Region -> how many of its candidates recompute has come to.
+        self._repeated: Counter[str] = Counter()
 
-    def hold(self, size: int, owner: object, region: str) -> None:
+    def add_owned(self, size: int, owner: object, region: str) -> None:
         """Record bytes that no operation returns. They, and what a region saves, are released with their owner."""
         self._allocate(_Storage(Event(size), region=region), -id(owner), owner)  # addresses of storages are above 0
 
@@ -105,12 +114,12 @@ class Meter(TorchDispatchMode):
         self.events.append(Event(0))
 
     def take_inputs(self, region: str, inputs: Iterable[Any]) -> None:
-        """A region keeps its inputs; those that were there before the step are not recorded."""
+        """A region holds its inputs. Those that were there before the step are not recorded."""
         for storage in dict.fromkeys(filter(None, map(self._storage_of, inputs))):
-            if storage.kept is None:
-                storage.kept = Kept(storage.event.bytes)
-                self.kept.append(storage.kept)
-            storage.kept.inputs_of.append(region)
+            if storage.held is None:
+                storage.held = HeldStorage(storage.event.bytes)
+                self.storages.append(storage.held)
+            storage.held.inputs_of.append(region)
 
     def end_forward(self) -> None:
         """The forward has ended."""
@@ -119,7 +128,8 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # every question for the device of a fake tensor
+        # `tensor.device` of a fake tensor comes here as an operation: the most frequent one, and it allocates nothing.
+        if func is torch.ops.prim.device.default:
             return func(*args)
         outputs = self.known.run(func, args, kwargs)
         if self.forwards and getattr(getattr(func, "_schema", None), "is_mutable", False):
@@ -129,6 +139,8 @@ class Meter(TorchDispatchMode):
         if count:
             count = count * self.split.keys(keys) // keys if keys else count
             self.flops["forward" if self.forwards else "recompute" if recomputes else "backward"] += count
+        # The engine saves an output itself if autograd notices a write into it, and else a copy. It notices none into a
+        # matmul to which the Linear module adds its bias afterwards.
         guarded = is_differentiable(args) and (self.linear == "" or str(func) == WHOLE_PRODUCT)
         place = self._place(func, keys, count) if self.region and (self.forwards or recomputes) else None
         for tensor in tree_leaves(outputs):
@@ -151,111 +163,117 @@ class Meter(TorchDispatchMode):
         attends = resolved is not None and resolved.is_attention
         if not attends and not (self.linear and str(func) in LINEAR_PRODUCTS):
             return None
-        mine = self.candidates[self.region]
+        candidates = self.candidates[self.region]
         if self.forwards:
-            number = len(mine)
-            mine.append(Candidate(str(func) if attends else self.linear, keys=self.split.keys(keys)))
+            index = len(candidates)
+            candidates.append(Candidate(str(func) if attends else self.linear, keys=self.split.keys(keys)))
             if attends and self.split.applies_to(keys):
-                mine.append(Candidate(EXCHANGED))
+                candidates.append(Candidate(EXCHANGED))
+            # Only the first product of a call is the output of the Linear module.
             self.linear = self.linear if attends else ""
         else:
-            number = self._repeated[self.region]
-            number += mine[number].name == EXCHANGED
-            self._repeated[self.region] = number + 1
-            mine[number].flops = count
-        return self.region, number
+            # Recompute makes the calls of the forward in the same order. Collectives are not simulated: skip them.
+            index = self._repeated[self.region]
+            index += candidates[index].name == EXCHANGED
+            self._repeated[self.region] = index + 1
+            candidates[index].flops = count
+        return self.region, index
 
     def _leave_out_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A product that is changed in place cannot be replayed: no policy may name its Linear module."""
         arguments = arguments_of(func)
-        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
         for argument in arguments:
-            storage = self._storage_of(given.get(argument.name)) if argument.written else None
+            storage = self._storage_of(values.get(argument.name)) if argument.written else None
             if storage is not None and storage.candidate is not None and not storage.copied:
                 candidate = self._candidate(storage.candidate)
                 candidate.name = candidate.name if candidate.keys else ""
 
     def _see(self, storage: torch.UntypedStorage, place: Place | None, copied: bool) -> None:
-        """Record a storage that an operation returns, if it is new. place: of the candidate that it is a part of."""
+        """Record a storage that an operation returns, if it is new. place: the candidate that it is a part of."""
         address, size = storage._cdata, storage.nbytes()
         if address in self._outside or address in self._alive:
             return
-        mine = _Storage(Event(size))
+        allocated = _Storage(Event(size))
         if place is not None and self.forwards:
-            mine.candidate, mine.copied = place, copied
-            self._parts[place].append(mine)
-            if copied:
-                self._keep(mine.event, place, size)
-                self.kept.append(Kept(size, candidate=place))
-            if len(self._parts[place]) == 1:
+            allocated.candidate, allocated.copied = place, copied
+            self._parts[place].append(allocated)
+            if copied:  # the copy is allocated at this moment, beside the original
+                self._save(allocated.event, place, size)
+                self.storages.append(HeldStorage(size, candidate=place))
+            if len(self._parts[place]) == 1:  # the output, not the softmax statistics
                 self._exchange(place, size)
         elif place is not None:
-            self._replay(mine, place)
-        self._allocate(mine, address, storage)
+            self._replay(allocated, place)
+        self._allocate(allocated, address, storage)
 
     def _allocate(self, storage: _Storage, address: int, owner: object) -> None:
         self._alive[address] = storage
         self.events.append(storage.event)
         weakref.finalize(owner, self._free, address).atexit = False
 
-    def _keep(self, event: Event, place: Place, size: int) -> None:
+    def _save(self, event: Event, place: Place, size: int) -> None:
+        """From this event on a saved candidate holds more bytes than full checkpointing does."""
         self._change(event, place, size)
         self._candidate(place).bytes += size
 
     def _change(self, event: Event, place: Place, change: int) -> None:
         event.candidate, event.change = place, change
-        self._held[place[0]][place] += change
+        self._added[place[0]][place] += change
 
-    def _replay(self, mine: _Storage, place: Place) -> None:
-        """Recompute makes a part of a candidate, which it would not do if that were saved."""
-        kept = self._parts[place].pop(0)
-        if kept.gone and not kept.copied:  # a copy is replayed as another copy
-            self._change(mine.event, place, -mine.event.bytes)
+    def _replay(self, storage: _Storage, place: Place) -> None:
+        """Recompute makes a part of a candidate. It would not do that if the candidate were saved."""
+        original = self._parts[place].pop(0)
+        # If the original still lives, nothing was added for it. If a copy is saved, its replay is another copy.
+        if original.gone and not original.copied:
+            self._change(storage.event, place, -storage.event.bytes)
 
     def _exchange(self, place: Place, size: int) -> None:
-        """The collectives of an attention return as much as itself, each: for query, key, value and output."""
+        """The collectives for query, key, value and output return as many bytes as the attention, each."""
         region, after = place[0], place[1] + 1
-        mine = self.candidates[region]
-        if after < len(mine) and mine[after].name == EXCHANGED:
+        candidates = self.candidates[region]
+        if after < len(candidates) and candidates[after].name == EXCHANGED:
             event = Event(0)
-            self._keep(event, (region, after), 4 * size)
-            self.kept += [Kept(size, candidate=(region, after)) for _ in range(4)]
+            self._save(event, (region, after), 4 * size)
+            self.storages += [HeldStorage(size, candidate=(region, after)) for _ in range(4)]
             self.events.append(event)
 
     def _free(self, address: int) -> None:
-        mine = self._alive.pop(address, None)
-        if mine is None:
+        """Record that a storage was released."""
+        storage = self._alive.pop(address, None)
+        if storage is None:
             return  # the step is over
-        mine.gone = True
-        self.events += [Event(0, saved, -held) for saved, held in self._held.pop(mine.region, {}).items()]
-        event = Event(-mine.event.bytes, gradient=mine.event.gradient)
-        place = mine.candidate
-        if place is not None and not mine.copied and self._repeated[place[0]] <= place[1]:
-            self._keep(event, place, mine.event.bytes)
-            if mine.kept is not None:
-                mine.kept.candidate = place
-            elif self.forwards:  # else somebody else holds it, too
-                self.kept.append(Kept(mine.event.bytes, candidate=place))
-        elif mine.event.candidate is not None and mine.event.change < 0:  # recompute made it
-            self._change(event, mine.event.candidate, mine.event.bytes)
+        storage.gone = True
+        self.events += [Event(0, saved, -size) for saved, size in self._added.pop(storage.region, {}).items()]
+        event = Event(-storage.event.bytes, gradient=storage.event.gradient)
+        place = storage.candidate
+        # The forward releases an output that recompute has yet to make: a policy that saves it would hold it on.
+        if place is not None and not storage.copied and self._repeated[place[0]] <= place[1]:
+            self._save(event, place, storage.event.bytes)
+            if storage.held is not None:
+                storage.held.candidate = place
+            elif self.forwards:  # if it is released later, something besides the region holds it, too
+                self.storages.append(HeldStorage(storage.event.bytes, candidate=place))
+        elif storage.event.candidate is not None and storage.event.change < 0:  # recompute made it
+            self._change(event, storage.event.candidate, storage.event.bytes)
         self.events.append(event)
 
     def finish(self, parameters: Iterable[torch.nn.Parameter]) -> Timeline:
         """The step. Storages that are alive stay so, and the gradients of parameters among them are marked."""
-        for found in filter(None, (self._storage_of(parameter.grad) for parameter in parameters)):
-            found.event.gradient = True
-        self._alive.clear()
-        return Timeline(self.events, self.forward_ends, self.flops, self.candidates, self.begins, self.kept)
+        for gradient in filter(None, (self._storage_of(parameter.grad) for parameter in parameters)):
+            gradient.event.gradient = True
+        self._alive.clear()  # the finalizers of these storages find nothing, and record nothing
+        return Timeline(self.events, self.forward_ends, self.flops, self.candidates, self.begins, self.storages)
 
 
 @generators_preserved()
 def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split) -> Timeline:
     """One forward, and backward of the mean square of the outputs.
 
-    A module that the model checkpoints beside its blocks, as UNets do, becomes a block of the fake_model.
+    A module that the model checkpoints beside its blocks, as UNets do, becomes a block of the fake model.
 
     Args:
-        checkpointed: blocks under full checkpointing. If there are some, so are those that are found now.
+        checkpointed: blocks under full checkpointing. If there are any, blocks that are found now are checkpointed too.
     """
     flops.register_formulas()
     names = {module: name for name, module in fake_model.model.named_modules()}
@@ -267,12 +285,13 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
     on_device = OneKernel if fake_model.as_on_cuda else contextlib.nullcontext
     precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if fake_model.as_on_cuda and torch.is_autocast_enabled("cuda"):
-        precision = torch.autocast("cpu", torch.get_autocast_dtype("cuda"))  # of these tensors
+        # The fake tensors are on the CPU, where the caller's autocast would change nothing.
+        precision = torch.autocast("cpu", torch.get_autocast_dtype("cuda"))
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         module = block_of(block)
         if module is None or module not in names:
-            raise FastacError(f"plan: the model checkpoints {describe(block)}, which is no module of it.")
+            raise FastacError(f"plan: the model checkpoints {describe(block)}, which is not one of its modules.")
         name = names[module]
         fake_model.blocks.setdefault(name, module)
         if torch_private.innermost_checkpoint() or not torch.is_grad_enabled():
@@ -281,23 +300,27 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
         region = name if calls[name] == 1 else f"{name}#{calls[name]}"
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before, meter.region = meter.region, region
+            outer, meter.region = meter.region, region
             meter.begin(region)
             try:
-                with contextlib.nullcontext() if meter.forwards else on_device():  # backward has no function mode
+                # A function mode is not active inside backward(), so recompute would run without it. torch's checkpoint
+                # does not restore it up to 2.15: pull request 148023 would make this unnecessary.
+                with contextlib.nullcontext() if meter.forwards else on_device():
                     return block(*args, **kwargs)
             finally:
-                meter.region = before
+                meter.region = outer
 
         if name in checkpointed or (checkpointed and name not in known):
-            meter.hold(GENERATOR_STATE, run, region)  # recompute needs both
+            # torch's checkpoint holds both until the block's backward is done: `run` dies with it.
+            meter.add_owned(GENERATOR_STATE, run, region)
             meter.take_inputs(region, tree_leaves((args, kwargs)))
             outputs = torch_checkpoint(run, *args, use_reentrant=False, **kwargs)
         else:
             outputs = run(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
-            for one in meter.candidates[region]:  # frozen, as is all before it: nothing is kept for backward
-                one.name, one.keys = "", 0
+            # The block is frozen, as is everything before it: backward needs nothing from it, so nothing is saved.
+            for candidate in meter.candidates[region]:
+                candidate.name, candidate.keys = "", 0
         return outputs
 
     fake_model.attach(call)
@@ -305,9 +328,9 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
         parameter.grad = None
     with fake_model.known.mode, fake_model.known.readable(), _named_linear(meter, fake_model.blocks.values()), meter:
         with on_device(), precision:
-            found = tree_leaves(fake_model.model(*fake_model.args, **fake_model.kwargs))
-        outputs = [leaf for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        del found
+            leaves = tree_leaves(fake_model.model(*fake_model.args, **fake_model.kwargs))
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        del leaves  # a training step holds none of the other outputs
         if not outputs:
             raise FastacError(
                 "plan: no output of the model requires grad. Train some of its weights, with grad enabled."
@@ -334,7 +357,7 @@ def _named_linear(meter: Meter, blocks: Iterable[torch.nn.Module]) -> Iterator[N
         meter.linear = ""
 
     with contextlib.ExitStack() as stack:
-        for name, module in (found for block in blocks for found in block.named_modules()):
+        for name, module in (named for block in blocks for named in block.named_modules()):
             if type(module).forward is torch.nn.Linear.forward:  # others cannot be saved: `linear.attach`
                 stack.enter_context(module.register_forward_pre_hook(functools.partial(begin, name)))
                 stack.enter_context(module.register_forward_hook(end))

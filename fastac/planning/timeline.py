@@ -30,10 +30,14 @@ EXCHANGED = "exchanged"
 class Candidate:
     """One output of a block that could be saved instead of recomputed."""
 
-    name: str  # of the Linear module in its block, or of the attention op; "" if it cannot be saved
-    bytes: int = 0  # held from the forward to recompute if it is saved, above full checkpointing
-    flops: int = 0  # of its recompute; 0 where recompute ends before it
-    keys: int = 0  # that an attention call attends to; 0 for a Linear module
+    # Name of the Linear module in its block, or of the attention op; "" if the output cannot be saved.
+    name: str
+    # What a policy that saves it adds to the bytes of full checkpointing, from the forward to recompute.
+    bytes: int = 0
+    # FLOPs of its recompute; 0 if recompute ends before it.
+    flops: int = 0
+    # Number of keys that an attention call attends to; 0 for a Linear module.
+    keys: int = 0
 
 
 @dataclasses.dataclass
@@ -42,8 +46,10 @@ class Event:
 
     bytes: int
     candidate: Place | None = None
-    change: int = 0  # bytes to add if the candidate is saved
-    gradient: bool = False  # of a parameter
+    # Added to `bytes` if the candidate is saved: the forward does not release it, recompute does not allocate it.
+    change: int = 0
+    # Whether the storage is the gradient of a parameter.
+    gradient: bool = False
 
 
 class Moment(NamedTuple):
@@ -54,8 +60,8 @@ class Moment(NamedTuple):
 
 
 @dataclasses.dataclass
-class Kept:
-    """A storage that regions keep from forward to recompute: as an input, or as part of a saved candidate."""
+class HeldStorage:
+    """A storage that regions hold from forward to recompute: as an input, or as part of a saved candidate."""
 
     bytes: int
     inputs_of: list[str] = dataclasses.field(default_factory=list)
@@ -63,13 +69,15 @@ class Kept:
 
 
 class HostCopy(NamedTuple):
-    """Bytes of one region that are on the host alone from `left` to `returns`."""
+    """Bytes of one region that are only on the host from `left` to `returns`."""
 
     bytes: int
-    leaves: Moment  # copies to the host begin,
-    left: Moment  # and have ended
-    returns: Moment  # copies back begin,
-    returned: Moment  # and have ended
+    # Copies to the host begin, and have ended.
+    leaves: Moment
+    left: Moment
+    # Copies back to the device begin, and have ended.
+    returns: Moment
+    returned: Moment
 
 
 def block_name(region: str) -> str:
@@ -79,21 +87,28 @@ def block_name(region: str) -> str:
 
 @dataclasses.dataclass
 class Timeline:
-    """One simulated step: bytes that it allocates (of weights only the gradients) and FLOPs, under any policies."""
+    """One simulated step: its FLOPs and the bytes that it allocates (gradients, but no weights), under any policies."""
 
     events: Sequence[Event]
-    forward_ends: int  # number of events of the forward; the last of them has no bytes
-    flops: Counter[str]  # by phase: forward, recompute, backward
-    candidates: Mapping[str, Sequence[Candidate]]  # by region, in the order of the calls
-    begins: Mapping[str, Sequence[Moment]]  # by region: of its forward, and of its recompute if there is one
-    kept: Sequence[Kept]
+    # Number of events in the forward. The last of them has no bytes.
+    forward_ends: int
+    # FLOPs of each phase: forward, recompute, backward.
+    flops: Counter[str]
+    # Region -> its candidates, in the order of the calls.
+    candidates: Mapping[str, Sequence[Candidate]]
+    # Region -> when its forward begins, and when its recompute begins if there is one.
+    begins: Mapping[str, Sequence[Moment]]
+    storages: Sequence[HeldStorage]
 
     def __post_init__(self) -> None:
         import numpy as np  # not before a plan: the rest of fastac needs none
 
-        places = ((region, place) for region, found in self.candidates.items() for place in range(len(found)))
+        # A plan asks for the peak of hundreds of policies. So candidates are numbered and events become arrays: the
+        # bytes of event i are _bytes[i], and _change[i] on top if the candidate with the number _owner[i] is saved.
+        places = ((region, index) for region, listed in self.candidates.items() for index in range(len(listed)))
         self._numbers: dict[Place | None, int] = {place: number for number, place in enumerate(places)}
-        self._unsaved = np.zeros(len(self._numbers) + 1, np.int64)  # by number; the last for events of no candidate
+        # One element more than there are candidates: -1, the owner of events without a candidate, is never saved.
+        self._unsaved = np.zeros(len(self._numbers) + 1, np.int64)
         self._bytes = np.array([event.bytes for event in self.events], np.int64)
         self._gradients = np.array([event.bytes * event.gradient for event in self.events], np.int64)
         self._change = np.array([event.change for event in self.events], np.int64)
@@ -102,23 +117,23 @@ class Timeline:
     def saved(self, policies: Policies) -> dict[Place, Candidate]:
         """The candidates that policies save."""
 
-        def is_saved(policy: Policy, one: Candidate) -> bool:
-            if one.keys:
-                return policy.saves(one.keys)
-            return (
-                policy.saves_collectives if one.name == EXCHANGED else bool(one.name) and policy.saves_linear(one.name)
-            )
+        def is_saved(policy: Policy, candidate: Candidate) -> bool:
+            if candidate.keys:
+                return policy.saves(candidate.keys)
+            if candidate.name == EXCHANGED:
+                return policy.saves_collectives
+            return bool(candidate.name) and policy.saves_linear(candidate.name)
 
         return {
-            (region, place): one
-            for region, found in self.candidates.items()
-            for place, one in enumerate(found)
-            if is_saved(policies[block_name(region)], one)
+            (region, index): candidate
+            for region, candidates in self.candidates.items()
+            for index, candidate in enumerate(candidates)
+            if is_saved(policies[block_name(region)], candidate)
         }
 
     def saved_bytes(self, policies: Policies) -> int:
         """Bytes of the candidates that policies save."""
-        return sum(one.bytes for one in self.saved(policies).values())
+        return sum(candidate.bytes for candidate in self.saved(policies).values())
 
     def held(self, policies: Policies) -> int:
         """Bytes alive between forward and backward, on the device."""
@@ -130,53 +145,63 @@ class Timeline:
 
     def recomputed(self, policies: Policies) -> int:
         """FLOPs of recompute."""
-        return self.flops["recompute"] - sum(one.flops for one in self.saved(policies).values())
+        return self.flops["recompute"] - sum(candidate.flops for candidate in self.saved(policies).values())
 
-    def copies(self, policies: Policies) -> list[HostCopy]:
+    def host_copies(self, policies: Policies) -> list[HostCopy]:
         """Copies to host memory and back, one entry for each region that offloads, as `fastac.engine.offload` does it.
 
-        A region that begins sends what the earlier ones keep, but for the last `keep`; it has left when the next one
-        begins, or the forward ends. It returns with the recompute of the region after it. A storage leaves with the
-        last region that keeps it, and stays if one keeps it on the device.
+        When a region begins, the region `keep` places before it starts to copy to the host, with all that are still on
+        the device before that. A copy is assumed to end when the next region begins, or the forward ends. A region
+        returns while the region after it is recomputed. A storage leaves with the last region that holds it. It stays
+        if one of these regions does not offload it.
         """
         policy = {region: policies[block_name(region)] for region in self.begins}
+        # A region that begins only once is not recomputed: it holds nothing that could leave.
         order = [region for region, begins in self.begins.items() if len(begins) > 1 and policy[region].offload]
         numbers = {region: number for number, region in enumerate(order)}
         saved, sizes = self.saved(policies), Counter[int]()
-        for one in self.kept:
-            goes = {numbers.get(region, -1): policy[region].offloads_inputs for region in one.inputs_of}
-            if one.candidate in saved:
-                region, _ = one.candidate
-                goes[numbers.get(region, -1)] = policy[region].offloads_outputs
-            if goes and all(goes.values()) and len(one.inputs_of) < 2 and one.bytes >= offload.SMALLEST:
-                sizes[max(goes)] += one.bytes
-        found, first = [], 0
+        for storage in self.storages:
+            # Number of each region that holds the storage -> whether it offloads it. -1: it offloads nothing.
+            leaves_with = {numbers.get(region, -1): policy[region].offloads_inputs for region in storage.inputs_of}
+            if storage.candidate in saved:
+                region, _ = storage.candidate
+                leaves_with[numbers.get(region, -1)] = policy[region].offloads_outputs
+            # The engine leaves inputs of several regions, and small storages, where they are.
+            is_movable = len(storage.inputs_of) < 2 and storage.bytes >= offload.SMALLEST
+            if is_movable and leaves_with and all(leaves_with.values()):
+                sizes[max(leaves_with)] += storage.bytes
+        copies, first = [], 0  # first: the first region that has not left
         moments = [self.begins[region] for region in order]
         ends = [*(forward for forward, _ in moments[1:]), Moment(self.forward_ends - 1, self.flops["forward"])]
         for number, region in enumerate(order):
             for gone in range(first, number - policy[region].keep + 1):
                 (leaves, _), (_, returned) = moments[number], moments[gone]
+                # The next region need not be the one that is recomputed right before: backward may take another order.
                 returns = min(moments[gone + 1][1], returned, key=lambda moment: moment.event)
-                found.append(HostCopy(sizes[gone], leaves, ends[number], returns, returned))
+                copies.append(HostCopy(sizes[gone], leaves, ends[number], returns, returned))
                 first = gone + 1
-        return [copies for copies in found if copies.bytes]
+        return [host_copy for host_copy in copies if host_copy.bytes]
 
     def bytes_per_flop(self, policies: Policies) -> float:
         """The most bytes that are copied in one direction per FLOP that runs meanwhile."""
         saved = self.saved(policies)
 
         def between(first: Moment, last: Moment) -> int:
-            again = {region for region, begins in self.begins.items() if first.event <= begins[-1].event < last.event}
-            return max(1, last.flops - first.flops - sum(saved[place].flops for place in saved if place[0] in again))
+            recomputed = {
+                region for region, begins in self.begins.items() if first.event <= begins[-1].event < last.event
+            }
+            # The simulation recomputed everything: what these regions replay takes no time that could hide a copy.
+            replayed = sum(candidate.flops for (region, _), candidate in saved.items() if region in recomputed)
+            return max(1, last.flops - first.flops - replayed)
 
         rates = [
-            copies.bytes / min(between(copies.leaves, copies.left), between(copies.returns, copies.returned))
-            for copies in self.copies(policies)
+            copied.bytes / min(between(copied.leaves, copied.left), between(copied.returns, copied.returned))
+            for copied in self.host_copies(policies)
         ]
         return max(rates, default=0.0)
 
     def on_line(self, other: Timeline, part: Fraction) -> Timeline | None:
-        """The step whose bytes and keys lie `part` of the way from this one's to another's. Its FLOPs mean nothing.
+        """The step whose bytes and keys lie `part` of the way from this step's to another's. Its FLOPs mean nothing.
 
         All that a step allocates grows linearly with the tokens of a video. None if the two steps do not do the same.
         """
@@ -184,18 +209,19 @@ class Timeline:
         if self._outline != other._outline:
             return None
 
-        def between(mine: Any, theirs: Any) -> Any:  # numbers, or arrays of them
-            return mine + (theirs - mine) * part.numerator // part.denominator
+        def between(this: Any, that: Any) -> Any:  # numbers, or arrays of them
+            return this + (that - this) * part.numerator // part.denominator
 
-        def of_fields(mine: Any, theirs: Any) -> Any:
-            pairs = {name: (size, vars(theirs)[name]) for name, size in vars(mine).items() if type(size) is int}
-            return dataclasses.replace(mine, **{name: between(*pair) for name, pair in pairs.items()})
+        def of_fields(this: Any, that: Any) -> Any:
+            pairs = {name: (size, vars(that)[name]) for name, size in vars(this).items() if type(size) is int}
+            return dataclasses.replace(this, **{name: between(*pair) for name, pair in pairs.items()})
 
-        candidates = {
-            region: list(map(of_fields, found, other.candidates[region])) for region, found in self.candidates.items()
+        # The copy shares this step's events. Nobody reads their bytes: these are in the arrays, which are replaced.
+        step = copy.copy(self)
+        step.candidates = {
+            region: list(map(of_fields, listed, other.candidates[region])) for region, listed in self.candidates.items()
         }
-        step = copy.copy(self)  # its events are this one's, and only their bytes in arrays are read
-        step.candidates, step.kept = candidates, list(map(of_fields, self.kept, other.kept))
+        step.storages = list(map(of_fields, self.storages, other.storages))
         step._bytes, step._change = between(self._bytes, other._bytes), between(self._change, other._change)
         step._gradients = between(self._gradients, other._gradients)
         return step
@@ -203,17 +229,18 @@ class Timeline:
     @functools.cached_property
     def _outline(self) -> Any:
         """What the step does, without sizes."""
-        names = {region: [one.name for one in found] for region, found in self.candidates.items()}
+        names = {region: [candidate.name for candidate in listed] for region, listed in self.candidates.items()}
         events = [(event.candidate, event.gradient) for event in self.events]
-        return names, events, [(one.inputs_of, one.candidate) for one in self.kept]
+        return names, events, [(storage.inputs_of, storage.candidate) for storage in self.storages]
 
     def _deltas(self, policies: Policies, gradient_shards: int) -> np.ndarray:
+        """By how many bytes each event changes what is alive on the device."""
         is_saved = self._unsaved.copy()
         is_saved[[self._numbers[place] for place in self.saved(policies)]] = 1
         deltas: np.ndarray = self._bytes + self._change * is_saved[self._owner]
         if gradient_shards > 1:
             deltas += self._gradients // gradient_shards - self._gradients
-        for copies in self.copies(policies):
-            deltas[copies.left.event] -= copies.bytes
-            deltas[copies.returns.event] += copies.bytes
+        for host_copy in self.host_copies(policies):
+            deltas[host_copy.left.event] -= host_copy.bytes
+            deltas[host_copy.returns.event] += host_copy.bytes
         return deltas

@@ -29,18 +29,23 @@ Tell = Callable[[str], object]
 
 
 FARTHEST = 8
-"""How many times as long as the longest simulated video others on the line may be: models refuse some lengths."""
+"""A video on the line may be so many times as long as the longest simulated video: models refuse some lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
     """How a model is trained. Raises FastacError for a context parallel degree that does not divide the GPUs."""
 
-    lora: int = 0  # rank of LoRA weights on attention, which are trained alone; 0 for all weights
-    optimizer: str = "adamw"  # a name in forecast.OPTIMIZERS
-    gpus: int = 1  # over which FSDP2 shards weights, gradients and the optimizer's states
-    context_parallel: int = 1  # GPUs over which Ulysses splits the tokens of a video
-    device: str = "cuda"  # or "cpu"
+    # Rank of LoRA weights on attention. Then only these are trained. 0: all weights are trained.
+    lora: int = 0
+    # A name in forecast.OPTIMIZERS.
+    optimizer: str = "adamw"
+    # Number of GPUs over which FSDP2 shards weights, gradients and the optimizer's states.
+    gpus: int = 1
+    # Number of GPUs over which Ulysses splits the tokens of a video.
+    context_parallel: int = 1
+    # "cuda" or "cpu".
+    device: str = "cuda"
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.context_parallel < 1 or self.gpus % self.context_parallel:
@@ -67,11 +72,11 @@ def plan_video(
 
     Args:
         budget: bytes of saved outputs, for one more row.
-        memory: bytes of the device: adds the longest video with which a step fits, and, without a budget, the row of
-            the largest budget with which it does.
+        memory: bytes of the device: adds the longest video with which a step fits and, without a budget, the row of
+            the largest budget that fits.
         checkpointed: as in `plan`.
         offload: whether the row of the budget offloads.
-        tflops: of the device.
+        tflops: speed of the device.
         tell: called with the progress, in words.
 
     Raises:
@@ -84,21 +89,22 @@ def plan_video(
     with explained(f"{configuration.name} cannot be built as it is configured, or does not run on {described}"):
         search = _Search(configuration, video, training, budget, offload, tell)
         forecast = search.forecast(video.frames)
-        found = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload, tflops)
+        made = make_plan(forecast, configuration.name, described, budget, memory, checkpointed, offload, tflops)
     if memory is None:
-        return found
+        return made
+    # A budget that was found for this video says nothing about others. One that was asked for is searched, too.
     largest = {
-        one.policy: search.longest(one.policy, memory)
-        for one in found.policies
-        if one.policy in ROWS or (one.policy.startswith(WITHIN) and budget is not None)
+        row.policy: search.longest(row.policy, memory)
+        for row in made.policies
+        if row.policy in ROWS or (row.policy.startswith(WITHIN) and budget is not None)
     }
-    return dataclasses.replace(found, largest=largest)
+    return dataclasses.replace(made, largest=largest)
 
 
 def without_weights(configuration: Configuration, dtype: torch.dtype, lora: int = 0) -> torch.nn.Module:
-    """The model of a configuration, on the meta device, in a dtype except for parameters its class keeps in float32.
+    """The model of a configuration, on the meta device, in a dtype except for parameters its class wants in float32.
 
-    lora: the rank of LoRA weights, which are trained alone. Raises FastacError if peft is not installed.
+    lora: the rank of LoRA weights. Then only these are trained. Raises FastacError if peft is not installed.
     """
     with torch.device("meta"):
         model = build(configuration, dtype)
@@ -117,8 +123,10 @@ class _Search:
     budget: int | None
     offload: bool
     tell: Tell
-    forecasts: dict[int, Forecast] = dataclasses.field(default_factory=dict)  # by frames
-    taken: int = 0  # frames of the longest video that was simulated
+    # Number of frames -> the forecast for a video of so many.
+    forecasts: dict[int, Forecast] = dataclasses.field(default_factory=dict)
+    # Frames of the longest video that the model is known to take.
+    taken: int = 0
 
     @functools.cached_property
     def fake_model(self) -> FakeModel:
@@ -129,13 +137,13 @@ class _Search:
         )
 
     def forecast(self, frames: int) -> Forecast:
-        """For a video of so many frames. Raises FastacError where the model takes no such video."""
+        """The forecast for a video of so many frames. Raises FastacError if the model refuses so many."""
         if frames not in self.forecasts:
             part, split = self._part(frames)
             fake_model = self.fake_model
             self.tell(f"simulating {self.configuration.name} on {frames} frames")
-            given = fake_model.given(self.configuration.inputs(part))
-            self.forecasts[frames] = Forecast(given, self.training.optimizer, self.training.gpus, split)
+            with_inputs = fake_model.with_inputs(self.configuration.inputs(part))
+            self.forecasts[frames] = Forecast(with_inputs, self.training.optimizer, self.training.gpus, split)
         return self.forecasts[frames]
 
     def _part(self, frames: int) -> tuple[Video, Split]:
@@ -143,20 +151,20 @@ class _Search:
         video = dataclasses.replace(self.video, frames=frames)
         ranks = self.training.context_parallel
         with torch_private.fake_mode():
-            self.configuration.inputs(video)  # raises where it does not fit
+            self.configuration.inputs(video)  # raises if the whole video does not fit the model
             part = self.configuration.part(video, ranks) if ranks > 1 else video
         split = Split(ranks, part.tokens(self.configuration.patch))
         if ranks > 1 and split.tokens <= part.text_tokens:
             raise FastacError(
-                f"plan: each of {ranks} context parallel ranks would have {split.tokens} tokens of {frames} frames, no "
-                f"more than the {part.text_tokens} of the text, from which the plan distinguishes them by their "
-                f"number. Plan a larger video, or fewer ranks."
+                f"plan: with {ranks} context parallel ranks each rank has {split.tokens} video tokens ({frames} "
+                f"frames), and the text has {part.text_tokens}. The plan tells video from text attention by the number "
+                f"of tokens, so a rank needs more video tokens than text tokens. Plan a larger video, or fewer ranks."
             )
         return part, split
 
     @property
     def step(self) -> int:
-        """By how many frames videos of the model differ."""
+        """The number of frames between two lengths that the model takes."""
         return self.configuration.default.compression.frames * self.configuration.patch[0]
 
     @functools.cached_property
@@ -178,14 +186,14 @@ class _Search:
         return peak
 
     def _takes(self, frames: int) -> bool:
-        """Whether the model takes so many frames: only its forward runs."""
+        """Whether the model takes so many frames. Only its forward runs, which is faster than a simulation."""
         self.tell(f"forward of {self.configuration.name} on {frames} frames")
         try:
             part, _ = self._part(frames)
-            given = self.fake_model.given(self.configuration.inputs(part))
-            given.attach(lambda block, *args, **kwargs: block(*args, **kwargs))
-            with torch.no_grad(), given.known.mode, Following(given.known):
-                given.model(*given.args, **given.kwargs)
+            called = self.fake_model.with_inputs(self.configuration.inputs(part))
+            called.attach(lambda block, *args, **kwargs: block(*args, **kwargs))
+            with torch.no_grad(), called.known.mode, Following(called.known):
+                called.model(*called.args, **called.kwargs)
         except (FastacError, *BREAKS) as error:
             logger.debug("%s refuses %d frames: %s", self.configuration.name, frames, error)
             return False
@@ -193,8 +201,8 @@ class _Search:
         return True
 
     def _peak_on_line(self, frames: int, policy: str) -> int | None:
-        """The same from the line through two simulations, if they do the same; else from one of its own."""
-        # FLOPs, by which outputs are chosen within a budget, are on no line.
+        """The peak on the line through two simulations that do the same; else the peak of its own simulation."""
+        # A budget chooses outputs by their FLOPs. Those of attention grow faster than tokens: they are on no line.
         if policy not in ROWS or self.far is None or frames > FARTHEST * self.taken:
             return self._peak(frames, policy)
         with contextlib.suppress(FastacError):
@@ -215,10 +223,11 @@ class _Search:
             steps = most_steps(lambda steps: peak(first + steps * self.step, policy), memory, start)
             return 0 if steps < 0 else first + steps * self.step
 
-        found = longest_by(self._peak_on_line)
-        if found <= self.taken or self._takes(found):
-            return found
-        return longest_by(self._peak)  # the model itself refuses it, which only a simulation shows
+        longest = longest_by(self._peak_on_line)
+        if longest <= self.taken or self._takes(longest):
+            return longest
+        # The model refuses a video on the line. Only simulations show where that begins.
+        return longest_by(self._peak)
 
 
 def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> int:
@@ -226,12 +235,14 @@ def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> in
 
     Bytes are nearly proportional to steps: most guesses are on the line through two known peaks.
 
-    peak: bytes of so many steps, None where they are refused, few of them or many. start: steps that are not refused.
+    peak: bytes of so many steps; None if they are refused, because they are too few or too many. start: a number of
+    steps that is not refused.
     """
     peaks: dict[int, int | None] = {}
     low, high, guess = -1, None, start
     while True:
         size = peaks[guess] = peak(guess)
+        # A refused guess below start is too short, and above start too long.
         if guess < start if size is None else size <= memory:
             low = guess
         else:
@@ -241,7 +252,7 @@ def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> in
         if end - low <= 1:
             return low if low in known else -1
         guess = 2 * low + 1 if high is None else (low + end) // 2  # twice as long is `far`, which is simulated
-        # There is no line where steps are refused, or the peak moves to another moment.
+        # There is no line if a guess was refused, or if the peak moves to another moment: every third guess halves.
         if 1 < len(known) == len(peaks) and len(peaks) % 3:
             a, b = sorted(known, key=lambda steps: abs(known[steps] - memory))[:2]
             slope = max(1, (known[b] - known[a]) / (b - a))

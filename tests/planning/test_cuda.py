@@ -51,7 +51,7 @@ def test_peaks_are_those_of_an_h100() -> None:
     video = dataclasses.replace(published.default, **case["video"])
     model = without_weights(published, video.dtype)
     forecast = Forecast(fake_model(model, ()))
-    forecast.fake_model = forecast.fake_model.given(published.inputs(video))
+    forecast.fake_model = forecast.fake_model.with_inputs(published.inputs(video))
     measured = {row["way"]: row["peak_bytes"] for row in case["rows"] if row["way"] in POLICIES}
     assert {way: forecast.peak(POLICIES[way]) for way in measured} == pytest.approx(measured, rel=0.01)
 

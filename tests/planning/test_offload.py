@@ -13,7 +13,7 @@ from fastac.models.published import with_layers
 from fastac.planning.fake_model import fake_model
 from fastac.planning.forecast import Forecast
 from fastac.planning.plans import ROWS
-from fastac.planning.timeline import Candidate, Event, Kept, Moment, Timeline
+from fastac.planning.timeline import Candidate, Event, HeldStorage, Moment, Timeline
 from fastac.planning.video import without_weights
 from fastac.policy import Policy
 from tests.engine.simulated import simulated
@@ -64,13 +64,13 @@ def test_what_stays_and_what_copies_have_time_for(monkeypatch: pytest.MonkeyPatc
         for number, name in enumerate(names)
     }
     kept = [
-        Kept(10, ["a"]),
-        Kept(9, ["a"]),  # small
-        Kept(1000, ["a", "b"]),  # of more than one
-        Kept(20, ["b"], ("a", 0)),  # leaves with the later one
-        Kept(2000, ["c"], ("b", 0)),  # one of those that stay
-        Kept(300, [], ("b", 0)),
-        Kept(4000, [], ("b", 1)),  # not saved
+        HeldStorage(10, ["a"]),
+        HeldStorage(9, ["a"]),  # small
+        HeldStorage(1000, ["a", "b"]),  # of more than one
+        HeldStorage(20, ["b"], ("a", 0)),  # leaves with the later one
+        HeldStorage(2000, ["c"], ("b", 0)),  # one of those that stay
+        HeldStorage(300, [], ("b", 0)),
+        HeldStorage(4000, [], ("b", 1)),  # not saved
     ]
     candidates = {name: [Candidate("attention", flops=90, keys=2), Candidate("attention", keys=1)] for name in names}
     events = [Event(0) for _ in range(9)]
@@ -79,13 +79,13 @@ def test_what_stays_and_what_copies_have_time_for(monkeypatch: pytest.MonkeyPatc
     stay = dict.fromkeys(names, Policy(min_kv=2))
     assert (step.held(stay), step.peak(stay)) == (10_000, 10_000)
     policies = dict.fromkeys(names, Policy(min_kv=2, offload=True))
-    first, second = step.copies(policies)
+    first, second = step.host_copies(policies)
     assert (first.bytes, first.left.event, first.returns.event) == (10, 3, 7)
     assert (second.bytes, second.left.event, second.returns.event) == (320, 4, 6)
     assert step.held(policies) == 10_000 - 330
     assert step.bytes_per_flop(policies) == 320 / (150 - 90), "while it comes back, beside a replayed attention"
     policies["b"] = Policy(min_kv=2, offload="attention")
-    assert [one.bytes for one in step.copies(policies)] == [10, 300], "what is on the device anyway"
+    assert [one.bytes for one in step.host_copies(policies)] == [10, 300], "what is on the device anyway"
 
 
 def test_wan_14b_holds_less_than_full_checkpointing_and_runs_less_again() -> None:

@@ -100,8 +100,8 @@ def test_a_step_of_any_length_lies_on_a_line(small: Configuration, which: str, m
         for policy in (Policy(name), Policy(name, offload=True, keep=1)):
             policies = dict.fromkeys(far.candidates, policy)
             assert (found.held(policies), found.peak(policies)) == (expected.held(policies), expected.peak(policies))
-        copies = found.copies(policies)
-        assert [one.bytes for one in copies] == [one.bytes for one in expected.copies(policies)]
+        copies = found.host_copies(policies)
+        assert [one.bytes for one in copies] == [one.bytes for one in expected.host_copies(policies)]
         assert len(copies) == (2 if which == "full" else 0)
     assert [one.keys for one in found.candidates["blocks.0"]] == [one.keys for one in expected.candidates["blocks.0"]]
     far = dataclasses.replace(far, events=[*far.events[:5], Event(0, gradient=True), *far.events[6:]])
@@ -146,7 +146,7 @@ def test_videos_that_are_refused(small: Configuration) -> None:
     for frames, training, message in (
         (113, Training(), "does not run on 1 x 113 frames"),
         (9, Training(gpus=7, context_parallel=7), "into 7 equal parts"),
-        (5, Training(gpus=2, context_parallel=2), "each of 2 context parallel ranks would have 8 tokens"),
+        (5, Training(gpus=2, context_parallel=2), "with 2 context parallel ranks each rank has 8 video tokens"),
     ):
         with pytest.raises(FastacError, match=message):
             plan_video(small, video_of(small, frames), training)
