@@ -6,11 +6,13 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -309,3 +311,36 @@ def test_two_threads_that_recompute_one_region_at_once() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(gradient, outputs))
     torch.testing.assert_close(found, expected)  # threads add up in another order
+
+
+# What a reader has to know of it
+
+
+def files_entered(function: Callable[[], Any]) -> set[str]:
+    """The files of fastac whose functions a call enters in this thread. A package of torch's private names is one."""
+    entered = set()
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            entered.add(frame.f_code.co_filename)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    package = Path(fastac.__file__).parent
+    names = [Path(file).relative_to(package) for file in entered if Path(file).is_relative_to(package)]
+    return {str(name.parent if name.parent.name == "torch_private" else name) for name in names}
+
+
+def test_a_steady_region_enters_few_files() -> None:
+    """Step 3, in which no values are compared. On a CPU backward runs in this thread."""
+    model, inputs = stack(policy="attn_only"), stack_inputs()
+    for _ in range(3):
+        train_step(model, inputs)
+    losses: list[torch.Tensor] = []
+    forward = files_entered(lambda: losses.append(support.loss_of(model(**inputs))))
+    backward = files_entered(lambda: losses[0].backward())
+    assert len(forward) <= 11, sorted(forward)
+    assert len(backward) <= 7, sorted(backward)
