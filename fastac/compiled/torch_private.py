@@ -1,6 +1,7 @@
 """Private names of torch's compiler (dynamo, AOT, inductor) that fastac uses, in one place.
 
-Seen in torch 2.9 to 2.15, unless a comment says otherwise. fastac does not import the compiler.
+They were seen in torch 2.9 to 2.15, unless a comment says otherwise. fastac does not import the compiler. Numbers in
+comments are issues and pull requests of pytorch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.fx import traceback
 
 from fastac.engine.torch_private import COMPILED_NODE, function_of, proxy_mode
 
+# There are higher-order ops only by these names: no function that torch documents is what stands in a graph.
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 NESTED_REGION = torch.ops.higher_order.invoke_subgraph
 """What torch.compiler.nested_compile_region becomes in a graph."""
@@ -24,6 +26,7 @@ NESTED_REGION = torch.ops.higher_order.invoke_subgraph
 
 def compile_id() -> str | None:
     """The id, such as "0/1", of dynamo's compilation in this thread; None if there is none."""
+    # torch gives the id to callbacks when a compile begins (153596). No public function returns it later on.
     current = CompileContext.current_compile_id()
     return None if current is None else str(current)
 
@@ -35,6 +38,7 @@ def compiled_function(node: Any) -> type | None:
 
 def compile_id_of(function: type) -> str:
     """The id of the compilation that made an autograd.Function; "unknown" before torch 2.12."""
+    # 111519 asks torch for an id on the Function itself. Releases before 2.12 have none on its metadata either.
     return str(getattr(getattr(function, "metadata", None), "compile_id_str", "unknown"))
 
 
@@ -45,11 +49,13 @@ def graph_being_traced() -> torch.fx.Graph | None:
 
 def is_of_backward(node: torch.fx.Node) -> bool:
     """Whether a node of AOT's joint graph was recorded while autograd ran, rather than in the forward."""
+    # AOT sets this tag on every node that it records. `autograd_backward`, a newer mark, is missing on some (182416).
     return node.meta.get("partitioner_tag") != "is_forward"
 
 
 def module_stack() -> list[tuple[str, Any]]:
     """Path and class of the modules around the operator that AOT traces, outer first, as dynamo noted them."""
+    # While AOT interprets dynamo's graph, this is the meta of the node that runs. It will be on the recorded node.
     return list(traceback.current_meta.get("nn_module_stack", {}).values())
 
 
@@ -60,7 +66,7 @@ class _Compilations:
     """
 
     def __init__(self) -> None:
-        self.count = 0  # of compilations and resets
+        self.count = 0  # compilations and resets
         self.resets = 0
         self.here = threading.local()
 
@@ -68,6 +74,8 @@ class _Compilations:
         """The count. Begins to count, if it does not yet. Cheap: called in every region."""
         if "torch._dynamo.callback" not in sys.modules:
             return 0
+        # `on_compile_start` (120764) appends to this list, too. But only the list shows whether a reset has emptied it.
+        # Once there is a callback for resets (asked for in 194770), both can be registered once.
         callbacks: list[Any] = torch._dynamo.callback.callback_handler.start_callbacks
         if self._begin not in callbacks:
             callbacks.append(self._begin)
@@ -90,21 +98,24 @@ compilations = _Compilations()
 class CompiledCalls:
     """Counts, in the thread that opens it, how often compiled code runs or is compiled.
 
-    The autograd graph does not show it if no input requires grad.
+    The autograd graph does not show compiled code if no input requires grad.
     """
 
     _open: ClassVar[list[CompiledCalls]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _before: ClassVar[Any] = None
+    # The hook that was set before the first of these was opened: somebody else's.
+    _previous: ClassVar[Any] = None
 
     def __enter__(self) -> CompiledCalls:
         self._thread = threading.get_ident()
         self._found_code = 0
         with self._lock:
             if not self._open:
-                before: Any = _eval_frame.set_guard_complete_hook(self._found)
-                # It is ours if somebody set a hook while one was open, and put ours back after that had closed.
-                CompiledCalls._before = None if before is self._found else before
+                # torch has one such hook, for guard collectives (156562), and no public way to see a cache hit. It is
+                # on only while a region is observed: it costs a call of Python for every compiled call.
+                previous: Any = _eval_frame.set_guard_complete_hook(self._found)
+                # Our own hook may still be set: somebody set theirs while ours was, and restored ours after we closed.
+                CompiledCalls._previous = None if previous is self._found else previous
             self._open.append(self)
         compilations.look()
         self._begun_before = compilations.in_this_thread()
@@ -115,26 +126,30 @@ class CompiledCalls:
         with self._lock:
             self._open.remove(self)
             if not self._open:
-                _eval_frame.set_guard_complete_hook(CompiledCalls._before)
+                _eval_frame.set_guard_complete_hook(CompiledCalls._previous)
 
-    @staticmethod  # an object that lives: dynamo does not hold it while it calls it, and another thread may close
+    # Not a bound method: dynamo holds no reference to the hook while it calls it, and another thread may close us then.
+    @staticmethod
     def _found(cache_hit: bool) -> bool:
-        """Called when dynamo has looked for compiled code. Returns whether it was found."""
+        """Called when dynamo has looked for compiled code. Returns whether there is some."""
         if cache_hit:
             thread = threading.get_ident()
-            for one in list(CompiledCalls._open):
-                one._found_code += one._thread == thread
-        before = CompiledCalls._before
-        return cache_hit if before is None else before(cache_hit)
+            for counter in list(CompiledCalls._open):
+                counter._found_code += counter._thread == thread
+        previous = CompiledCalls._previous
+        return cache_hit if previous is None else previous(cache_hit)
 
 
+# What torch.compile(backend="inductor") makes of its options. As a subclass of it, torch treats ours like its own:
+# it applies mode and options, and a reset of dynamo resets inductor.
 _Inductor: Any = getattr(torch, "_TorchCompileInductorWrapper", object)
 
 
 class InductorWith(_Inductor):  # type: ignore[misc]
     """Inductor as a backend for torch.compile, with a pass of ours over graphs that hold flex_attention.
 
-    Other graphs are compiled as torch does it, with its caches. inductor caches no graph that a custom pass changed.
+    Other graphs are compiled as torch does it, with its caches. inductor caches no graph if a custom pass without a
+    uuid may change it.
     """
 
     def __init__(self, graph_pass: Callable[[torch.fx.Graph], None], *options: Any) -> None:
@@ -149,6 +164,7 @@ class InductorWith(_Inductor):  # type: ignore[misc]
         if any(node.target is FLEX_ATTENTION for graph in graphs for node in graph.nodes):
             from torch._inductor import config
 
+            # The user's passes run first. inductor takes a list of passes since 2.13 (184108).
             theirs = self.config.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
             others = theirs if isinstance(theirs, (list, tuple)) else [theirs] * (theirs is not None)
             patches["post_grad_custom_pre_pass"] = [*others, self.graph_pass]
@@ -161,7 +177,8 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callab
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
-    # The compile around this one must not learn of its strides nor, in a CUDA graph, of its buffers.
+    # inductor reports the strides of outputs to AOT through the context of the compile (105010). Those of this part
+    # would be taken for those of the whole graph. Nor may a CUDA graph around it own the buffers of the part.
     with config.patch(post_grad_custom_pre_pass=None), TracingContext.patch(output_strides=None):
         compiled: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False))
     return compiled  # type: ignore[no-any-return]

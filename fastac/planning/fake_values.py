@@ -119,9 +119,9 @@ class KnownValues:
         def value(argument: Any) -> Any:
             if not isinstance(argument, torch.Tensor):
                 return torch.device("cpu") if isinstance(argument, torch.device) else argument
-            if argument in self._values:
-                return self._values[argument]
-            return torch.empty(argument.shape, dtype=argument.dtype)  # an operation of LIKE: only its shape is read
+            values = self._values.get(argument)
+            # Without known values the operation is one of LIKE: it reads only the shape.
+            return torch.empty(argument.shape, dtype=argument.dtype) if values is None else values
 
         with torch_private.without_modes():
             return func(*tree_map(value, args), **tree_map(value, kwargs))
