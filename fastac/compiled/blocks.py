@@ -1,9 +1,12 @@
-"""torch.compile in the composition that saves attention, also where graphs break: `fastac.compile` and its options.
+"""torch.compile in the composition that saves attention even if graphs break: `fastac.compile` and its options.
 
-A checkpoint inside compiled code is given up at a graph break (a router of experts, a print, a branch on data): the
-block then runs eagerly, without a warning. Around a compiled block it does not matter how many graphs the block has:
-the tape sees the attention calls of compiled code.
+dynamo gives up a checkpoint inside compiled code at a graph break (a router of experts, a print, a branch on data). The
+block then runs eagerly, without a warning. For a checkpoint around a compiled block it does not matter how many graphs
+the block has: the tape sees the attention calls of compiled code.
 """
+
+# pytorch#193143 (open) makes compile(checkpoint(f)) with a graph break into checkpoint(compile(f)), as is done here. By
+# its review it does not keep a selective policy.
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ class Compilation:
     before: tuple[str, ...] = ()
     """Names of blocks that were compiled by somebody else, with other options."""
     eager: tuple[str, ...] = ()
-    """Names of blocks that are not compiled: their attention kernel can be seen in eager mode alone."""
+    """Names of blocks that are not compiled: only eager mode shows their attention kernel."""
 
     def __str__(self) -> str:
         counted = ", ".join(f"{name} x {count}" for name, count in self.blocks.items()) or "no block"
-        made = f"{counted} compiled by {self.backend}, each inside its own checkpoint"
-        lines = [f"{self.model}: {made} (policy {self.policy})."]
+        compiled = f"{counted} compiled by {self.backend}, each inside its own checkpoint"
+        lines = [f"{self.model}: {compiled} (policy {self.policy})."]
         if self.before:
             lines.append(f"{_few(self.before)} had been compiled before and stayed so, with the options they had.")
         if self.eager:
@@ -61,31 +64,33 @@ def compile_blocks(
 
     Args:
         model, policy: for the result.
-        blocks: by name.
-        forwards: the `hook.Forward` of each block whose own forward is checkpointed, by name.
-        options: those of torch.compile.
+        blocks: name -> block.
+        forwards: block name -> its `hook.Forward`, if the block's own forward is checkpointed.
+        options: the options of torch.compile.
     """
     ready = _ready(options)
-    compiled, before, eager = [], [], []
+    compiled, earlier, eager = [], [], []
     for name, block in blocks.items():
-        call, own = block._compiled_call_impl, forwards.get(name)
+        # `Module.compile` leaves the compiled call in this attribute, and torch has no public way to ask for it.
+        call, replaced = block._compiled_call_impl, forwards.get(name)
         if any(use.verdict is Verdict.OPAQUE for use in availability.backend_uses(block)):
             eager.append(name)
         elif hasattr(block, "_orig_mod") or (call is not None and _options_of(call) is None):
-            before.append(name)
+            earlier.append(name)
         else:
             compiled.append(block)
-            if own is None and _options_of(call) != options:
+            # To compile anew with equal options would throw away compiled code.
+            if replaced is None and _options_of(call) != options:
                 block.compile(**ready)
                 block._compiled_call_impl._fastac_options = options  # type: ignore[union-attr]
-            elif own is not None and _options_of(own.before) != options:
-                own.before = CompiledForward(block, own.forward, options, ready)
-    counts = collections.Counter(map(class_name, dict.fromkeys(compiled)))  # a block in several places counts once
-    return Compilation(class_name(model), policy, _name_of(ready["backend"]), dict(counts), tuple(before), tuple(eager))
+            elif replaced is not None and _options_of(replaced.before) != options:
+                replaced.before = CompiledForward(block, replaced.forward, options, ready)
+    counts = dict(collections.Counter(map(class_name, dict.fromkeys(compiled))))  # a block in two places counts once
+    return Compilation(class_name(model), policy, _name_of(ready["backend"]), counts, tuple(earlier), tuple(eager))
 
 
 def compile_attention(function: Callable[_Parameters, _Result], **options: Any) -> Callable[_Parameters, _Result]:
-    """torch.compile for a function that calls flex_attention, such as flex_attention itself, so that it can be saved.
+    """torch.compile for flex_attention, or a function that calls it, so that the attention can be saved.
 
     In a checkpointed block fastac sees the call of its kernel, which torch.compile(flex_attention) hides.
 
@@ -108,7 +113,7 @@ def compile_attention(function: Callable[_Parameters, _Result], **options: Any) 
 
 def _ready(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options, with fastac's inductor in the place of torch's. torch.compile raises for an unknown option."""
-    torch.compile(_name_of, **options)
+    torch.compile(_name_of, **options)  # only for its errors: nothing calls what it returns
     ready = {**options, "backend": options.get("backend") or INDUCTOR}
     if ready["backend"] == INDUCTOR and releases.has(releases.FLEX):
         ready["backend"] = InductorWith(
@@ -128,27 +133,29 @@ def _options_of(compiled: Any) -> dict[str, Any] | None:
 
 
 class CompiledForward:
-    """A block's forward, compiled, for a checkpointed forward to call. It reads as a method of the block.
+    """The compiled forward of a block, for a checkpointed forward to call. It looks like a method of the block.
 
     A copy of the block is not compiled, as in torch.
     """
 
+    # The engine asks a function for `__self__`, its block, and for the callable that dynamo compiled.
     __name__ = "forward"
 
     def __init__(
         self, block: torch.nn.Module, forward: Callable[..., Any], options: dict[str, Any], ready: dict[str, Any]
     ) -> None:
-        own = forward._torchdynamo_orig_callable if isinstance(forward, CompiledForward) else forward
+        eager = forward._torchdynamo_orig_callable if isinstance(forward, CompiledForward) else forward
         self.__self__ = block
         self._fastac_options = options
-        self._torchdynamo_orig_callable: Callable[..., Any] = own
-        self._compiled = torch.compile(own, **ready)
+        self._torchdynamo_orig_callable: Callable[..., Any] = eager  # the name that dynamo's own wrappers use
+        self._compiled = torch.compile(eager, **ready)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
         return self._compiled(*args, **kwargs)
 
     def __reduce__(self) -> Any:
+        # Compiled code cannot be pickled. torch leaves it out of a module's state, too (pytorch 97565).
         return _uncompiled, (self._torchdynamo_orig_callable,)
 
 

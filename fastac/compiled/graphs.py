@@ -1,8 +1,8 @@
 """Graphs that torch.compile made: the saves that AOT was asked for, and whether their backward runs attention again.
 
-A region in a graph cannot be seen while it runs, so the decisions are noted while AOT traces (`TracedRegions`), for
+A region in a graph cannot be seen while it runs. So `TracedRegions` notes the decisions while AOT traces, for
 `fastac.report`. The compiler may still run a saved attention again: under a memory budget, with a partitioner of the
-user's, or in a graph from a cache. That is seen when it happens, in the graph's backward, and is an error.
+user's, or in a graph from a cache. A listener sees that when it happens, in the graph's backward, and raises an error.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-import threading
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +18,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fastac.compiled import torch_private
 from fastac.engine import torch_private as engine_private
-from fastac.engine.process import process as engine
+from fastac.engine.process import process, thread
 from fastac.engine.results import Call
 from fastac.engine.torch_private import compilations
 from fastac.errors import PolicyNotAppliedError, class_name
 from fastac.policy import Policy
 from fastac.registry import BoundOp, classify
 
+# A private name, but the interface between torch's checkpointing and its partitioners since pytorch 103357.
 TAG = "recompute"
 """Key of `node.meta` in which torch's partitioners look for the decision about a node."""
 
@@ -49,7 +48,7 @@ class TracedCall:
     policy: Policy
     call: Call
     modules: tuple[tuple[str, str], ...]
-    """The modules around the call, outer first: name, as far as it is known, and class."""
+    """The modules around the call, outer first: the part of the name that is known, and the class."""
 
 
 @dataclasses.dataclass
@@ -61,20 +60,20 @@ class TracedRegions:
     policies: set[Policy] = dataclasses.field(default_factory=set)
     calls: list[TracedCall] = dataclasses.field(default_factory=list)
     graphs: list[torch.fx.Graph] = dataclasses.field(default_factory=list)
-    """Joint graphs of AOT's that are not counted yet."""
+    """Joint graphs of AOT that are not counted yet."""
     saved: set[str] = dataclasses.field(default_factory=set)
-    """Names of their nodes that AOT was asked to save."""
+    """Names of those nodes of these graphs that AOT was told to save."""
     may_run: int = 0
-    """Number of attention calls that backward may run: those that AOT was asked to recompute, in regions of others as
-    well, and those that belong to the backward itself."""
+    """How many attention calls the backward may run: those that AOT was told to recompute (also in checkpoints that are
+    not fastac's), and those of the backward itself."""
     has_nested: bool = False
     """Some graph calls a nested_compile_region, in which AOT saves as it likes."""
 
     def add(self, policy: Policy, op: BoundOp, keys: Any, saved: bool, outputs: Any) -> None:
         """Note the decision about a call that is being traced."""
         tensors = [value for value in engine_private.tree_leaves(outputs) if saved and isinstance(value, torch.Tensor)]
-        held = sum(_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
-        self.calls.append(TracedCall(policy, Call(op.name, _hint(keys), saved, held), _modules_here()))
+        size = sum(_hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
+        self.calls.append(TracedCall(policy, Call(op.name, _hint(keys), saved, size), _modules_here()))
 
     def leave(self) -> None:
         """Note the tags of a region that was traced: a partitioner may change them later."""
@@ -87,65 +86,44 @@ class TracedRegions:
             graph = self.graphs.pop()
             self.has_nested |= any(node.target is torch_private.NESTED_REGION for node in graph.nodes)
             for node in filter(is_attention, graph.nodes):
-                again = is_recomputed(node) or torch_private.is_of_backward(node)
-                self.may_run += again and node.name not in self.saved
+                runs_in_backward = is_recomputed(node) or torch_private.is_of_backward(node)
+                self.may_run += runs_in_backward and node.name not in self.saved
 
 
-class _State:
-    """Everything that this module knows in this process."""
+def _traced() -> dict[str, TracedRegions]:
+    """Regions by the id of their compilation, since the last reset of dynamo, which gives the same ids again."""
+    compilations.look()
+    if process.dynamo_resets != compilations.resets:
+        process.dynamo_resets = compilations.resets
+        process.traced.clear()
+        process.budget = 1.0
+    return process.traced
 
-    def __init__(self) -> None:
-        self.traced: dict[str, TracedRegions] = {}  # by the id of a compilation; other threads add to it
-        self.watched: weakref.WeakKeyDictionary[type, set[Policy]] = weakref.WeakKeyDictionary()  # called in regions
-        self.resets = 0  # of dynamo
-        self.budget = 1.0  # the smallest of AOT's partitioner while regions were traced or first ran, since the reset
-        self.thread = threading.local()  # backward: of the graph that runs; again: saved attention that ran in it
-
-    def here(self) -> dict[str, TracedRegions]:
-        """TracedRegions regions since the last reset of dynamo, which gives the same ids again."""
-        compilations.look()
-        if self.resets != compilations.resets:
-            self.resets = compilations.resets
-            self.traced.clear()
-            self.budget = 1.0
-        return self.traced
-
-
-_state = _State()
 
 time = compilations.look
-"""A number that grows with every compilation: since then a region may call other code. 0 without dynamo."""
-
-
-def reset() -> None:
-    """Forget every graph, for tests."""
-    _state.traced.clear()
-    _state.watched.clear()
-    _state.budget = 1.0
-    if _ran_again in engine.listeners:
-        engine.listeners.remove(_ran_again)
+"""A number that grows with every compilation. If it has grown, a region may call other code. 0 without dynamo."""
 
 
 def note_region() -> TracedRegions:
-    """Note that dynamo's graph has a region, also if AOT takes the graph from its cache and traces nothing."""
+    """Note that dynamo's graph has a region. Works also if AOT takes the graph from its cache and traces nothing."""
     name = torch_private.compile_id()
-    return TracedRegions() if name is None else _state.here().setdefault(name, TracedRegions(compilations.count))
+    return TracedRegions() if name is None else _traced().setdefault(name, TracedRegions(compilations.count))
 
 
 def hold_regions(nodes: Sequence[Any]) -> bool:
     """Whether the compiled graphs among these autograd nodes have regions. Without nodes: whether any graph has."""
-    traced = _state.here()
+    traced = _traced()
     return bool(traced) and (not nodes or not ids_among(nodes).isdisjoint(traced))
 
 
 def region(policy: Policy) -> TracedRegions:
     """Begin to note a region that AOT traces in this thread."""
     traced = note_region()
-    for other in _state.here().values():
+    for other in _traced().values():
         if other is not traced:
             other.count()  # dynamo compiles one thing at a time: these are complete
     graph = torch_private.graph_being_traced()
-    if graph is not None and not any(graph is one for one in traced.graphs):
+    if graph is not None and not any(graph is listed for listed in traced.graphs):
         traced.graphs.append(graph)
     traced.policies.add(policy)
     _watch_backward()
@@ -155,7 +133,7 @@ def region(policy: Policy) -> TracedRegions:
 def watch(nodes: Iterable[Any], policy: Policy) -> None:
     """Raise, in backward, if compiled graphs among a region's autograd nodes run a saved attention again."""
     for function in filter(None, map(torch_private.compiled_function, nodes)):
-        _state.watched.setdefault(function, set()).add(policy)
+        process.graphs.setdefault(function, set()).add(policy)
         _watch_backward()
 
 
@@ -165,18 +143,19 @@ def ids_among(nodes: Iterable[Any]) -> set[str]:
 
 
 def _watch_backward() -> None:
-    _state.here()
-    _state.budget = min(_state.budget, engine_private.memory_budget())
-    if _ran_again not in engine.listeners:
-        engine.listeners.append(_ran_again)
+    _traced()
+    process.budget = min(process.budget, engine_private.memory_budget())
+    if ran_again not in process.listeners:
+        process.listeners.append(ran_again)
 
 
-def _ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Listener: an attention kernel is about to run while no region is open."""
     if not engine_private.in_backward() or not op.is_attention or engine_private.is_abstract(args):
         return
     running = engine_private.running_node()
     function = torch_private.compiled_function(running)
+    # A checkpoint around the graph runs its forward again in a backward, as it should.
     if function is None or engine_private.in_recompute():
         return
     policies, allowed = _known_of(function)
@@ -184,12 +163,13 @@ def _ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     policy = next((policy for policy in policies if policy.saves(keys)), None)
     if policy is None:
         return
-    thread = _state.thread
+    # The count begins anew with every run of a graph's backward: two layers may share a graph, and a backward may run
+    # twice.
     backward = function, engine_private.sequence_number(running), engine_private.running_backward()
-    if getattr(thread, "backward", None) != backward:
-        thread.backward, thread.again = backward, 0
-    thread.again += 1
-    if thread.again > allowed:
+    if thread.graph_backward != backward:
+        thread.graph_backward, thread.ran_again = backward, 0
+    thread.ran_again += 1
+    if thread.ran_again > allowed:
         raise PolicyNotAppliedError(
             f"{policy}: {op.name} over {keys} keys ran again in the backward of a graph that torch.compile made "
             f"(compilation {torch_private.compile_id_of(function)}): the compiler did not keep what the policy saves.\n"
@@ -199,26 +179,27 @@ def _ran_again(op: BoundOp, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
 
 def _why(function: type) -> str:
     """Sentences on why a graph's backward runs attention again, and what to do."""
-    traced = _state.here().get(torch_private.compile_id_of(function))
+    traced = _traced().get(torch_private.compile_id_of(function))
     if traced is not None and traced.has_nested:
         return (
-            "It holds a torch.compiler.nested_compile_region, in which the compiler saves as it likes. Use "
+            "It holds a torch.compiler.nested_compile_region, and the compiler saves what it likes in there. Use "
             "fastac.compile(model) in the place of torch.compile around it, or leave the nested region out."
         )
-    _watch_backward()
+    _watch_backward()  # the budget may have been lowered since the graph was traced
     cause = "torch._functorch.config.activation_memory_budget below 1 does that, a partitioner of your own, or a graph "
     cause += "from torch's cache that was made under either. Remove it"
-    if _state.budget < 1:
-        cause = f"torch._functorch.config.activation_memory_budget is, or was, {_state.budget:g}. Set it to 1"
+    if process.budget < 1:
+        cause = f"torch._functorch.config.activation_memory_budget is, or was, {process.budget:g}. Set it to 1"
     return f"{cause}, call torch._dynamo.reset(), and train once with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1."
 
 
 def _known_of(function: type) -> tuple[Iterable[Policy], int]:
     """The policies of the regions in or around a graph, and how many attention calls its backward may run."""
-    watched = _state.watched.get(function)
+    # A graph inside an eager region: the tape saves its attention, and its backward needs none.
+    watched = process.graphs.get(function)
     if watched is not None:
         return watched, 0
-    traced = _state.here().get(torch_private.compile_id_of(function), TracedRegions())
+    traced = _traced().get(torch_private.compile_id_of(function), TracedRegions())
     traced.count()
     return traced.policies, traced.may_run
 
@@ -228,37 +209,39 @@ def decided(
 ) -> dict[str, list[Call]]:
     """Block name -> the decisions about its calls in its latest trace; blocks that were not traced are missing.
 
-    blocks: name -> class, policy, and since when something else is known of the block: earlier traces are ignored.
-    ids: the compilations that count; by default all. A graph knows of a block only its class, its name and the policy:
-    two models of one class are distinguished by the ids alone.
+    blocks: name -> class, policy, and the time since which something newer is known of the block: traces before that
+    are ignored. ids: the compilations that count; by default all. A graph knows only class, name and policy of a block.
+    So two models of one class are distinguished only by the ids.
     """
-    found: dict[str, list[Call]] = {}
-    for number, traced in _state.here().copy().items():
-        mine: dict[str, list[Call]] = collections.defaultdict(list)
-        for one in traced.calls if ids is None or number in ids else ():
+    decisions: dict[str, list[Call]] = {}
+    for compile_id, traced in _traced().copy().items():
+        calls: dict[str, list[Call]] = collections.defaultdict(list)
+        for traced_call in traced.calls if ids is None or compile_id in ids else ():
+            # Dynamo's paths end with the block's name, and begin wherever the compiled code does.
             names = [
                 name
-                for name, (kind, policy, since) in blocks.items()
-                if policy == one.policy
+                for name, (block_class, policy, since) in blocks.items()
+                if policy == traced_call.policy
                 and traced.time > since
-                and any(kind == other and f".{path}".endswith(f".{name}") for path, other in one.modules)
+                and any(cls == block_class and f".{path}".endswith(f".{name}") for path, cls in traced_call.modules)
             ]
             if names:
-                mine[max(names, key=len)].append(one.call)
-        found.update(mine)
-    return found
+                calls[max(names, key=len)].append(traced_call.call)
+        decisions.update(calls)
+    return decisions
 
 
 def _modules_here() -> tuple[tuple[str, str], ...]:
     """The modules around the op that is being traced: name and class, as dynamo noted them."""
     stack = torch_private.module_stack()
-    return tuple((".".join(_NAMES.findall(path)), class_name(kind)) for path, kind in stack if isinstance(kind, type))
+    return tuple((".".join(_NAMES.findall(path)), class_name(cls)) for path, cls in stack if isinstance(cls, type))
 
 
 _NOT_NAMES = r"(?!_modules\b|__dict__|_orig_mod\b|_checkpoint_wrapped_module\b)"
 _NAMES = re.compile(rf"(?<=\['){_NOT_NAMES}(?!self'|fn')\w+(?='\])|(?<=\.){_NOT_NAMES}\w+")
-"""The parts of a name in a path such as L['self'].__dict__['_modules']['blocks'].0.attn1"""
+"""Finds the parts of a name in a path, for instance L['self'].__dict__['_modules']['blocks'].0.attn1"""
 
 
 def _hint(value: Any) -> int:
+    """A number; for a symbolic one its value in the trace."""
     return value if isinstance(value, int) else int(value.node.hint or 0)

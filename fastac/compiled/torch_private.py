@@ -1,6 +1,7 @@
 """Private names of torch's compiler (dynamo, AOT, inductor) that fastac uses, in one place.
 
-Seen in torch 2.9 to 2.15, unless a comment says otherwise. fastac does not import the compiler.
+They were seen in torch 2.9 to 2.15, unless a comment says otherwise. fastac does not import the compiler. Numbers in
+comments are issues and pull requests of pytorch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.fx import traceback
 
 from fastac.engine.torch_private import COMPILED_NODE, function_of, proxy_mode
 
+# There are higher-order ops only by these names: no function that torch documents is what stands in a graph.
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 NESTED_REGION = torch.ops.higher_order.invoke_subgraph
 """What torch.compiler.nested_compile_region becomes in a graph."""
@@ -21,6 +23,7 @@ NESTED_REGION = torch.ops.higher_order.invoke_subgraph
 
 def compile_id() -> str | None:
     """The id, such as "0/1", of dynamo's compilation in this thread; None if there is none."""
+    # torch gives the id to callbacks when a compile begins (pytorch#153596). No public function returns it later on.
     current = CompileContext.current_compile_id()
     return None if current is None else str(current)
 
@@ -32,6 +35,7 @@ def compiled_function(node: Any) -> type | None:
 
 def compile_id_of(function: type) -> str:
     """The id of the compilation that made an autograd.Function; "unknown" before torch 2.12."""
+    # pytorch#111519 asks torch for an id on the Function itself. Releases before 2.12 have none on its metadata either.
     return str(getattr(getattr(function, "metadata", None), "compile_id_str", "unknown"))
 
 
@@ -42,21 +46,27 @@ def graph_being_traced() -> torch.fx.Graph | None:
 
 def is_of_backward(node: torch.fx.Node) -> bool:
     """Whether a node of AOT's joint graph was recorded while autograd ran, rather than in the forward."""
+    # AOT sets this tag on every node that it records. `autograd_backward`, a newer mark, is missing on some
+    # (pytorch#182416).
     return node.meta.get("partitioner_tag") != "is_forward"
 
 
 def module_stack() -> list[tuple[str, Any]]:
     """Path and class of the modules around the operator that AOT traces, outer first, as dynamo noted them."""
+    # While AOT interprets dynamo's graph, this is the meta of the node that runs. It will be on the recorded node.
     return list(traceback.current_meta.get("nn_module_stack", {}).values())
 
 
+# What torch.compile(backend="inductor") makes of its options. As a subclass of it, torch treats ours like its own:
+# it applies mode and options, and a reset of dynamo resets inductor.
 _Inductor: Any = getattr(torch, "_TorchCompileInductorWrapper", object)
 
 
 class InductorWith(_Inductor):  # type: ignore[misc]
     """Inductor as a backend for torch.compile, with a pass of ours over graphs that hold flex_attention.
 
-    Other graphs are compiled as torch does it, with its caches. inductor caches no graph that a custom pass changed.
+    Other graphs are compiled as torch does it, with its caches. inductor caches no graph if a custom pass without a
+    uuid may change it.
     """
 
     def __init__(self, graph_pass: Callable[[torch.fx.Graph], None], *options: Any) -> None:
@@ -71,6 +81,7 @@ class InductorWith(_Inductor):  # type: ignore[misc]
         if any(node.target is FLEX_ATTENTION for graph in graphs for node in graph.nodes):
             from torch._inductor import config
 
+            # The user's passes run first. inductor takes a list of passes since 2.13 (pytorch#184108).
             theirs = self.config.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
             others = theirs if isinstance(theirs, (list, tuple)) else [theirs] * (theirs is not None)
             patches["post_grad_custom_pre_pass"] = [*others, self.graph_pass]
@@ -83,7 +94,8 @@ def compile_graph(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callab
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
-    # The compile around this one must not learn of its strides nor, in a CUDA graph, of its buffers.
+    # inductor reports the strides of outputs to AOT through the context of the compile (pytorch#105010). Those of this
+    # part would be taken for those of the whole graph. Nor may a CUDA graph around it own the buffers of the part.
     with config.patch(post_grad_custom_pre_pass=None), TracingContext.patch(output_strides=None):
         compiled: Any = compile_fx_inner(module, inputs, cudagraphs=BoxedBool(False))
     return compiled  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
 """Applies a policy to a region that is traced: by AOT, which builds the saving into its graph, or by another tracer.
 
 AOT accepts only dispatch modes in a region, so torch's selective checkpointing asks the policy there. In any other
-trace (`make_fx`) a recompute would be more of the same operators, with random numbers of its own: the region's nodes
-are marked, and `fastac.graph.apply` reads the marks. These contexts and the partitioners of `fastac.graph` ask one
-class for the decision about an operator (`Decisions`).
+trace (`make_fx`) a recompute would repeat the operators of the region, and draw other random numbers. So the region's
+nodes are marked, and `fastac.graph.apply` reads the marks. These contexts and the partitioners of `fastac.graph` ask
+the same class for the decision about an operator (`Decisions`).
 """
 
 from __future__ import annotations
@@ -46,23 +46,28 @@ class Decisions:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._softmax_attention = SoftmaxAttention()
-        self._small = 0  # attention calls that ran as small ops, and that the policy saves
-        self._written_out: list[int] = []  # numbers of keys of attention that is written out
-        self._coarse: list[int] = []  # numbers of blocks of sparse calls
+        # Number of attention calls that the policy saves, but that ran as small ops.
+        self._small = 0
+        # Attention that is written out: the number of keys of each call.
+        self._written_out: list[int] = []
+        # Sparse attention: the number of blocks of each call.
+        self._coarse: list[int] = []
         self._unknown: list[Op] = []
-        self._exchanged: list[Any] = []  # outputs of saved collectives, before the wait
+        # Outputs of saved collectives, before the wait.
+        self._exchanged: list[Any] = []
 
     def of(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> bool | None:
         """Whether the policy saves the outputs of an operator; None for an operator that it does not decide about.
 
-        Raises UnsupportedBackendError for an attention kernel that does not train, FastacError for one that is to be
-        saved and was given a tensor to write.
+        Raises UnsupportedBackendError for an attention kernel that does not train, and FastacError for a kernel that
+        should be saved and was given a tensor to write.
         """
         bound = classify(op)
         if bound is None:
             self._look_for_attention(op, args, kwargs, outputs)
             return None
         if bound.is_attention:
+            # Sparse attention chooses its blocks by a coarse attention, which is written out and need not be saved.
             self._coarse.append(bound.coarse_keys(args, kwargs))
             bound.check_trains()
             saved = bool(self.policy.saves(bound.keys(args, kwargs)))
@@ -83,7 +88,7 @@ class Decisions:
         if kind == "exchange":
             self._exchanged += outputs if isinstance(outputs, (list, tuple)) else [outputs]
             return True
-        return True if kind == "wait" and any(args[0] is one for one in self._exchanged) else None
+        return True if kind == "wait" and any(args[0] is output for output in self._exchanged) else None
 
     def _look_for_attention(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> None:
         if self.policy.saves_nothing or not isinstance(op, Op):
@@ -95,7 +100,7 @@ class Decisions:
             self._unknown.append(op)
 
     def check(self, where: str = "") -> None:
-        """Raise CompiledPolicyNotAppliedError when attention so far cannot be saved. where: the region's block."""
+        """Raise CompiledPolicyNotAppliedError if some attention so far cannot be saved. where: the region's block."""
         coarse = coarse_numbers(self._coarse)
         small = self._small + sum(keys not in coarse for keys in self._written_out)
         if small:
@@ -107,7 +112,7 @@ class Decisions:
             namespace, _, name = name_of(self._unknown[0]).partition("::")
             problem = (
                 f"{namespace}::{name} looks like an attention forward and has no row (fastac.register). "
-                f"If it is none: {no_attention(namespace, name)}"
+                f"If it is not attention: {no_attention(namespace, name)}"
             )
         else:
             return
@@ -118,11 +123,11 @@ class Decisions:
 
 
 def refuse_eager_only(policy: Policy, where: str = "this region") -> None:
-    """Raise for a policy that saves outputs of Linear modules, which a trace does not know, or that offloads."""
+    """Raise for a policy that saves outputs of Linear modules, or that offloads: a trace can do neither."""
     if policy.linear:
         raise CompiledPolicyNotAppliedError(
-            f"{policy}: which Linear module a product belongs to is seen in eager mode alone, and {where} is in a "
-            f'graph or compiled. Use a policy of attention there, as "long_attn_only".'
+            f"{policy}: only eager mode shows which Linear module a product belongs to, and {where} is in a graph or "
+            f'compiled. Use a policy that saves only attention there, such as "long_attn_only".'
         )
     if policy.offload:
         raise CompiledPolicyNotAppliedError(
@@ -138,7 +143,7 @@ IS_POSSIBLE = releases.has(releases.COMPILED_MODELS)
 
 
 def need_torch() -> Any:
-    """Raise FastacError where this torch cannot trace a region. Used as the region's context_fn."""
+    """Raise FastacError if this torch cannot trace a region. Used as the region's context_fn."""
     releases.need(releases.COMPILED_MODELS, 'Use fastac.compile(model), which compiles its blocks, or policy="full".')
 
 
@@ -149,9 +154,14 @@ _RecordMode = type(create_selective_checkpoint_contexts([])[0])
 
 
 class _Checked(_RecordMode):  # type: ignore[misc, valid-type]
-    """Calls its `leave` on exit, unless there was an exception. A mode becomes one of these by its `__class__`."""
+    """torch's own mode with a callback, `leave`, on exit without an exception.
 
-    supports_higher_order_operators = True  # torch has rules for some of them by the exact type of its own mode
+    We assign `mode.__class__ = _Checked`: torch makes the mode, and AOT accepts only a dispatch mode.
+    """
+
+    # torch registers its mode with flex_attention (pytorch#150080) and other higher-order operators by its exact type,
+    # which ours does not have. With this flag (pytorch#158077) they come to our mode like any other operator.
+    supports_higher_order_operators = True
     leave: Callable[[], None]
 
     def __exit__(self, *exception: Any) -> None:
@@ -163,8 +173,8 @@ class _Checked(_RecordMode):  # type: ignore[misc, valid-type]
 def traced_contexts(policy: Policy) -> Contexts:
     """Contexts for a region that AOT traces.
 
-    The forward's raises CompiledPolicyNotAppliedError on exit, not at the call: if the region has a
-    `sdpa_kernel(...)`, the traced graph must get to its end, which undoes it.
+    The context of the forward raises CompiledPolicyNotAppliedError on exit, not at the call: if the region has a
+    `sdpa_kernel(...)`, the trace must get to its end, which resets the kernels.
     """
     need_torch()
     refuse_eager_only(policy)
@@ -193,8 +203,9 @@ def traced_contexts(policy: Policy) -> Contexts:
 def run_under_torch(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, options: Any
 ) -> Any:
-    """Call torch's checkpoint: in a trace, where dynamo puts the region into its graph, or in torch's debug mode."""
-    if not policy.saves_nothing or policy.offload:  # without context_fn dynamo takes it for plain checkpointing
+    """Call torch's checkpoint: in a trace, in which dynamo puts the region into its graph, or in torch's debug mode."""
+    # Without context_fn dynamo takes the region for plain checkpointing, which is what "full" asks for.
+    if not policy.saves_nothing or policy.offload:
         options = {**options, "context_fn": _context_fn(policy)}
     return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 
@@ -204,26 +215,29 @@ def _context_fn(policy: Policy) -> Callable[[], Contexts]:
         return functools.partial(traced_contexts, policy)
     if not IS_POSSIBLE:
         return need_torch
+    # dynamo traces this function. It puts the partial into its graph, and AOT calls it when it traces that graph.
     _prepare_trace()
     return functools.partial(_contexts_in_graph, policy)
 
 
 @torch_private.constant_under_dynamo
 def _prepare_trace() -> None:
-    """Load plugins and make known kernels visible, which must not happen under AOT's modes."""
+    """Load plugins and make known kernels visible. Under AOT's modes, later on, this would be traced."""
     prepare()
     graphs.note_region()
 
 
 def _contexts_in_graph(policy: Policy) -> Contexts:
     """Contexts for a region that dynamo put into a graph. AOT asks for them; no other backend can have them."""
+    # Not torch.compiler.is_compiling(): it is true in all threads while one of them compiles.
     if torch_private.in_proxy_trace():
         return traced_contexts(policy)
     if torch_private.is_abstract(()):  # AOT runs the graph on tensors without data, before it traces
         return contextlib.nullcontext(), contextlib.nullcontext()
+    # backend="eager" ignored checkpoints in its graphs, without a warning (pytorch#160773).
     raise CompiledPolicyNotAppliedError(
-        f"{policy}: a backend without AOT runs a graph that torch.compile made with this region, where no attention "
-        f'can be saved. Use inductor or "aot_eager", or fastac.compile(model), which compiles blocks.'
+        f"{policy}: a backend without AOT runs a graph that torch.compile made with this region. No attention can be "
+        f'saved there. Use inductor or "aot_eager", or fastac.compile(model), which compiles blocks.'
     )
 
 
@@ -233,7 +247,7 @@ REGION = "fastac_region"
 """Key in a node's `meta["custom"]` for the number of its region, unique in the process and growing."""
 
 POLICY, WHERE = "fastac_policy", "fastac_block"
-"""Keys for the policy it was checkpointed with, and for its block or function: class and name."""
+"""Keys for the policy that the region was checkpointed with, and for its block or function: class and name."""
 
 _numbers = itertools.count(1)
 _names: contextvars.ContextVar[Mapping[Any, str] | None] = contextvars.ContextVar("names", default=None)
@@ -242,11 +256,11 @@ _names: contextvars.ContextVar[Mapping[Any, str] | None] = contextvars.ContextVa
 def run_annotated(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> Any:
-    """Call a function, and mark its operators in the trace as one region. Without gradients they are not marked."""
+    """Call a function, and mark its operators in the trace as a region. Without gradients they are not marked."""
     releases.need_traces()
     refuse_eager_only(policy)
     names = _names.get()
-    if names is None:
+    if names is None:  # somebody else's trace
         _warn()
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -268,6 +282,6 @@ def expected(model: torch.nn.Module) -> Iterator[None]:
 @functools.cache
 def _warn() -> None:
     logger.warning(
-        "a trace that is neither dynamo nor AOT: checkpointed regions are marked in it, and nothing is recomputed "
+        "a trace that is neither dynamo nor AOT: fastac marks checkpointed regions in it, and nothing is recomputed "
         "until fastac.graph.apply is called on the graph"
     )

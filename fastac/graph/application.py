@@ -25,6 +25,8 @@ Step = TypeVar("Step", Traced, GraphModule)
 
 AnyPolicy = str | Policy | Mapping[str, str | Policy]
 
+# inductor takes a graph that was traced with its backward for inference. It turns the first pass off in training, where
+# it cost memory (pytorch 101423); the second is on everywhere (134874).
 KEEP_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 """Options of inductor: both passes move recomputed operators into the forward, to others that share their inputs."""
 
@@ -36,8 +38,8 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
 
     Args:
         traced: a step from `trace`, or the graph of a training step from another tracer. It is not changed.
-        policy: a name, a Policy, or a mapping of block-name patterns to these (first match counts); None for the
-            policy that each region was checkpointed with.
+        policy: a name, a Policy, or a mapping of block-name patterns to names or policies (first match counts); None
+            for the policy that each region was checkpointed with.
 
     Returns:
         Another step, or graph, of the same kind as `traced`.
@@ -52,19 +54,21 @@ def apply(traced: Step, policy: AnyPolicy | None = None) -> Step:
         >>> loss, gradients = train(**inputs)
     """
     releases.need_traces()
-    before = traced.graph_module if isinstance(traced, Traced) else traced
-    policies = _policies_of(before, policy)
-    if any(RECOMPUTED in marks(node) for node in before.graph.nodes):
-        raise FastacError("apply: this graph has a policy already. Apply the other one to the step from trace.")
-    if not any(map(is_backward, before.graph.nodes)):
+    graph_module = traced.graph_module if isinstance(traced, Traced) else traced
+    policies = _policies_of(graph_module, policy)
+    if any(RECOMPUTED in marks(node) for node in graph_module.graph.nodes):
+        raise FastacError("apply: this graph has a policy already. Apply the other policy to the step from trace.")
+    if not any(map(is_backward, graph_module.graph.nodes)):
         raise PolicyNotAppliedError(
-            "apply: the graph has no backward in which anything could be recomputed. Compute the gradients in the "
-            "step, by torch.autograd.grad, and trace it with fastac.graph.trace."
+            "apply: the graph has no backward that could recompute anything. Compute the gradients in the step, by "
+            "torch.autograd.grad, and trace it with fastac.graph.trace."
         )
-    after = rematerialize(tag(functionalize(before), policies))
-    _check(after, before, policies)
-    logger.info("graph: %s", summary(after, policies))
-    return dataclasses.replace(traced, graph_module=after, policies=policies) if isinstance(traced, Traced) else after
+    # In this order: in-place operators would hide from `tag` what an operator reads, and `rematerialize` removes the
+    # tags, by which torch's own passes would recompute once more.
+    result = rematerialize(tag(functionalize(graph_module), policies))
+    _check(result, graph_module, policies)
+    logger.info("graph: %s", summary(result, policies))
+    return dataclasses.replace(traced, graph_module=result, policies=policies) if isinstance(traced, Traced) else result
 
 
 def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
@@ -75,7 +79,7 @@ def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
 
     Args:
         traced: a step that `apply` returned.
-        options: options of inductor, by their names in torch._inductor.config, such as max_autotune=True.
+        options: options of inductor, by their names in torch._inductor.config, for instance max_autotune=True.
 
     Returns:
         Another step.
@@ -83,48 +87,52 @@ def compile(traced: Traced, **options: Any) -> Traced:  # noqa: A001
     Example:
         >>> compiled = fastac.graph.compile(fastac.graph.apply(traced, "attn_only"))
     """
+    # dynamic=False: sizes are constants of the trace, so calls with others are refused before they come here.
     compiled = torch.compile(traced.graph_module, fullgraph=True, dynamic=False, options={**KEEP_ORDER, **options})
     return dataclasses.replace(traced, compiled=compiled)
 
 
 def _policies_of(graph_module: GraphModule, policy: AnyPolicy | None) -> dict[int, Policy]:
     """The policy of each region. Patterns of a mapping match the name of a block, without the class of its model."""
-    own = own_policies(graph_module)
+    checkpointed_with = own_policies(graph_module)
     if policy is None:
-        return {number: resolve(one) for number, one in own.items()}
+        return {number: resolve(region_policy) for number, region_policy in checkpointed_with.items()}
     if not isinstance(policy, Mapping):
-        return dict.fromkeys(own, resolve(policy))
+        return dict.fromkeys(checkpointed_with, resolve(policy))
     recorded = {number: where(nodes) for number, nodes in regions(graph_module).items()}
+    # "WanTransformer3DModel.blocks.0" -> "blocks.0". A function that is not a block has no dot.
     names = {number: name.partition(".")[2] or name for number, name in recorded.items()}
     by_name = resolve_blocks(policy, {name: name for name in names.values()})
     return {number: by_name[name] for number, name in names.items()}
 
 
-def _check(after: GraphModule, before: GraphModule, policies: Policies) -> None:
-    """Raise where an attention call that is saved is missing in the forward or runs in the backward.
+def _check(result: GraphModule, traced: GraphModule, policies: Policies) -> None:
+    """Raise if an attention call that is saved is missing in the forward or runs in the backward.
 
     This does not rely on the tags. A region number that only the backward has is the recompute of a
-    torch.utils.checkpoint around a region, traced along.
+    torch.utils.checkpoint around a region, which was traced too.
     """
-    refuse_writes(after)
-    expected, found = _saved_calls(before, policies), _saved_calls(after, policies)
-    again = [node.name for node in found if is_backward(node)]
-    if again or len(found) != len(expected):
+    refuse_writes(result)
+    expected, calls = _saved_calls(traced, policies), _saved_calls(result, policies)
+    recomputed = [node.name for node in calls if is_backward(node)]
+    if recomputed or len(calls) != len(expected):
         names = ", ".join(map(str, dict.fromkeys(policies.values())))
         raise PolicyNotAppliedError(
-            f"{names}: {len(expected)} attention calls were to be saved; the graph has {len(found) - len(again)} of "
-            f"them in the forward and runs {len(again)} in the backward ({', '.join(again) or 'none'}). A "
-            f"torch.utils.checkpoint around a block was traced along (remove it), or a pass lost marks."
+            f"{names}: {len(expected)} attention calls were to be saved; the graph has {len(calls) - len(recomputed)} "
+            f"in the forward and runs {len(recomputed)} in the backward ({', '.join(recomputed) or 'none'}). A "
+            f"torch.utils.checkpoint around a block was traced too (remove it), or a pass lost marks."
         )
 
 
 def _saved_calls(graph_module: GraphModule, policies: Policies) -> list[Node]:
-    """Attention calls of regions that their policy saves; in a region without a policy, that any policy saves."""
+    """Attention calls in regions that the policy of the region saves, or if it has none, that any policy saves."""
     saved = []
     for node in graph_module.graph.nodes:
         bound, number = classify(node.target), marks(node).get(REGION)
         if bound is not None and bound.is_attention and number is not None:
             keys = bound.keys(*call(graph_module, node))
-            if any(one.saves(keys) for one in ([policies[number]] if number in policies else policies.values())):
+            # A torch.utils.checkpoint around a region gives its recompute a number of its own, without a policy.
+            possible = [policies[number]] if number in policies else policies.values()
+            if any(policy.saves(keys) for policy in possible):
                 saved.append(node)
     return saved

@@ -41,7 +41,7 @@ def is_getitem(node: Node) -> bool:
 
 
 def op_of(node: Node) -> Node:
-    """The op that a getitem takes an output of; another node itself. Marks are read there: a getitem may lack them."""
+    """The op whose output a getitem takes; any other node itself. Marks are read there: a getitem may lack them."""
     while is_getitem(node):
         node = node.all_input_nodes[0]
     return node
@@ -55,16 +55,17 @@ def is_backward(node: Node) -> bool:
 
 def regions(graph_module: GraphModule) -> dict[int, list[Node]]:
     """Region -> its nodes in the forward, in order."""
-    found: dict[int, list[Node]] = {}
+    # Backward nodes are left out: AOT and make_fx copy the annotations of the forward onto them (pytorch 164174).
+    nodes_of: dict[int, list[Node]] = {}
     for node in graph_module.graph.nodes:
         number = marks(op_of(node)).get(REGION)
         if number is not None and node.op == "call_function" and not is_backward(node):
-            found.setdefault(number, []).append(node)
-    return found
+            nodes_of.setdefault(number, []).append(node)
+    return nodes_of
 
 
 def untag(node: Node) -> None:
-    """Take a node's tag, and the region it belongs to, away."""
+    """Remove a node's tag, and the region it belongs to."""
     for name in (TAG, REGION_TAG):
         node.meta.pop(name, None)
 
@@ -82,20 +83,21 @@ def call(graph_module: GraphModule, node: Node) -> tuple[Any, Any]:
         if source.op == "get_attr" and traced is None:
             return getattr(graph_module, str(source.target), None)
         if STATE in marks(source) and isinstance(traced, torch.Tensor) and traced.is_floating_point():
-            return torch.nn.Parameter(traced)  # a product with a weight is no attention
+            return torch.nn.Parameter(traced)  # so that a product with a weight is not taken for attention
         return traced
 
     return map_arg(node.args, value), map_arg(node.kwargs, value)
 
 
 def memory_of_value(node: Node) -> object:
-    """A key for the storage of a node's traced value, which views share; None for a value that is no tensor."""
+    """A key for the storage of a node's traced value, which views share; None for a value that is not a tensor."""
     value = value_of(node)
     return torch_private.memory(value) if isinstance(value, torch.Tensor) else None
 
 
 def draws(node: Node) -> bool:
-    """Whether a node draws random numbers. torch tags all attention so; here its row decides."""
+    """Whether a node draws random numbers. torch's tag says so of all attention; here its row decides."""
+    # pytorch issue 187985. Since 2.15 torch's partitioners look at dropout_p themselves, but only for its own kernels.
     bound = classify(node.target)
     if bound is not None and bound.is_attention:
         return bound.draws(map_arg(node.args, value_of), map_arg(node.kwargs, value_of))
@@ -105,8 +107,9 @@ def draws(node: Node) -> bool:
 def stays(node: Node) -> bool:
     """Whether a node without users stays in its graph: inputs, outputs, writes, and draws, which move the generator.
 
-    Collectives go: torch never takes a wait for dead, and so keeps its gather too.
+    Collectives without users do not stay. torch never removes a wait, and so never the gather that it waits for.
     """
+    # wait_tensor is impure for torch, because its schema does not say that it waits (pytorch issue 126773, 132341).
     is_collective = getattr(node.target, "namespace", "") in (COLLECTIVES, f"{COLLECTIVES}_autograd")
     return draws(node) or not is_functional(node) or (node.is_impure() and not is_collective)
 
@@ -115,7 +118,7 @@ def stays(node: Node) -> bool:
 
 
 def outputs_of(graph: Graph) -> list[Node | None]:
-    """The outputs of a graph, flat; None for an output that is no node."""
+    """The outputs of a graph, flat; None for an output that is not a node."""
     (output,) = graph.find_nodes(op="output")
     return [value if isinstance(value, Node) else None for value in torch_private.tree_leaves(output.args)]
 

@@ -1,8 +1,8 @@
-"""Splits a joint graph as a policy says: attention saved, gathered parameters recomputed, and all saves marked.
+"""Splits a joint graph as a policy says: saves attention, recomputes gathered parameters, and marks all saves.
 
-FSDP in a traced graph is an all-gather of each parameter, and saving its output pins the unsharded weights. So does
-saving what follows: partitioners that were told to recompute the all-gather saved the transposed weight. So the whole
-chain is tagged: casts and slices before the gather, the gather, its wait, and every layout op after it.
+FSDP in a traced graph is an all-gather of each parameter. To save its output is to hold the unsharded weights. To save
+what follows is the same: partitioners that were told to recompute the all-gather saved the transposed weight. So the
+whole chain is tagged: casts and slices before the gather, the gather, its wait, and every layout op after it.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class _PolicyPartitioner(torch_private.Partitioner):
     ) -> Graphs:
         parameters = parameters_of(joint.graph, options.get("static_lifetime_input_indices"))
         for node in parameters:
-            mark(node, **{STATE: node.name})
+            mark(node, **{STATE: node.name})  # `call` knows a product with a weight by this mark
         attention = {node.name for node in _tag_attention(joint, self.policy)}
         if self.gathers:
             recompute_parameter_gathers(joint.graph, parameters)
         forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        if again := [
-            node.name for node in backward.graph.nodes if node.op == "call_function" and node.name in attention
-        ]:
+        # With a memory budget of 0 torch's partitioner saves only inputs, and never looks at tags (pytorch#190758).
+        called = [node.name for node in backward.graph.nodes if node.op == "call_function"]
+        if recomputed := [name for name in called if name in attention]:
             raise CompiledPolicyNotAppliedError(
-                f"{self.policy}: torch's partitioner runs attention again in backward: {', '.join(again)}. "
+                f"{self.policy}: torch's partitioner runs attention again in backward: {', '.join(recomputed)}. "
                 f"activation_memory_budget=0 does that: set it to more."
             )
         mark_saved(forward, backward, num_fwd_outputs=num_fwd_outputs)
@@ -78,19 +78,24 @@ class _PolicyPartitioner(torch_private.Partitioner):
 
 
 def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any) -> Graphs:
-    """Split a tagged joint graph. Raises FastacError where the backward would draw other random numbers.
+    """Split a tagged joint graph. Raises FastacError if the backward would draw other random numbers.
 
-    torch wraps each op that is recomputed and may draw random numbers, to restore its generator, and cannot trace a
+    torch wraps each op that is recomputed and may draw random numbers, to restore its generator. It cannot trace a
     wrapped op again. Attention that draws none in this call is not wrapped.
     """
+    # torch goes by a tag that all its attention has, with dropout or without (pytorch#187985). 2.15 looks at
+    # dropout_p. Once that is the oldest release, only attention of other libraries needs `_unseeded`.
     for node in joint.graph.nodes:
         if node.meta.get(TAG) is CheckpointPolicy.MUST_RECOMPUTE and is_drawing(node) and not draws(node):
             node.target = _unseeded(node.target)
     forward, backward = torch_private.min_cut(joint, joint_inputs, **options)
     for module in (forward, backward):
+        # The wrapper has done its work: other passes must find the op.
         for node in module.graph.nodes:
             node.target = getattr(node.target, "fastac_op", node.target)
         drop_dead_collectives(module)
+    # Silently wrong gradients without this check: pytorch#190717 and pytorch#190758, with a memory budget below 1. If
+    # pull request pytorch#190759 lands, torch saves what it draws.
     drawn = {node.name for node in forward.graph.nodes if draws(node)}
     if twice := [node.name for node in backward.graph.nodes if node.name in drawn and draws(node)]:
         raise FastacError(
@@ -103,6 +108,8 @@ def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any
 
 @functools.cache
 def _unseeded(op: Any) -> Callable[..., Any]:
+    """A function that calls an op, and that torch does not wrap: it has no tags."""
+
     def call_op(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
@@ -123,14 +130,15 @@ def _tag_attention(joint: GraphModule, policy: Policy) -> list[Node]:
         if decision:
             saved.append(node)
         if decision is not None:
-            for one in (node, *filter(is_getitem, node.users)):
-                _tag(one, CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.MUST_RECOMPUTE)
+            # An op with several outputs is a tuple in the graph. torch saves its items, so these have the tag, too.
+            for tagged in (node, *filter(is_getitem, node.users)):
+                _tag(tagged, CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.MUST_RECOMPUTE)
     decisions.check()
     return saved
 
 
 def _tag(node: Node, decision: CheckpointPolicy) -> None:
-    """Tag a node, and take it out of its region: torch saves every node of a region that another region reads."""
+    """Tag a node, and remove it from its region: torch saves every node of a region that another region reads."""
     untag(node)
     node.meta[TAG] = decision
 
@@ -162,21 +170,21 @@ def is_gather(node: Node) -> bool:
 
 
 def parameters_of(graph: Graph, static_indices: Iterable[int] | None = None) -> list[Node]:
-    """Placeholders of a joint graph that hold parameters: where AOT says so, or else its inputs that stay in place.
+    """Placeholders of a joint graph that hold parameters: those that AOT describes so, and inputs that stay in place.
 
-    static_indices: `static_lifetime_input_indices` of a partitioner, which count the inputs of the forward. Inputs
-    without a description are known by these alone.
+    static_indices: `static_lifetime_input_indices` of a partitioner, which count the inputs of the forward. Only these
+    show parameters in a graph without descriptions.
     """
     primals = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
     static = set(static_indices or ())
-    return [node for i, node in enumerate(primals) if is_parameter(node) or i in static]
+    return [node for index, node in enumerate(primals) if is_parameter(node) or index in static]
 
 
 def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> list[Node]:
     """Tag the chains from parameters through an all-gather as MUST_RECOMPUTE.
 
-    A node belongs to a chain when all its inputs come from parameters and it gathers, waits, casts, or lays out. So
-    no gather of an activation is in a chain.
+    A node belongs to a chain if all its inputs come from parameters and it gathers, waits, casts, or lays out. So a
+    gather of an activation is not in a chain.
 
     Args:
         graph: a joint graph. torch's partitioners and its rematerialization pass read the tags.
@@ -193,21 +201,23 @@ def recompute_parameter_gathers(graph: Graph, parameters: Collection[Node]) -> l
     for node in graph.nodes:
         inputs = node.all_input_nodes
         is_layout = is_getitem(node) or returns_views(node) or op_name(node) in _COPIES
+        # laid_out: everything that holds numbers of parameters, in some layout, and nothing computed.
         if inputs and laid_out.issuperset(inputs) and (is_gather(node) or is_layout):
             laid_out.add(node)
             if is_gather(node) or not chain.isdisjoint(inputs):
                 chain.add(node)
-    before = set(filter(is_gather, chain))
+    # The chain so far begins at the gather. Add what leads from the parameter to it: the cast to bf16, for instance.
+    leads_to_gather = set(filter(is_gather, chain))
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and not before.isdisjoint(node.users):
-            before.add(node)
-    tagged = [node for node in graph.nodes if node in chain or node in before]
+        if node.op == "call_function" and not leads_to_gather.isdisjoint(node.users):
+            leads_to_gather.add(node)
+    tagged = [node for node in graph.nodes if node in chain or node in leads_to_gather]
     for node in tagged:
         _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
     return tagged
 
 
 def drop_dead_collectives(module: GraphModule) -> None:
-    """Take collectives that nobody uses out of a graph."""
+    """Remove collectives that nobody uses from a graph."""
     module.graph.eliminate_dead_code(is_impure_node=stays)
     module.recompile()

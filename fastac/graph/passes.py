@@ -1,7 +1,7 @@
 """The passes over a traced step: `functionalize`, `tag`, `rematerialize`.
 
-Each takes a GraphModule and may be used alone. Decisions stand in `node.meta` under torch's own names (`recompute`,
-`ac_graph_id`), so that torch's partitioners read them as well.
+Each takes a GraphModule, and may be used without the others. Decisions stand in `node.meta` under torch's own names
+(`recompute`, `ac_graph_id`), so that torch's partitioners read them as well.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Policies = Mapping[int, Policy]
 """Region -> policy."""
 
 _WRITES_STATISTICS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-"""Operators that change their running statistics although their schema does not say so."""
+"""Operators that change their running statistics although their schema does not say so (pytorch issue 73050)."""
 
 
 # functionalize
 
 
 def functionalize(graph_module: GraphModule) -> GraphModule:
-    """The same graph without in-place operators, so that the value of a node depends on its inputs alone.
+    """The same graph without in-place operators, so that the value of a node depends only on its inputs.
 
     A recompute that repeats an in-place operator, or leaves one out, is silently wrong. An input that the graph changes
     is written once, at the end.
@@ -69,13 +69,15 @@ def functionalize(graph_module: GraphModule) -> GraphModule:
         >>> functional = fastac.graph.functionalize(traced.graph_module)
     """
     mode = torch_private.fake_mode_of(graph_module)
-    before = graph_module.graph.find_nodes(op="placeholder")
-    values = map(value_of, before)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    values = map(value_of, placeholders)
     inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
+    # Only mutations: views may stay, as in eager mode. Copies in their place would cost memory.
     run = torch.func.functionalize(Interpreter(graph_module).run, remove="mutations")
-    with mode, torch.no_grad(), preserve_node_meta():  # each new node gets the marks of the one that runs
+    with mode, torch.no_grad(), preserve_node_meta():  # new nodes get the marks of the node that the Interpreter runs
         functional = make_fx(run)(*inputs)
-    for old, new in zip(before, functional.graph.find_nodes(op="placeholder"), strict=True):
+    # Nothing runs for a placeholder: its marks are copied here.
+    for old, new in zip(placeholders, functional.graph.find_nodes(op="placeholder"), strict=True):
         new.name = old.name
         mark(new, **marks(old))
     functional.graph.eliminate_dead_code()
@@ -90,12 +92,14 @@ def refuse_writes(graph_module: GraphModule) -> None:
     for node in graph_module.graph.nodes:
         if is_functional(node):
             continue
+        # functionalize leaves a single kind of write: `copy_` into an input, as its epilogue.
         written = next((other for other in placeholders if node.args and other is node.args[0]), None)
         if node.target is not torch.ops.aten.copy_.default or written is None:
             raise FastacError(
-                f"{node.target} writes its argument, and a graph in which it runs again, or not at all, would be "
+                f"{node.target} writes its argument. If it ran again in the graph, or not at all, the result would be "
                 f"silently wrong. Register the kernel as a functional torch.library.custom_op."
             )
+        # As inputs of a trace the two are separate tensors: reads of the other one would miss the change.
         memory = memory_of_value(written)
         shared = [other for other in placeholders if other is not written and memory_of_value(other) == memory]
         if memory is not None and shared:
@@ -109,11 +113,11 @@ def refuse_writes(graph_module: GraphModule) -> None:
 
 
 def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphModule:
-    """Tag the nodes of every region as saved or recomputed, in place; earlier tags are removed.
+    """Tag the nodes of every region as saved or recomputed, in place. Earlier tags are removed.
 
-    Saved are: the outputs of attention that the policy saves, and the tensors that tell it what to attend to; the
-    choices of sparse attention; random draws; and values that the forward reads outside of their region. The backward
-    has no tags.
+    It saves the outputs of attention that the policy saves, and the tensors that tell this attention what to attend to;
+    the choices of sparse attention; random draws; and values that the forward reads outside of their region. Nodes of
+    the backward get no tags.
 
     Args:
         graph_module: a functional graph with marked regions.
@@ -139,9 +143,10 @@ def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphMod
         saved = decide(graph_module, nodes, policies[number])
         for node in nodes:
             op = op_of(node)
-            differs = draws(op) or not is_functional(op) or op_name(op) in _WRITES_STATISTICS  # from its first run
-            keep = differs or node in saved or op in saved
-            node.meta[TAG] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+            # Eager recompute restores generators and buffers first. A graph cannot: a second run would differ.
+            differs = draws(op) or not is_functional(op) or op_name(op) in _WRITES_STATISTICS
+            is_saved = differs or node in saved or op in saved
+            node.meta[TAG] = CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
             node.meta[REGION_TAG] = number
     _save_boundaries(graph_module)
     return graph_module
@@ -149,14 +154,14 @@ def tag(graph_module: GraphModule, policies: Policies | None = None) -> GraphMod
 
 def own_policies(graph_module: GraphModule) -> dict[int, Policy]:
     """The policies that the regions of a traced step were checkpointed with."""
-    found = {number: marks(nodes[0])[tracing.POLICY] for number, nodes in regions(graph_module).items()}
-    if not found:
+    policies = {number: marks(nodes[0])[tracing.POLICY] for number, nodes in regions(graph_module).items()}
+    if not policies:
         raise PolicyNotAppliedError(
             "the graph has no checkpointed region: nothing would be saved or recomputed. Call fastac.enable(model) or "
             "fastac.checkpoint(block, ...) before tracing, trace with gradients on, and trace with fastac.graph.trace "
             "(or make_fx under torch.fx.traceback.preserve_node_meta(), which keeps the marks)."
         )
-    return found
+    return policies
 
 
 def where(nodes: list[Node]) -> str:
@@ -165,7 +170,7 @@ def where(nodes: list[Node]) -> str:
 
 
 def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[object]:
-    """The nodes that the policy saves in a region, with the blocks that sparse attention was told to attend to.
+    """The nodes that the policy saves in a region, and the nodes that tell sparse attention which blocks to attend to.
 
     Raises for attention that cannot be saved: see `tag`.
     """
@@ -184,6 +189,7 @@ def decide(graph_module: GraphModule, nodes: list[Node], policy: Policy) -> set[
 
 def _save_boundaries(graph_module: GraphModule) -> None:
     """Save the outputs of a region, which the rest of the forward reads: recomputation ends there, as in eager mode."""
+    # torch's partitioners do the same for regions that follow each other (`cleanup_recompute_tags`).
     for node in graph_module.graph.nodes:
         if node.meta.get(TAG) is CheckpointPolicy.PREFER_RECOMPUTE and any(
             not is_backward(user) and user.meta.get(REGION_TAG) != node.meta[REGION_TAG] for user in node.users
@@ -197,7 +203,8 @@ def _save_boundaries(graph_module: GraphModule) -> None:
 def rematerialize(graph_module: GraphModule) -> GraphModule:
     """The graph with the nodes that are tagged for recomputation copied into each backward, right before their use.
 
-    torch has such a pass; this one also takes steps with several backwards (two losses, two micro-batches).
+    torch has a pass for this as well. It refuses steps with several backwards that recompute (two losses, two
+    micro-batches).
 
     Args:
         graph_module: a functional graph with tags. It is not changed.
@@ -211,10 +218,12 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
     Example:
         >>> graph_module = fastac.graph.rematerialize(tagged)
     """
+    # pytorch#180534 lets its pass skip backwards that recompute nothing. It raises for two that do (2.13 to 2.15). Once
+    # it takes them, this loop may go.
     graph = Graph()
     copied: dict[Node, Node] = {}
-    again: dict[Node, Node] = {}  # recomputed in this backward
-    values = ChainMap(again, copied)
+    recomputed: dict[Node, Node] = {}  # in this backward
+    values = ChainMap(recomputed, copied)
     for node in graph_module.graph.nodes:
         if is_recomputed(node) and (draws(node) or not is_functional(node)):
             what = "draws random numbers" if is_functional(node) else "writes its argument"
@@ -222,28 +231,31 @@ def rematerialize(graph_module: GraphModule) -> GraphModule:
                 f"rematerialize: {node.target} is tagged for recomputation and {what}: a second run would differ. "
                 f"Tag it as saved, as fastac.graph.tag does."
             )
+        # The backward is over. The next one recomputes anew: values that live in between would cost their memory.
         if not is_backward(node):
-            again.clear()
-        for needed in sorted(_needed(node, again)) if is_backward(node) else ():
-            again[needed] = graph.node_copy(needed, values.__getitem__)
-            again[needed].name += "_recomputed"
-            mark(again[needed], **BACKWARD, **{RECOMPUTED: needed.name})
+            recomputed.clear()
+        # Nodes compare by their place in the graph, so they are copied in its order.
+        for needed in sorted(_needed(node, recomputed)) if is_backward(node) else ():
+            recomputed[needed] = graph.node_copy(needed, values.__getitem__)
+            recomputed[needed].name += "_recomputed"
+            mark(recomputed[needed], **BACKWARD, **{RECOMPUTED: needed.name})
         copied[node] = graph.node_copy(node, values.__getitem__)
     for node in graph.nodes:
         untag(node)
-    after = GraphModule(graph_module, graph)
-    after.graph.eliminate_dead_code(is_impure_node=stays)
-    after.recompile()
-    return after
+    rematerialized = GraphModule(graph_module, graph)
+    # Originals whose only users were in the backward are dead now: this is what frees the memory.
+    rematerialized.graph.eliminate_dead_code(is_impure_node=stays)
+    rematerialized.recompile()
+    return rematerialized
 
 
-def _needed(node: Node, again: Mapping[Node, Node]) -> set[Node]:
-    """The nodes to recompute, beside those that are already, for the inputs of a node of the backward."""
-    found: set[Node] = set()
+def _needed(node: Node, recomputed: Mapping[Node, Node]) -> set[Node]:
+    """The nodes that must be recomputed, beside those that already are, for the inputs of a node of the backward."""
+    needed: set[Node] = set()
     waiting = list(node.all_input_nodes)
     while waiting:
-        one = waiting.pop()
-        if is_recomputed(one) and one not in found and one not in again:
-            found.add(one)
-            waiting.extend(one.all_input_nodes)
-    return found
+        source = waiting.pop()
+        if is_recomputed(source) and source not in needed and source not in recomputed:
+            needed.add(source)
+            waiting.extend(source.all_input_nodes)
+    return needed

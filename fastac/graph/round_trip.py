@@ -1,8 +1,8 @@
 """A partitioner for the second compile of a graph that was partitioned before.
 
-Where a partitioned forward and backward are compiled again, inside a larger joint graph, their recompute stands in that
-graph as plain nodes, and min-cut would decide anew: attention runs again, or other tensors are saved.
-`replaying_partitioner` reads the marks of the first partitioner and saves the same again.
+If a partitioned forward and backward are compiled again, inside a larger joint graph, their recompute stands in that
+graph as plain nodes. Min-cut would decide anew: attention would run again, or other tensors would be saved.
+`replaying_partitioner` reads the marks of the first partitioner and saves the same values again.
 """
 
 from __future__ import annotations
@@ -33,25 +33,28 @@ class _ReplayingPartitioner(torch_private.Partitioner):
                 "mark_saved(...), and run both graphs by torch.fx.Interpreter under torch.fx.traceback."
                 "preserve_node_meta(), as aot_compile_joint_with_descriptors does unless it is given a compiler."
             )
-        found = find_saved(joint.graph)
-        if lost := [value.name for value, nodes in found.items() if nodes is None]:
+        holders = find_saved(joint.graph)
+        if lost := [value.name for value, nodes in holders.items() if nodes is None]:
             raise CompiledPolicyNotAppliedError(
-                f"replaying_partitioner: {len(lost)} of {len(found)} values that the first "
+                f"replaying_partitioner: {len(lost)} of {len(holders)} values that the first "
                 f"partitioner saved are not found in the joint graph: {', '.join(lost)}. A pass between the two "
                 f"compiles replaced their nodes without copying node.meta['custom']. Run it later, or let it copy that."
             )
+        # Gathers outside of the marked graphs have no marks, and are recomputed as well.
         recompute_parameter_gathers(
             joint.graph, parameters_of(joint.graph, options.get("static_lifetime_input_indices"))
         )
         equals = _equal_nodes(joint.graph)
-        saved = {node for nodes in found.values() for node in nodes or ()}
-        kept, dropped = _tag_replay(joint.graph, num_fwd_outputs, saved, equals)
+        saved = {node for nodes in holders.values() for node in nodes or ()}
+        to_save, to_recompute = _tag_replay(joint.graph, num_fwd_outputs, saved, equals)
+        # min-cut may save a view, or an equal node, in the place of a tagged one: compare the memory, not the names.
         memory = {node.name: equals[memory_of(node)] for node in joint.graph.nodes}
         forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
         saves = {memory[node.name] for node in saved_nodes(forward, num_fwd_outputs) if node.name in memory}
-        computed = {memory[n.name] for n in backward.graph.nodes if n.op == "call_function" and n.name in memory}
-        missing = sorted(node.name for node in (kept & computed) - saves)
-        extra = sorted(node.name for node in dropped & saves)
+        called = [node.name for node in backward.graph.nodes if node.op == "call_function"]
+        computed = {memory[name] for name in called if name in memory}
+        missing = sorted(node.name for node in (to_save & computed) - saves)
+        extra = sorted(node.name for node in to_recompute & saves)
         if missing or extra:
             raise CompiledPolicyNotAppliedError(
                 f"replaying_partitioner: the second partition differs from the first. Saved then and not now: "
@@ -77,13 +80,14 @@ def _tag_replay(
 ) -> tuple[set[Node], set[Node]]:
     """Tag the nodes that the marked graphs save and recompute, and that the backward needs. Returns both.
 
-    Other nodes are not tagged: torch keeps the inputs of every node that it must recompute. Of equal nodes the first
-    is returned. A view stands for the node that made its memory: autograd keeps views of the memory it keeps.
+    Other nodes are not tagged: torch saves the inputs of every node that it must recompute. Of equal nodes the first
+    is returned. A view counts as the node that made its memory: autograd saves views of the memory it saves.
     """
     dependent = depends_on_tangents(graph)
     saved_values = {equals[node] for node in saved - dependent}
     needed: set[Node] = set()
     recomputed: set[Node] = set()
+    # Walk backwards from what the backward reads. A saved value ends the walk: nothing before it runs again.
     pending = [node for user in dependent for node in user.all_input_nodes]
     pending += [node for node in outputs_of(graph)[num_fwd_outputs:] if node is not None]
     seen = set(dependent)
@@ -98,7 +102,7 @@ def _tag_replay(
             recomputed.add(equals[node])
             pending.extend(node.all_input_nodes)
     needed = {node for node in needed if equals[op_of(node)] not in recomputed}
-    # Equal nodes are tagged alike: common subexpression elimination leaves any one of them.
+    # Equal nodes are tagged alike: common subexpression elimination of the partitioner leaves any of them.
     for node in graph.nodes:
         memory = memory_of(node)
         if mark_of(memory) is not None:
@@ -115,10 +119,10 @@ def _tag_replay(
 def _equal_nodes(graph: Graph) -> dict[Node, Node]:
     """Node -> the first node of equal value, as common subexpression elimination sees them."""
     equals: dict[Node, Node] = {}
-    found: dict[object, Node] = {}
+    first_of: dict[object, Node] = {}
     for node in graph.nodes:
         key: object = node
         if node.op == "call_function" and not draws(node):
             key = node.target, str(map_arg((node.args, node.kwargs), equals.__getitem__))
-        equals[node] = found.setdefault(key, node)
+        equals[node] = first_of.setdefault(key, node)
     return equals

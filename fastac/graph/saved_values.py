@@ -1,8 +1,8 @@
 """Writes the decisions of a partitioner onto the nodes of its graphs, so that a second trace carries them along.
 
-A mark stands in node.meta["custom"]. make_fx copies it onto every node that it makes while the marked node runs,
-provided the graph is run by an Interpreter under `torch.fx.traceback.preserve_node_meta()`. Nodes that take an item out
-of an op with several outputs are no op calls and get nothing: the mark of the op says which of its outputs are saved.
+A mark stands in node.meta["custom"]. make_fx copies it onto every node that it makes while the marked node runs, if an
+Interpreter runs the graph under `torch.fx.traceback.preserve_node_meta()`. A node that takes an item out of an op with
+several outputs does not call an op, and gets nothing: the mark of the op says which of its outputs are saved.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from fastac.graph.nodes import is_getitem, mark, marks, memory_of_value, op_of, 
 from fastac.graph.torch_private import returns_views
 
 FORWARD, BACKWARD = "fastac_forward", "fastac_backward"
-"""Keys of the marks. Two, because AOT copies the marks of a forward node onto the backward nodes of its gradient."""
+"""Keys of the marks. There are two, because AOT copies the marks of a forward node onto the backward nodes of its
+gradient (pytorch 164174)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """One saved output of a node. Equal to itself alone: two graphs may use the same names."""
+    """One saved output of a node. It is equal only to itself: two graphs may use the same names."""
 
     name: str
     item: int | None
     """Which output of the node; None for a node with one output."""
     dtype: torch.dtype
     shape: tuple[int | None, ...]
-    """None where symbolic."""
+    """A size that is symbolic is None."""
 
     def looks_like(self, node: Node) -> bool:
         """Whether a node has a value of this dtype and shape."""
@@ -59,13 +60,15 @@ class Mark:
     """All values that the graph saves."""
 
     def __deepcopy__(self, memo: object) -> Mark:
-        return self  # AOT copies it deeply for every backward node
+        # AOT copies annotations deeply for every backward node (pytorch 167017). A copy would hold other values.
+        return self
 
 
 def mark_of(node: Node) -> Mark | None:
     """The mark that a node carries."""
-    found = marks(node)
-    return found.get(BACKWARD) or (None if node.meta.get("autograd_backward") else found.get(FORWARD))
+    # A mark of the forward on a backward node was copied there by AOT: the node computes a gradient.
+    carried = marks(node)
+    return carried.get(BACKWARD) or (None if node.meta.get("autograd_backward") else carried.get(FORWARD))
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
@@ -79,7 +82,7 @@ def saved_nodes(forward: GraphModule, num_fwd_outputs: int) -> list[Node]:
 
 
 def held_bytes(forward: GraphModule, num_fwd_outputs: int) -> int:
-    """Bytes that a partitioned forward keeps for its backward, beyond its inputs; each storage once.
+    """Bytes that a partitioned forward holds for its backward, beyond its inputs; each storage once.
 
     Args:
         forward: the forward that a partitioner returned.
@@ -111,18 +114,18 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
         >>> fastac.graph.mark_saved(forward, backward, num_fwd_outputs=1)
     """
     releases.need_traces()
-    held: dict[Node, Value] = {}
-    # Of a view the node that made its memory: a second trace makes views anew, without marks.
+    value_at: dict[Node, Value] = {}
+    # For a view, mark the node that made its memory: a second trace makes views anew, without marks.
     for node in map(memory_of, saved_nodes(forward, num_fwd_outputs)):
         if node.op == "call_function":
             item: Any = node.args[1] if is_getitem(node) else None
-            held[node] = Value(node.name, item, value_of(node).dtype, _sizes(value_of(node)))
-    values = tuple(held.values())
+            value_at[node] = Value(node.name, item, value_of(node).dtype, _sizes(value_of(node)))
+    values = tuple(value_at.values())
     returned = {op_of(node) for node in outputs_of(forward.graph)[:num_fwd_outputs] if node is not None}
     for node in forward.graph.nodes:
         if node.op == "call_function":
-            saved = tuple(held[one] for one in (node, *node.users) if one in held and op_of(one) is node)
-            reads = tuple(held.get(memory_of(source)) for source in node.all_input_nodes)
+            saved = tuple(value_at[user] for user in (node, *node.users) if user in value_at and op_of(user) is node)
+            reads = tuple(value_at.get(memory_of(source)) for source in node.all_input_nodes)
             mark(node, **{FORWARD: Mark(str(node.target), saved, node in returned, reads, values), BACKWARD: None})
     for node in backward.graph.nodes if backward is not None else ():
         if node.op == "call_function":
@@ -131,29 +134,31 @@ def mark_saved(forward: GraphModule, backward: GraphModule | None = None, *, num
 
 
 def find_saved(graph: Graph) -> dict[Value, list[Node] | None]:
-    """Value that the first partitioner saved -> nodes of a second trace that hold it; None where none was found."""
-    marked = [(node, found) for node in graph.nodes if (found := mark_of(node)) is not None]
-    tuples = {id(one.values): one.values for _, one in marked}
+    """Value that the first partitioner saved -> nodes of a second trace that hold it; None if there is no such node."""
+    marked = [(node, carried) for node in graph.nodes if (carried := mark_of(node)) is not None]
+    tuples = {id(carried.values): carried.values for _, carried in marked}
     holders: dict[Value, list[Node] | None] = dict.fromkeys(itertools.chain(*tuples.values()))
-    for one, group in itertools.groupby(marked, operator.itemgetter(1)):
+    # The nodes of one mark stand together: the second trace made them while the marked node ran.
+    for origin, group in itertools.groupby(marked, operator.itemgetter(1)):
         nodes = [node for node, _ in group]
-        whole = [node for node in nodes if str(node.target) == one.target]
+        whole = [node for node in nodes if str(node.target) == origin.target]
         for node in whole:
-            for value in one.saved:
+            for value in origin.saved:
                 items = [user for user in node.users if is_getitem(user) and user.args[1] == value.item]
                 holders[value] = [*(holders[value] or ()), *([node] if value.item is None else items)]
             # A copy that inductor took out is found by its readers.
-            for source, read in zip(node.all_input_nodes, one.reads, strict=False):
+            for source, read in zip(node.all_input_nodes, origin.reads, strict=False):
                 if read is not None and holders[read] is None:
                     holders[read] = [memory_of(source)]
-        if one.saved and not whole:
-            for value, node in _match(one.saved, nodes).items():
+        # The second trace decomposed the op: only dtype and shape show which of its parts was the output.
+        if origin.saved and not whole:
+            for value, node in _match(origin.saved, nodes).items():
                 holders[value] = [*(holders[value] or ()), node]
     return holders
 
 
 def memory_of(node: Node) -> Node:
-    """The node that made the memory of a view; the node itself if it is no view."""
+    """The node that made the memory of a view; the node itself if it is not a view."""
     while returns_views(op_of(node)):
         node = op_of(node).all_input_nodes[0]
     return node
@@ -162,10 +167,11 @@ def memory_of(node: Node) -> Node:
 def _match(saved: Iterable[Value], parts: list[Node]) -> dict[Value, Node]:
     """Find the saved outputs of an op among the nodes that it was decomposed into, by dtype and shape."""
     parts = [*parts, *(user for node in parts for user in node.users if is_getitem(user))]
+    # Outputs are the parts that other nodes read. The last parts are the most likely ones.
     leaving = sorted((node for node in parts if any(user not in parts for user in node.users)), reverse=True)
-    found: dict[Value, Node] = {}
+    holders: dict[Value, Node] = {}
     for value in saved:
         if node := next(filter(value.looks_like, leaving), None):
-            found[value] = node
+            holders[value] = node
             leaving.remove(node)
-    return found
+    return holders

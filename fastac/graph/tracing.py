@@ -28,7 +28,7 @@ from fastac.graph.nodes import RECOMPUTED, STATE, draws, is_backward, mark, mark
 from fastac.policy import Policy
 
 Description = dict[str, object]
-"""Everything that every call must have as the trace had it: its name in messages -> its value."""
+"""Everything that must be the same in every call as in the trace: its name in messages -> its value."""
 
 _STORES_GRADIENTS = (
     "trace: the step stores gradients in .grad, as backward() does, which the graph would not do. Return "
@@ -41,11 +41,11 @@ class Traced:
     """A training step as a graph. Called as the step was, it runs the graph on the present state of the model."""
 
     graph_module: GraphModule
-    """Inputs: the model's parameters and buffers, then the leaves of the arguments. Outputs: leaves, too."""
+    """Its inputs are the model's parameters and buffers, then the leaves of the arguments. Its outputs are leaves."""
     model: torch.nn.Module
     """The module that `trace` was given."""
     described: Description
-    """Shapes, dtypes, numbers, train or eval mode and autocast of the trace, which every call must have."""
+    """Shapes, dtypes, numbers, train or eval mode and autocast of the trace. Every call must have the same."""
     returned: Any
     """The structure of the step's outputs."""
     policies: Mapping[int, Policy] | None = None
@@ -54,24 +54,26 @@ class Traced:
     """Runs in the place of the graph after `compile`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph. Returns the step's outputs, detached. Raises FastacError where a call needs another trace."""
+        """Run the graph. Returns the step's outputs, detached. Raises FastacError if a call needs another trace."""
         state = _state_of(self.model)
-        if (now := _describe(self.model, state, args, kwargs)) != self.described:
+        traced, called = self.described, _describe(self.model, state, args, kwargs)
+        if called != traced:
             absent = object()
-            name = next(n for n in {**now, **self.described} if now.get(n, absent) != self.described.get(n, absent))
+            name = next(key for key in {**called, **traced} if called.get(key, absent) != traced.get(key, absent))
             raise FastacError(
-                f"{self!r} was called in another way than it was traced. {name}: {now.get(name, 'absent')} now, "
-                f"{self.described.get(name, 'absent')} when traced. Call it so, or trace the step again."
+                f"{self!r} was called in another way than it was traced. {name}: {called.get(name, 'absent')} now, "
+                f"{traced.get(name, 'absent')} when traced. Call it as it was traced, or trace the step again."
             )
         leaves, _ = torch_private.tree_flatten((args, kwargs))
-        with torch.no_grad(), torch_private.without_autocast():  # the backward is in the graph
+        # The graph has the backward, and the casts of autocast, as nodes.
+        with torch.no_grad(), torch_private.without_autocast():
             run = self.graph_module if self.compiled is None else self.compiled
             outputs = run(*state.values(), *leaves)
         return torch_private.tree_unflatten(outputs, self.returned)
 
     def __repr__(self) -> str:
-        kind = "traced" if self.compiled is None else "compiled"
-        return f"{kind} step of {type(self.model).__name__}: {summary(self.graph_module, self.policies)}"
+        way = "traced" if self.compiled is None else "compiled"
+        return f"{way} step of {type(self.model).__name__}: {summary(self.graph_module, self.policies)}"
 
 
 def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Traced:
@@ -81,11 +83,11 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         step: called as step(*args, **kwargs), on fake tensors. Tensors it holds are constants of the graph: the same
             tensors, not copies. Numbers and flags it reads from elsewhere are frozen as they are in this call.
         model: the module that the step uses; its parameters and buffers become inputs of the graph.
-        args: tensors, numbers and strings, alone or in lists, tuples and dicts; modules.
+        args: tensors, numbers and strings, by themselves or in lists, tuples and dicts; modules.
         kwargs: the same, by name.
 
     Returns:
-        A `Traced`, to be called as the step is.
+        A `Traced`. Call it like the step.
 
     Raises:
         FastacError: the step stores gradients (`backward()`) or tensors in the model, computes with parameters that
@@ -98,7 +100,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         >>> traced = fastac.graph.trace(step, model, video, timestep, text)
     """
     releases.need_traces()
-    prepare()  # looks for attention libraries that were loaded since: must not happen within the trace
+    prepare()  # looks for attention libraries that were loaded since: inside the trace their imports would be traced
     state = _state_of(model)
     described = _describe(model, state, args, kwargs)
     _refuse_objects(args, kwargs)
@@ -111,26 +113,29 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
     def flat(*inputs: Any) -> list[Any]:
         fakes.update(zip(map(id, real), inputs, strict=True))
         # make_fx wraps a generator: only tensors are replaced.
-        given = [fakes[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        positional, named = torch_private.tree_unflatten(given, structure)
+        replaced = [fakes[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        positional, named = torch_private.tree_unflatten(replaced, structure)
         with _nothing_stored(model, [*real, *inputs]), _with_state(model, fakes):
-            # make_fx turns it off. With it a tensor is cast once, and its gradient summed before it is cast back.
+            # make_fx turns autocast's cache off (pytorch 84035). In eager mode a tensor is cast once, and its gradients
+            # are summed before they are cast back. Without the cache the graph would round differently.
             torch.set_autocast_cache_enabled(cached)
             outputs, tree = torch_private.tree_flatten(step(*positional, **named))
         returned.append(tree)
         return outputs
 
     mode, inputs = torch_private.fakes_of(real)
-    drawn = torch.get_rng_state(), random.getstate()
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
     with generators.generators_preserved():
         with tracing.expected(model), torch_private.tracing(mode, fakes):
             graph_module = make_fx(flat)(*inputs)
-        draws = not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
+        # Operators on fake tensors draw nothing: only a seed, or Python code, moves these states.
+        draws = not torch.equal(torch_state, torch.get_rng_state()) or python_state != random.getstate()
     if draws:
         raise FastacError(
             "trace: the step seeds a generator or draws random numbers in Python, which would be the same in every "
             "call of the graph. Do that outside the step, and pass the numbers as arguments."
         )
+    # The inputs are the model's state, and then the arguments: these get no mark.
     for node, name in zip(graph_module.graph.find_nodes(op="placeholder"), state, strict=False):
         mark(node, **{STATE: name})
     _refuse_constants(graph_module, real)
@@ -140,15 +145,13 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
 
 def summary(graph_module: GraphModule, policies: Mapping[int, Policy] | None) -> str:
     """One line for the log: 2 regions (attn_only), 4 attention calls, 0 run again, 308 nodes recomputed."""
-    copies = [node for node in graph_module.graph.nodes if RECOMPUTED in marks(node)]
-    again = sum(map(is_attention, copies))
-    calls = sum(map(is_attention, graph_module.graph.nodes)) - again
+    recomputed = [node for node in graph_module.graph.nodes if RECOMPUTED in marks(node)]
+    repeated = sum(map(is_attention, recomputed))
+    calls = f"{sum(map(is_attention, graph_module.graph.nodes)) - repeated} attention calls"
     if policies is None:
-        return f"{len(regions(graph_module))} regions, {calls} attention calls, no policy"
+        return f"{len(regions(graph_module))} regions, {calls}, no policy"
     names = ", ".join(dict.fromkeys(map(str, policies.values())))
-    return (
-        f"{len(policies)} regions ({names}), {calls} attention calls, {again} run again, {len(copies)} nodes recomputed"
-    )
+    return f"{len(policies)} regions ({names}), {calls}, {repeated} run again, {len(recomputed)} nodes recomputed"
 
 
 # Calls that differ from the traced one
@@ -160,13 +163,13 @@ def _refuse_objects(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if hasattr(leaf, "__dict__") and not callable(leaf) and not isinstance(leaf, (torch.Tensor, enum.Enum)):
             raise FastacError(
                 f"trace: {name} is a {type(leaf).__name__}, and tensors inside it would be the same in every call of "
-                f"the graph. Pass tensors, numbers and strings, alone or in lists, tuples and dicts; or register the "
-                f"class by torch.utils._pytree.register_dataclass."
+                f"the graph. Pass tensors, numbers and strings, also in lists, tuples and dicts; or register the class "
+                f"by torch.utils._pytree.register_dataclass."
             )
 
 
 def _state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A model's parameters and buffers by name; a tied one once."""
+    """A model's parameters and buffers by name. A tied parameter is listed once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -179,9 +182,9 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, An
 def _describe(
     model: torch.nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Description:
-    arguments = _arguments(args, kwargs)
-    values = {**state, **arguments}
-    first: dict[int, str] = {}  # a graph has one input for a tensor in two places
+    values = {**state, **_arguments(args, kwargs)}
+    # A graph has one input for a tensor in two places. So calls must have the same tensor in both places, too.
+    first: dict[int, str] = {}
     described: Description = {
         f"module {name or 'itself'}": "train mode" if module.training else "eval mode"
         for name, module in model.named_modules()
@@ -191,10 +194,10 @@ def _describe(
         if isinstance(value, torch.Tensor):
             same = first.setdefault(id(value), name)
             described[name] = tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, same
-    for device in {device.type for device in generators.devices_of(values.values())}:
-        if torch.amp.is_autocast_available(device):
-            enabled = torch.is_autocast_enabled(device)
-            described[f"autocast on {device}"] = torch.get_autocast_dtype(device) if enabled else "off"
+    for device_type in {device.type for device in generators.devices_of(values.values())}:
+        if torch.amp.is_autocast_available(device_type):
+            enabled = torch.is_autocast_enabled(device_type)
+            described[f"autocast on {device_type}"] = torch.get_autocast_dtype(device_type) if enabled else "off"
     return described
 
 
@@ -203,30 +206,31 @@ def _describe(
 
 @contextlib.contextmanager
 def _with_state(model: torch.nn.Module, fakes: Mapping[int, Any]) -> Iterator[None]:
-    """Give a model other parameters and buffers, by the id of those they replace. Raise if the step replaces one."""
+    """Give a model fake parameters and buffers. fakes: by the id of the tensor. Raise if the step replaces one."""
     holders: list[dict[str, Any]]
     holders = [holder for module in model.modules() for holder in (module._parameters, module._buffers)]
-    before = list(map(dict, holders))
+    originals = list(map(dict, holders))
     for holder in holders:
         holder.update({name: fakes[id(tensor)] for name, tensor in holder.items() if tensor is not None})
-    given = list(map(dict, holders))
+    faked = list(map(dict, holders))
     try:
         yield
-        for holder, mine in zip(holders, given, strict=True):
-            if replaced := [name for name, tensor in mine.items() if holder.get(name) is not tensor]:
+        for holder, fake_tensors in zip(holders, faked, strict=True):
+            if replaced := [name for name, tensor in fake_tensors.items() if holder.get(name) is not tensor]:
                 raise FastacError(
                     f"trace: the step replaces {replaced[0]!r} of the model by another tensor, which the graph would "
                     f"not do. Change it in place: self.{replaced[0]}.copy_(...)."
                 )
     finally:
-        for holder, mine in zip(holders, before, strict=True):
-            holder.update(mine)
+        for holder, tensors in zip(holders, originals, strict=True):
+            holder.update(tensors)
 
 
 @contextlib.contextmanager
 def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[None]:
-    """Put back what a trace stores: gradients in `.grad`, fake tensors in attributes of modules. Raise if it did."""
+    """Undo what a trace stores: gradients in `.grad`, fake tensors in attributes of modules. Raise if it stored any."""
     leaves = [value for value in values if isinstance(value, torch.Tensor) and value.is_leaf]
+    # A second backward() adds to `.grad` in place: the tensor is the same, and only its version shows it.
     gradients = [(leaf, leaf.grad, getattr(leaf.grad, "_version", None)) for leaf in leaves]
     # Containers are copied: a step may append to a list, fill a dict, or register a buffer.
     attributes = [(name, module, tree_map(lambda leaf: leaf, vars(module))) for name, module in model.named_modules()]
@@ -238,12 +242,12 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
         for leaf, gradient, version in gradients:
             changed = changed or leaf.grad is not gradient or getattr(gradient, "_version", None) != version
             leaf.grad = gradient
-        for name, module, before in attributes:
+        for name, module, originals in attributes:
             for key, value in list(vars(module).items()):
                 if any(map(is_fake, tree_leaves(value))):
                     stored.append(f"{name}.{key}".lstrip("."))
                     vars(module).pop(key)
-                    vars(module).update({key: before[key]} if key in before else {})
+                    vars(module).update({key: originals[key]} if key in originals else {})
     if changed:
         raise FastacError(_STORES_GRADIENTS)
     if stored:
@@ -256,19 +260,20 @@ def _nothing_stored(model: torch.nn.Module, values: Sequence[Any]) -> Iterator[N
 def _refuse_constants(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
     """Raise FastacError for a constant of the graph that is changed, or made anew, in each call of the step.
 
-    The gradients of a trained tensor would be missing, the `.grad` of an input is another tensor after zero_grad(), and
-    a generator that the step makes draws the same numbers in each step.
+    The graph would not return the gradients of a trained tensor; the `.grad` of an input is another tensor after
+    zero_grad(); and a generator that the step makes would draw the same numbers in each step.
     """
     gradients = [value.grad for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf]
-    given = any(isinstance(value, torch.Generator) for value in inputs)  # make_fx wraps it: identity says nothing
+    # make_fx wraps a generator, so it cannot be found among the arguments by identity: any argument counts.
+    has_generator = any(isinstance(value, torch.Generator) for value in inputs)
     for node in graph_module.graph.find_nodes(op="get_attr"):
         constant = getattr(graph_module, str(node.target), None)
         if constant is not None and any(constant is gradient for gradient in gradients):
             raise FastacError(_STORES_GRADIENTS)
-        if isinstance(constant, torch.Generator) and not given:
+        if isinstance(constant, torch.Generator) and not has_generator:
             raise FastacError(
-                "trace: the step draws from a generator that it makes or holds; the graph would hold the one of this "
-                "call. Pass the generator as an argument."
+                "trace: the step draws from a generator that it makes or holds; the graph would hold the generator of "
+                "this call. Pass the generator as an argument."
             )
         if isinstance(constant, torch.Tensor) and constant.requires_grad:
             raise FastacError(
@@ -279,7 +284,8 @@ def _refuse_constants(graph_module: GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _refuse_redrawn(graph_module: GraphModule) -> None:
-    """Raise FastacError when the backward draws random numbers: it is a recompute, which draws others."""
+    """Raise FastacError if the backward draws random numbers: it is a recompute, and draws others than the forward."""
+    # torch's checkpoint restores generators by calls that make_fx does not record (pytorch#179048 says so).
     for node in graph_module.graph.nodes:
         if is_backward(node) and draws(node) and "backward" not in str(node.target):
             raise FastacError(

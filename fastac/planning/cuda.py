@@ -25,7 +25,7 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 
 class FusedRmsNorm(torch.autograd.Function):
-    """Allocates and saves what aten's `_fused_rms_norm` does on CUDA (since pytorch pull request 153666)."""
+    """Allocates and saves what aten's `_fused_rms_norm` does on CUDA (since pytorch#153666)."""
 
     generate_vmap_rule = True  # rms_norm may be called inside vmap
 

@@ -119,9 +119,9 @@ class KnownValues:
         def value(argument: Any) -> Any:
             if not isinstance(argument, torch.Tensor):
                 return torch.device("cpu") if isinstance(argument, torch.device) else argument
-            if argument in self._values:
-                return self._values[argument]
-            return torch.empty(argument.shape, dtype=argument.dtype)  # an operation of LIKE: only its shape is read
+            values = self._values.get(argument)
+            # Without known values the operation is one of LIKE: it reads only the shape.
+            return torch.empty(argument.shape, dtype=argument.dtype) if values is None else values
 
         with torch_private.without_modes():
             return func(*tree_map(value, args), **tree_map(value, kwargs))
@@ -150,8 +150,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     dtype = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
     if str(func) != "aten._grouped_mm.default" or dtype is torch.bfloat16:
         return func(*args, **kwargs)
-    # Its kernels fall back to other dtypes since pytorch pull request 162059, but its fake kernel still refuses all but
-    # bf16 (torch 2.9 to 2.15; see issue 159547). Once the fake kernel takes fp16 and fp32, this function may go.
+    # Its kernels fall back to other dtypes since pytorch#162059, but its fake kernel still refuses all but bf16 (torch
+    # 2.9 to 2.15; see issue pytorch#159547). Once the fake kernel takes fp16 and fp32, this function may go.
     rounded = tree_map(lambda leaf: leaf.bfloat16() if getattr(leaf, "dtype", None) is dtype else leaf, args)
     return func(*rounded, **kwargs).to(dtype)
 

@@ -48,7 +48,7 @@ def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> tor
     like: an input. All weights are on its device, and packed ones without a dtype of their own have its dtype.
     """
     # `copy.deepcopy` returns what `memo` has for the id of an object: fake tensors stand there for all tensors, so that
-    # no data is copied. (torch refuses to copy a real tensor under a fake mode: pytorch issue 165547.)
+    # no data is copied. (torch refuses to copy a real tensor under a fake mode: pytorch#165547.)
     memo: dict[int, Any] = {}
     # id of a parameter -> the dtype that a hook casts it to before it is used.
     casts: dict[int, torch.dtype] = {}
@@ -76,33 +76,32 @@ def faked(model: torch.nn.Module, known: KnownValues, like: torch.Tensor) -> tor
 
 
 def fake(
-    tensor: torch.Tensor, known: KnownValues, device: torch.device, dtype: torch.dtype | None = None
+    real: torch.Tensor, known: KnownValues, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A tensor without data.
+    """A tensor without data, like a real one.
 
     device: of the result; "meta" becomes the CPU, which has a kernel for every operation. dtype: by default the same.
     """
-    if _is_of_torch(tensor) and tensor.device == device and dtype is None and not torch_private.has_no_data(tensor):
-        result: torch.Tensor = known.mode.from_tensor(tensor.detach())
+    if _is_of_torch(real) and real.device == device and dtype is None and not torch_private.has_no_data(real):
+        result: torch.Tensor = known.mode.from_tensor(real.detach())
     else:
         device = torch.device("cpu") if device.type == "meta" else device
         with known.mode:
-            result = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
-    if isinstance(tensor, torch.nn.Parameter):
-        result = torch.nn.Parameter(result, requires_grad=tensor.requires_grad)
-    setattr(result, _STORED, tensor.nbytes if _is_of_torch(tensor) else _stored(tensor, type(tensor), set()))
+            result = torch.empty_strided(real.shape, real.stride(), dtype=dtype or real.dtype, device=device)
+    if isinstance(real, torch.nn.Parameter):
+        result = torch.nn.Parameter(result, requires_grad=real.requires_grad)
+    setattr(result, _STORED, real.nbytes if _is_of_torch(real) else _stored(real, type(real), set()))
     return result
 
 
 def _hooks(module: torch.nn.Module) -> list[Any]:
     """The hooks of diffusers and accelerate on a module, and their registry; none if one changes the computation."""
-    registry, hook = (vars(module).get(name) for name in (_DIFFUSERS, _ACCELERATE))
-    hooks = list(registry.hooks.values()) if registry is not None else []
-    if not all(type(diffusers_hook).__module__ in _OF_WEIGHTS for diffusers_hook in hooks):
+    registry, accelerate_hook = (vars(module).get(name) for name in (_DIFFUSERS, _ACCELERATE))
+    hooks = [registry, *registry.hooks.values()] if registry is not None else []
+    if not all(type(hook).__module__ in _OF_WEIGHTS for hook in hooks[1:]):
         return []
     # accelerate's hook may be a SequentialHook, which has others.
-    hooks += [hook, *getattr(hook, "hooks", ())] if hook is not None else []
-    return hooks if registry is None else [registry, *hooks]
+    return hooks + ([accelerate_hook, *getattr(accelerate_hook, "hooks", ())] if accelerate_hook is not None else [])
 
 
 def runs_on(model: torch.nn.Module) -> set[str]:
@@ -126,8 +125,7 @@ def _is_packed(module: torch.nn.Module, tensors: list[torch.Tensor]) -> bool:
     """Whether a module is a Linear whose weight has fewer than 16 bits, or a library's own form. tensors: its own."""
     # By its attributes, not its class: libraries have Linear classes of their own, some with the weight in buffers.
     is_linear = hasattr(module, "in_features") and hasattr(module, "out_features") and not module._modules
-    weight = getattr(module, "weight", None)
-    has_plain_weight = any(tensor is weight and _is_plain(tensor) for tensor in tensors)
+    has_plain_weight = any(tensor is getattr(module, "weight", None) and _is_plain(tensor) for tensor in tensors)
     return is_linear and not has_plain_weight and not all(map(_is_plain, tensors))
 
 

@@ -205,8 +205,7 @@ class Forecast:
         """
         if self.peak(Policy("full", offload=offload)) > memory:
             return None
-        listed = self.full.candidates.values()
-        everything = sum(candidate.bytes for candidates in listed for candidate in candidates if candidate.name)
+        everything = sum(out.bytes for outputs in self.full.candidates.values() for out in outputs if out.name)
         unit = MIB if everything >= MIB else 1
 
         def fits(units: int) -> bool:

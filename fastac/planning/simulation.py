@@ -278,7 +278,7 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
     flops.register_formulas()
     names = {module: name for name, module in fake_model.model.named_modules()}
     names |= {block: name for name, block in fake_model.blocks.items()}
-    known = set(fake_model.blocks)
+    blocks_before = set(fake_model.blocks)
     inputs = [leaf for leaf in tree_leaves((fake_model.args, fake_model.kwargs)) if isinstance(leaf, torch.Tensor)]
     meter = Meter([*fake_model.model.parameters(), *fake_model.model.buffers(), *inputs], fake_model, split)
     calls: Counter[str] = Counter()
@@ -304,13 +304,13 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
             meter.begin(region)
             try:
                 # A function mode is not active inside backward(), so recompute would run without it. torch's checkpoint
-                # does not restore it up to 2.15: pull request 148023 would make this unnecessary.
+                # does not restore it up to 2.15: pull request pytorch#148023 would make this unnecessary.
                 with contextlib.nullcontext() if meter.forwards else on_device():
                     return block(*args, **kwargs)
             finally:
                 meter.region = outer
 
-        if name in checkpointed or (checkpointed and name not in known):
+        if name in checkpointed or (checkpointed and name not in blocks_before):
             # torch's checkpoint holds both until the block's backward is done: `run` dies with it.
             meter.add_owned(GENERATOR_STATE, run, region)
             meter.take_inputs(region, tree_leaves((args, kwargs)))
@@ -332,13 +332,9 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         del leaves  # a training step holds none of the other outputs
         if not outputs:
-            raise FastacError(
-                "plan: no output of the model requires grad. Train some of its weights, with grad enabled."
-            )
+            raise FastacError("plan: no output of the model requires grad. Train some weights, with grad enabled.")
         if not calls:
-            raise FastacError(
-                "plan: the model checkpoints by itself, or calls none of its blocks. Name them: blocks=..."
-            )
+            raise FastacError("plan: the model checkpoints by itself, or calls no block. Name them: blocks=...")
         meter.end_forward()
         losses = [output.float().square().mean() for output in outputs]
         torch.stack(losses).sum().backward()

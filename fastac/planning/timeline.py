@@ -167,8 +167,8 @@ class Timeline:
                 region, _ = storage.candidate
                 leaves_with[numbers.get(region, -1)] = policy[region].offloads_outputs
             # The engine leaves inputs of several regions, and small storages, where they are.
-            is_movable = len(storage.inputs_of) < 2 and storage.bytes >= offload.SMALLEST
-            if is_movable and leaves_with and all(leaves_with.values()):
+            stays = len(storage.inputs_of) > 1 or storage.bytes < offload.SMALLEST
+            if leaves_with and all(leaves_with.values()) and not stays:
                 sizes[max(leaves_with)] += storage.bytes
         copies, first = [], 0  # first: the first region that has not left
         moments = [self.begins[region] for region in order]

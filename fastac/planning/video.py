@@ -247,13 +247,13 @@ def most_steps(peak: Callable[[int], int | None], memory: int, start: int) -> in
             low = guess
         else:
             high = guess
-        known = {steps: size for steps, size in peaks.items() if size is not None}
-        end = FARTHEST * (max(known) + 1) if high is None else high
+        accepted = {steps: size for steps, size in peaks.items() if size is not None}
+        end = FARTHEST * (max(accepted) + 1) if high is None else high
         if end - low <= 1:
-            return low if low in known else -1
+            return low if low in accepted else -1
         guess = 2 * low + 1 if high is None else (low + end) // 2  # twice as long is `far`, which is simulated
         # There is no line if a guess was refused, or if the peak moves to another moment: every third guess halves.
-        if 1 < len(known) == len(peaks) and len(peaks) % 3:
-            a, b = sorted(known, key=lambda steps: abs(known[steps] - memory))[:2]
-            slope = max(1, (known[b] - known[a]) / (b - a))
-            guess = min(max(int(a + (memory - known[a]) / slope), low + 1), end - 1)
+        if 1 < len(accepted) == len(peaks) and len(peaks) % 3:
+            nearest, second = sorted(accepted, key=lambda steps: abs(accepted[steps] - memory))[:2]
+            slope = max(1, (accepted[second] - accepted[nearest]) / (second - nearest))
+            guess = min(max(int(nearest + (memory - accepted[nearest]) / slope), low + 1), end - 1)

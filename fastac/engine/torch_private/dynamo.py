@@ -134,17 +134,16 @@ class _Compilations:
     """
 
     def __init__(self) -> None:
-        # Number of compilations and resets.
-        self.count = 0
+        self.count = 0  # compilations and resets
         self.resets = 0
         self.here = threading.local()
 
     def look(self) -> int:
         """The count. Begins to count, if it does not yet. Cheap: called in every region."""
-        # torch has these callbacks for tools that look for stuck compilations (pytorch#120764). A reset drops them, and
-        # tells nobody (pytorch#194770 asks for that): if `_begin` is missing, there was a reset.
         if "torch._dynamo.callback" not in sys.modules:
             return 0
+        # `on_compile_start` (pytorch#120764) appends to this list, too. But only the list shows whether a reset has
+        # emptied it. Once there is a callback for resets (asked for in pytorch#194770), both can be registered once.
         callbacks: list[Any] = torch._dynamo.callback.callback_handler.start_callbacks
         if self._begin not in callbacks:
             callbacks.append(self._begin)
@@ -167,23 +166,24 @@ compilations = _Compilations()
 class CompiledCalls:
     """Counts, in the thread that opens it, how often compiled code runs or is compiled.
 
-    The autograd graph does not show it if no input requires grad.
+    The autograd graph does not show compiled code if no input requires grad.
     """
 
-    # dynamo calls one hook of the process after each look-up of compiled code. torch made it for guard collectives
-    # (pytorch#156562). Hence the list of counters that are open, and the care for a hook of somebody else.
     _open: ClassVar[list[CompiledCalls]] = []
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _before: ClassVar[Any] = None
+    # The hook that was set before the first of these was opened: somebody else's.
+    _previous: ClassVar[Any] = None
 
     def __enter__(self) -> CompiledCalls:
         self._thread = threading.get_ident()
         self._found_code = 0
         with self._lock:
             if not self._open:
-                before: Any = _eval_frame.set_guard_complete_hook(self._found)
-                # The earlier hook may be ours: somebody set another one while ours was set, and put ours back later.
-                CompiledCalls._before = None if before is self._found else before
+                # torch has one such hook, for guard collectives (pytorch#156562), and no public way to see a cache hit.
+                # It is on only while a region is observed: it costs a call of Python for every compiled call.
+                previous: Any = _eval_frame.set_guard_complete_hook(self._found)
+                # Our own hook may still be set: somebody set theirs while ours was, and restored ours after we closed.
+                CompiledCalls._previous = None if previous is self._found else previous
             self._open.append(self)
         compilations.look()
         self._begun_before = compilations.in_this_thread()
@@ -194,16 +194,15 @@ class CompiledCalls:
         with self._lock:
             self._open.remove(self)
             if not self._open:
-                _eval_frame.set_guard_complete_hook(CompiledCalls._before)
+                _eval_frame.set_guard_complete_hook(CompiledCalls._previous)
 
-    # A static method, because that object lives for ever: dynamo does not hold the hook while it calls it, and another
-    # thread may take it away meanwhile.
+    # Not a bound method: dynamo holds no reference to the hook while it calls it, and another thread may close us then.
     @staticmethod
     def _found(cache_hit: bool) -> bool:
-        """Called when dynamo has looked for compiled code. Returns whether it was found."""
+        """Called when dynamo has looked for compiled code. Returns whether there is some."""
         if cache_hit:
             thread = threading.get_ident()
-            for calls in list(CompiledCalls._open):
-                calls._found_code += calls._thread == thread
-        before = CompiledCalls._before
-        return cache_hit if before is None else before(cache_hit)
+            for counter in list(CompiledCalls._open):
+                counter._found_code += counter._thread == thread
+        previous = CompiledCalls._previous
+        return cache_hit if previous is None else previous(cache_hit)
