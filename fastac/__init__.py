@@ -78,7 +78,7 @@ def _load() -> None:
     from fastac.engine import flops, torch_private
 
     flops.register_formulas()
-    torch_private.run_eagerly([one for name, one in sys.modules.copy().items() if name.startswith("fastac.")])
+    torch_private.run_eagerly([module for name, module in sys.modules.copy().items() if name.startswith("fastac.")])
 
 
 def __getattr__(name: str) -> Any:
