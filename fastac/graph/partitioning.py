@@ -83,8 +83,8 @@ def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any
     torch wraps each op that is recomputed and may draw random numbers, to restore its generator. It cannot trace a
     wrapped op again. Attention that draws none in this call is not wrapped.
     """
-    # torch goes by a tag that all its attention has, with dropout or without (pytorch issue 187985). 2.15 looks at
-    # dropout_p. Once that is the oldest release, only attention of other libraries needs `_unseeded`.
+    # torch goes by a tag that all its attention has, with dropout or without (pytorch issue 187985). 2.15 looks at the
+    # argument dropout_p. Once that is the oldest release, only kernels with another argument need `_unseeded`.
     for node in joint.graph.nodes:
         if node.meta.get(TAG) is CheckpointPolicy.MUST_RECOMPUTE and is_drawing(node) and not draws(node):
             node.target = _unseeded(node.target)
