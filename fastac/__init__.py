@@ -81,6 +81,10 @@ def _load() -> None:
     torch_private.run_eagerly([module for name, module in sys.modules.copy().items() if name.startswith("fastac.")])
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fastac' has no attribute {name!r}")

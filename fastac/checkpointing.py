@@ -194,7 +194,7 @@ def _is_captured() -> bool:
 
 
 class _RegionCall:
-    """One call of a function that is checkpointed in eager code with gradients on."""
+    """Decides how the forward of one region runs, observed or expected, and judges its calls."""
 
     __slots__ = ("args", "block", "function", "kind", "kwargs", "observed_state", "policy", "state")
 

@@ -118,7 +118,8 @@ class Enabled:
         elif replaced or (self.host.is_on and not graphs.hold_regions(nodes_between(outputs, (args, kwargs)))):
             cause, way_out = self.host.why_no_region()
             if replaced:
-                cause, way_out = "its gradient checkpointing function was replaced", "Call fastac.enable after that."
+                cause = "model.enable_gradient_checkpointing() or a trainer replaced fastac's function since"
+                way_out = "Leave that call out, or call fastac.enable again after it."
             raise PolicyNotAppliedError(
                 f"{self.policy}: {class_name(model)} ran with gradients on, and called fastac for none of its "
                 f"{len(self.blocks)} blocks ({next(iter(self.blocks))!r}, ...): {cause}.\n{way_out}"

@@ -15,7 +15,7 @@ from torch.fx import traceback
 
 from fastac.engine.torch_private import COMPILED_NODE, function_of, proxy_mode
 
-# There are higher-order ops only by these names: no function that torch documents is what stands in a graph.
+# What stands in a graph. torch documents only the functions that put it there.
 FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 NESTED_REGION = torch.ops.higher_order.invoke_subgraph
 """What torch.compiler.nested_compile_region becomes in a graph."""
@@ -57,8 +57,8 @@ def module_stack() -> list[tuple[str, Any]]:
     return list(traceback.current_meta.get("nn_module_stack", {}).values())
 
 
-# What torch.compile(backend="inductor") makes of its options. As a subclass of it, torch treats ours like its own:
-# it applies mode and options, and a reset of dynamo resets inductor.
+# What torch.compile(backend="inductor") makes of its options. Ours is a subclass, so torch treats it like its own: it
+# applies mode and options, and a reset of dynamo resets inductor.
 _Inductor: Any = getattr(torch, "_TorchCompileInductorWrapper", object)
 
 

@@ -132,7 +132,6 @@ def _saved_calls(graph_module: GraphModule, policies: Policies) -> list[Node]:
         if bound is not None and bound.is_attention and number is not None:
             keys = bound.keys(*call(graph_module, node))
             # A torch.utils.checkpoint around a region gives its recompute a number of its own, without a policy.
-            possible = [policies[number]] if number in policies else policies.values()
-            if any(policy.saves(keys) for policy in possible):
+            if any(policy.saves(keys) for policy in ([policies[number]] if number in policies else policies.values())):
                 saved.append(node)
     return saved

@@ -55,7 +55,7 @@ def is_backward(node: Node) -> bool:
 
 def regions(graph_module: GraphModule) -> dict[int, list[Node]]:
     """Region -> its nodes in the forward, in order."""
-    # Backward nodes are left out: AOT and make_fx copy the annotations of the forward onto them (pytorch 164174).
+    # Backward nodes are left out: AOT copies the annotations of the forward onto them (pytorch 164174).
     nodes_of: dict[int, list[Node]] = {}
     for node in graph_module.graph.nodes:
         number = marks(op_of(node)).get(REGION)
@@ -97,7 +97,7 @@ def memory_of_value(node: Node) -> object:
 
 def draws(node: Node) -> bool:
     """Whether a node draws random numbers. torch's tag says so of all attention; here its row decides."""
-    # pytorch issue 187985. Since 2.15 torch's partitioners look at dropout_p themselves, but only for its own kernels.
+    # pytorch issue 187985. Since 2.15 torch's partitioners look at the argument themselves if it is called dropout_p.
     bound = classify(node.target)
     if bound is not None and bound.is_attention:
         return bound.draws(map_arg(node.args, value_of), map_arg(node.kwargs, value_of))

@@ -83,8 +83,8 @@ def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any
     torch wraps each op that is recomputed and may draw random numbers, to restore its generator. It cannot trace a
     wrapped op again. Attention that draws none in this call is not wrapped.
     """
-    # torch goes by a tag that all its attention has, with dropout or without (pytorch#187985). 2.15 looks at
-    # dropout_p. Once that is the oldest release, only attention of other libraries needs `_unseeded`.
+    # torch goes by a tag that all its attention has, with dropout or without (pytorch#187985). 2.15 looks at the
+    # argument dropout_p. Once that is the oldest release, only kernels with another argument need `_unseeded`.
     for node in joint.graph.nodes:
         if node.meta.get(TAG) is CheckpointPolicy.MUST_RECOMPUTE and is_drawing(node) and not draws(node):
             node.target = _unseeded(node.target)
@@ -95,7 +95,7 @@ def partition(joint: GraphModule, joint_inputs: Sequence[object], **options: Any
             node.target = getattr(node.target, "fastac_op", node.target)
         drop_dead_collectives(module)
     # Silently wrong gradients without this check: pytorch#190717 and pytorch#190758, with a memory budget below 1. If
-    # pull request pytorch#190759 lands, torch saves what it draws.
+    # pytorch#190759 lands, torch saves what it draws.
     drawn = {node.name for node in forward.graph.nodes if draws(node)}
     if twice := [node.name for node in backward.graph.nodes if node.name in drawn and draws(node)]:
         raise FastacError(

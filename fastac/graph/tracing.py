@@ -100,7 +100,7 @@ def trace(step: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs
         >>> traced = fastac.graph.trace(step, model, video, timestep, text)
     """
     releases.need_traces()
-    prepare()  # looks for attention libraries that were loaded since: inside the trace their imports would be traced
+    prepare()  # looks for attention libraries that were loaded since: it must not do that within the trace
     state = _state_of(model)
     described = _describe(model, state, args, kwargs)
     _refuse_objects(args, kwargs)

@@ -304,7 +304,7 @@ def simulate(fake_model: FakeModel, checkpointed: Collection[str], split: Split)
             meter.begin(region)
             try:
                 # A function mode is not active inside backward(), so recompute would run without it. torch's checkpoint
-                # does not restore it up to 2.15: pull request pytorch#148023 would make this unnecessary.
+                # restores only torch.device (up to 2.15). pytorch pytorch#148023 would make this unnecessary.
                 with contextlib.nullcontext() if meter.forwards else on_device():
                     return block(*args, **kwargs)
             finally:
