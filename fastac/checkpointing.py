@@ -214,7 +214,7 @@ class _RegionCall:
         function, policy, state = self.function, self.policy, self.state
         # In the recompute of another region. It does not begin a step, and its own backward comes at once.
         is_nested = torch_private.in_backward()
-        is_sampled = not is_nested and state.begin_region() and not _is_captured()
+        compares_values = not is_nested and state.begin_region() and not _is_captured()
         tape = observation = stash = None
         if is_nested and policy.saves_nothing:  # under other policies the tape raises
             diagnosis.warn_of_reentrant(function, policy)
@@ -223,7 +223,7 @@ class _RegionCall:
         if not policy.saves_nothing:
             self.kind = self._kind()
             is_observed = self.kind.first is None or self.observed_state.is_watched(self.kind)
-            is_sampled = is_sampled or (is_observed and not is_nested)
+            compares_values = compares_values or (is_observed and not is_nested)
             tape = Tape(policy, preserve_rng_state, [] if is_observed else None, hooks)
             if is_observed:
                 earlier = kinds.compiled_result(function, self.kind.key)
@@ -240,10 +240,10 @@ class _RegionCall:
             tape,
             preserve_rng_state=preserve_rng_state,
             early_stop=early_stop,
-            compares=determinism_check == "default",
-            is_sampled=is_sampled,
+            compares_metadata=determinism_check == "default",
+            compares_values=compares_values,
             stash=stash,
-            buffers=buffers.begin(modules, is_sampled),
+            buffers=buffers.begin(modules, compares_values),
             mode=PassThrough if mode is None and torch_private.in_dispatch_mode() else mode,
         )
         if tape is None:

@@ -79,7 +79,7 @@ class BlockState:
     recomputed: bool = False
     """A region was recomputed since the latest step began: the next region begins another step."""
     draws: bool = False
-    """It draws from Python's generator or numpy's, as a sampled step has shown."""
+    """It draws from Python's generator or numpy's, as a step that compares values has shown."""
     writes: bool | None = None
     """It writes its own weights. None until a recompute has shown whether it does."""
     saves_early: bool = False

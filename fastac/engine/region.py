@@ -79,8 +79,8 @@ class Region:
         block_state: what is known of the block.
         tape: of the forward; None under a policy that saves nothing.
         preserve_rng_state: recompute draws the random numbers that the forward drew.
-        compares: metadata of all tensors that recompute saves are compared with the forward's.
-        is_sampled: their values are compared, too.
+        compares_metadata: metadata of all tensors that recompute saves are compared with the forward's.
+        compares_values: their values are compared, too.
         early_stop: recompute ends with the last tensor that backward needs.
         stash: of a region that offloads.
         buffers: of a block that has some.
@@ -95,8 +95,8 @@ class Region:
     tape: Tape | None
     _: dataclasses.KW_ONLY
     preserve_rng_state: bool = True
-    compares: bool = True
-    is_sampled: bool = False
+    compares_metadata: bool = True
+    compares_values: bool = False
     early_stop: bool = True
     stash: Stash | None = None
     buffers: Buffers | None = None
@@ -104,20 +104,20 @@ class Region:
 
     def __post_init__(self) -> None:
         self.early_stop = torch_private.early_stop(self.early_stop)
-        self.has_fingerprints = self.is_sampled and self.compares and self.preserve_rng_state
+        self.has_fingerprints = self.compares_values and self.compares_metadata and self.preserve_rng_state
         # Whether the forward has ended. A gradient taken inside the forward recomputes it before that.
         self.complete = False
         self.slots: list[weakref.ref[Slot]] = []
         # Of the tensors that the forward saved, if values are compared.
         self.fingerprints: list[Fingerprint | None] = []
-        self.settling = Settling() if self.is_sampled else None
+        self.settling = Settling() if self.compares_values else None
         # By backward: the tensors that it has not unpacked yet.
         self.recomputed: dict[Any, Recomputed] = {}
         # What follows is the state in which the forward begins, and recompute again.
         self.generators = current_states((*self.args, *self.kwargs.values())) if self.preserve_rng_state else []
-        # The states of Python's and numpy's generators take long to read. They are read in sampled steps, and in every
-        # step of a block that drew from them in a sampled one.
-        reads = self.preserve_rng_state and (self.is_sampled or self.block_state.draws)
+        # The states of Python's and numpy's generators take long to read. They are read in steps that compare values,
+        # and in every step of a block that drew from them in one of these.
+        reads = self.preserve_rng_state and (self.compares_values or self.block_state.draws)
         self.drawn = python_states() if reads else b""
         self.versions = _versions(self.args, self.kwargs)
         self.args = torch_private.save(self.args)
@@ -135,7 +135,7 @@ class Region:
     def forward(self, args: Iterable[Any], observer: AbstractContextManager[Any] | None = None) -> Any:
         """Call the function. For backward, autograd saves slots only. observer: is open while the function runs."""
         draws = None
-        if self.is_sampled and self.compares and not self.preserve_rng_state:
+        if self.compares_values and self.compares_metadata and not self.preserve_rng_state:
             draws = Draws((*args, *self.kwargs.values()))
         with saved_tensors_hooks(self._checkpoint_hook, self._unpack):
             if self.tape is None:
@@ -245,7 +245,7 @@ class Region:
                 kwargs = unpack_keywords(kwargs)
             args = torch_private.unpack(self.args)
             if (
-                self.compares
+                self.compares_metadata
                 and self.complete
                 and any(_was_written(tensor, version) for tensor, version in self.versions)
             ):
@@ -347,7 +347,7 @@ class _Recompute:
         self.last = region.slots[-1] if region.early_stop and not region.block_state.saves_early else None
         # Number of tensors that the forward did not save.
         self.surplus = 0
-        self.compares, self.has_fingerprints = region.compares, region.has_fingerprints
+        self.compares_metadata, self.has_fingerprints = region.compares_metadata, region.has_fingerprints
         fingerprints = region.fingerprints if self.has_fingerprints else ()
         ends, region_of = Region._run_again.__code__, weakref.ref(region)
 
@@ -373,7 +373,7 @@ class _Recompute:
         if slot is not None:
             now = torch_private.metadata(tensor)
             self.tensors[slot] = detached, now[-1]
-            if self.compares and slot.metadata != now:
+            if self.compares_metadata and slot.metadata != now:
                 self.comparison.add_metadata(slot.metadata, tensor)
         if self.has_fingerprints:
             self.comparison.add_values(tensor if slot is not None else None)

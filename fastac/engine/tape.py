@@ -299,7 +299,7 @@ class Tape(Scope):
         self.decomposed: list[int] = []
         # The collectives of the region; None without any.
         self.communication: Communication | None = None
-        # Sees whether the region draws random numbers, in sampled steps of a region that does not restore generators.
+        # Sees whether the region draws random numbers: in steps that compare values, if generators are not restored.
         self.draws: Draws | None = None
         # Outputs of collectives that are not complete yet and that autograd does not guard: key of the storage ->
         # entry, and position in its outputs.
