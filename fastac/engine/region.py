@@ -149,7 +149,7 @@ class Region:
             raise FastacError(
                 f"{describe(self.function)}: draws random numbers (dropout?) under preserve_rng_state=False: recompute "
                 f"would draw others, and gradients would be wrong.\nLeave preserve_rng_state at True, or switch "
-                f'dropout off; determinism_check="none" switches off this check alone.'
+                f'dropout off; determinism_check="none" switches off only this check.'
             )
         self._note_state()
         return outputs
@@ -312,7 +312,7 @@ class Region:
                 f"{describe(self.function)}: a tensor given by keyword, or inside a tuple, list or dict, was "
                 f"written in place between forward and backward.\nRecompute would read what it holds now, and "
                 f"gradients would be wrong. Write into a copy, or after backward; "
-                f'determinism_check="none" switches off this check alone.'
+                f'determinism_check="none" switches off only this check.'
             )
 
     def _as_in_forward(self) -> AbstractContextManager[Any]:
