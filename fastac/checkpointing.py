@@ -322,7 +322,7 @@ class _RegionCall:
             problems = [diagnosis.small_ops(describe(self.function), keys) for keys in tape.decomposed]
             raise diagnosis.not_applied(self.function, self.policy, problems, len(tape.attention_calls))
         if not tape.made_the_calls_of(first):
-            result = tape.result(first.compiled, first.writing)
+            result = tape.result(first.compiled, first.writing, first.unknown)
             if result.count < first.count and first.compiled:
                 # Compiled code can only be observed by running it again, and ranks may communicate in it.
                 diagnosis.warn_of_fewer(self.function)

@@ -90,6 +90,8 @@ class Enabled:
             # Found by their owner: torch's handle of a hook would not be valid in a copied or unpickled model.
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
                 del hooks[key]
+                self.model._forward_hooks_with_kwargs.pop(key, None)
+                self.model._forward_hooks_always_called.pop(key, None)
         linear.detach(self.model)
         vars(self.model).pop(_ENABLED, None)
 

@@ -113,8 +113,7 @@ class Observation:
         # Of compiled code the observer sees a part: only an eager run shows all of its FLOPs.
         whole = eager.observer if eager is not None else None if is_compiled else self.observer
         writing = sum(seen.writing for seen in (self.observer if whole is None else whole,) if seen is not None)
-        result = tape.result(is_compiled, writing)
-        result = dataclasses.replace(result, unknown=tuple(unknown))
+        result = tape.result(is_compiled, writing, tuple(unknown))
         if whole is None:
             return result
         return dataclasses.replace(result, flops=whole.flops, saved_flops=whole.saved_flops)

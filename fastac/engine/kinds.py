@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +18,8 @@ logger = logging.getLogger("fastac")
 
 SIGNATURES = 4
 """So many input signatures that differ only in shapes are observed, if their regions make the same calls; twice as many
-if not. After that, regions of any other shapes are one kind."""
+if not. After that, regions of any other shapes are one kind: of smaller shapes only, if the policy saved nothing in
+those that were observed, because their attention was too short."""
 
 
 def state_of_function(function: Any) -> BlockState:
@@ -43,14 +47,38 @@ def _kind_of_any_shape(known: dict[object, Kind], key: tuple[object, ...]) -> Ki
     """
     without_shapes = _without_shapes(key)
     kind = known.get(without_shapes)
-    if kind is None:
-        alike = [kind for kind in known.values() if kind.is_judged and _without_shapes(kind.key) == without_shapes]
-        results = [kind.first for kind in alike if kind.first is not None]
-        enough = SIGNATURES if len({result.ops for result in results}) == 1 else 2 * SIGNATURES
-        if len(results) >= enough:
-            # Its own key has no shapes, so it is never one of those that are alike.
-            kind = known[without_shapes] = Kind(without_shapes, min(results, key=lambda result: len(result.ops)))
-    return kind
+    if kind is None or not _covers(kind, key):
+        # A copy of the values: other threads may add kinds. A key without shapes is never one of those that are alike.
+        alike = [kind for kind in list(known.values()) if kind.first and _without_shapes(kind.key) == without_shapes]
+        judged = [kind for kind in alike if kind.is_judged]
+        kind = _common(without_shapes, judged, math.inf)
+        if kind is None:
+            # Attention in them was too short to be saved. A smaller input cannot make it longer.
+            kind = _common(without_shapes, alike, max((_elements(kind.key) for kind in alike), default=0))
+        if kind is not None:
+            known[without_shapes] = kind
+    return kind if kind is not None and _covers(kind, key) else None
+
+
+def _common(key: tuple[object, ...], alike: Sequence[Kind], elements: float) -> Kind | None:
+    """A kind for what these kinds have in common; None if these are too few. elements: the most of inputs it covers."""
+    results = [kind.first for kind in alike if kind.first is not None]
+    if len(results) < SIGNATURES * (1 if len({result.ops for result in results}) == 1 else 2):
+        return None
+    fewest = min(results, key=lambda result: result.count)
+    unknown = dict.fromkeys(name for result in results for name in result.unknown)
+    return Kind(key, dataclasses.replace(fewest, unknown=tuple(unknown)), elements)
+
+
+def _covers(kind: Kind, key: object) -> bool:
+    return kind.elements == math.inf or _elements(key) <= kind.elements
+
+
+def _elements(value: Any) -> float:
+    """Number of elements of all tensors in a signature; infinite for a nested tensor, whose lengths are not known."""
+    if isinstance(value, torch.Size):
+        return math.prod(value) if all(type(length) is int for length in value) else math.inf
+    return sum(map(_elements, value)) if type(value) is tuple else 0
 
 
 def _without_shapes(value: Any) -> Any:
@@ -63,7 +91,8 @@ def _without_shapes(value: Any) -> Any:
 def compiled_result(function: Any, key: tuple[Any, ...]) -> RegionResult | None:
     """Result of compiled code under the same policy and with the same classes, whatever its inputs; None without."""
     policy, _, _, *classes = key
-    for (other, _, _, *others), kind in [(kind.key, kind) for kind in _kinds_of(function).values()]:
+    for kind in list(_kinds_of(function).values()):
+        other, _, _, *others = kind.key
         if kind.first is not None and kind.first.compiled and kind.is_judged and (other, others) == (policy, classes):
             return kind.first
     return None
@@ -71,7 +100,8 @@ def compiled_result(function: Any, key: tuple[Any, ...]) -> RegionResult | None:
 
 def ops_called() -> set[str]:
     """Qualified names of the attention ops that regions called so far."""
-    results = [kind.first for known in process.kinds.values() for kind in known.values() if kind.first is not None]
+    kinds = [kind for known in list(process.kinds.values()) for kind in list(known.values())]
+    results = [kind.first for kind in kinds if kind.first is not None]
     return {op.qualified_name for result in results for op, _ in result.attention_calls}
 
 

@@ -432,8 +432,8 @@ class Tape(Scope):
             product.name for product in result.products
         ]
 
-    def result(self, compiled: bool = False, writing: int = 0) -> RegionResult:
-        """The calls of the region in numbers, without tensors."""
+    def result(self, compiled: bool = False, writing: int = 0, unknown: tuple[str, ...] = ()) -> RegionResult:
+        """The calls of the region in numbers, without tensors. The arguments are fields of the result."""
         attention = [entry for entry in self.entries if entry.op.is_attention and entry.ran]
         return RegionResult(
             attention_calls=tuple(self.attention_calls),
@@ -445,6 +445,7 @@ class Tape(Scope):
             choice_bytes=sum(entry.saved_bytes for entry in self.entries if entry.op.kind == "choice"),
             compiled=compiled,
             writing=writing,
+            unknown=unknown,
         )
 
 

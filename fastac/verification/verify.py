@@ -420,15 +420,17 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
             yield
     finally:
         process.kinds, process.kinds_are_of_one_block = results, False
-        hook.disable(model)
-        for switch in switches:
-            switch.restore()
-        if enabled is not None:
-            enabled.attach()
-        for state, earlier in before:
-            vars(state).update(vars(earlier))
-        for module, known in states:
-            if known is None:
-                forget_state(module)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        try:
+            hook.disable(model)  # raises if somebody wrapped a forward meanwhile
+            for switch in switches:
+                switch.restore()
+            if enabled is not None:
+                enabled.attach()
+        finally:
+            for state, earlier in before:
+                vars(state).update(vars(earlier))
+            for module, known in states:
+                if known is None:
+                    forget_state(module)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient

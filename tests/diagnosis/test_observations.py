@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ import torch.nn.functional as F
 import fastac
 from fastac import PolicyNotAppliedError
 from fastac.diagnosis.observation import Observation
+from fastac.engine import kinds
 from fastac.engine.kinds import SIGNATURES
 from fastac.engine.process import process
+from fastac.engine.results import Kind
 from tests.diagnosis.hidden import PastTheDispatcher
+from tests.support import stack, stack_inputs, train_step
 
 STEPS = 30
 
@@ -108,11 +112,53 @@ def test_attention_hidden_in_a_length_that_is_not_observed(way: str) -> None:
 
 
 def test_a_policy_of_long_attention_waits_for_long_ones(observed: list[Observation]) -> None:
-    """What is too short to be saved says nothing of what is long enough."""
-    block, policy = Block(), fastac.Policy("long_attn_only", min_kv=20)
-    for length in (*range(8, 8 + SIGNATURES), 24):
+    """What is too short to be saved says nothing of what is long enough. Shorter inputs are known by then."""
+    block, policy = Block(), fastac.Policy("long_attn_only", min_kv=40)
+    for length in (*range(12, 12 + SIGNATURES), *range(2, 12), 24, 44, 45):
         fastac.checkpoint(block, torch.randn(1, length, 16, requires_grad=True), policy=policy).sum().backward()
-    assert len(observed) == SIGNATURES + 1
+    assert len(observed) == SIGNATURES + 3
+
+
+class Neutral(torch.autograd.Function):
+    """Runs again, and nothing says what it is."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_the_report_names_what_runs_again_at_every_length() -> None:
+    """Also at lengths that were not observed."""
+    model = stack(layers=1)
+    model.blocks[0].norms[0] = torch.nn.Sequential(model.blocks[0].norms[0], Applying())
+    fastac.enable(model, blocks="blocks")
+    inputs = stack_inputs()
+    for length in range(2, SIGNATURES + 5):
+        train_step(model, {**inputs, "video": inputs["video"][:, :length]})
+        assert any("Neutral" in name for name in fastac.report(model).rows[0].unknown), length
+
+
+class Applying(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return Neutral.apply(hidden)  # type: ignore[no-any-return]
+
+
+def test_another_thread_adds_kinds_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that train blocks of one class share their kinds."""
+    block, without_shapes = Block(), kinds._without_shapes
+
+    def meanwhile(value: Any) -> Any:
+        for known in process.kinds.values():
+            known[object()] = Kind((fastac.Policy("attn_only"), None, None))
+        return without_shapes(value)
+
+    monkeypatch.setattr(kinds, "_without_shapes", meanwhile)
+    train(block, itertools.repeat(2, 3), itertools.count(8))
+    kinds.ops_called()
 
 
 def test_gradients_are_exact_whatever_is_observed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import uuid
 import warnings
@@ -23,7 +24,7 @@ from tests import support
 from tests.hook.hosts import Diffuser, diffuser
 from tests.marks import NEEDS_COMPILED_MODELS
 from tests.model_state import state_of
-from tests.support import CPU_ATTENTION, AttentionBlock, stack_inputs, train_step
+from tests.support import CPU_ATTENTION, AttentionBlock, stack, stack_inputs, train_step
 
 WAN = "WanTransformer3DModel"
 
@@ -313,3 +314,22 @@ def test_a_model_whose_part_is_enabled(call: Any) -> None:
     fastac.enable(model["part"], "full", blocks="blocks")
     with pytest.raises(FastacError, match=r"\(model\.part, \.\.\.\)"):
         call(model)
+
+
+def test_gradients_are_put_back_if_a_forward_was_wrapped_meanwhile() -> None:
+    """`disable`, which ends verify, raises for it."""
+    model, inputs = stack(), stack_inputs()
+    fastac.enable(model, blocks="blocks")
+    support.loss_of(model(**inputs)).backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    block = model.blocks[0]
+    forwards = itertools.count()
+
+    def wrap(*_: Any) -> None:
+        if next(forwards) == 2:
+            block.forward = functools.wraps(block.forward)(functools.partial(block.forward))
+
+    model.register_forward_pre_hook(wrap)
+    with pytest.raises(FastacError, match="wrapped since"):
+        fastac.verify(model, **inputs)
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))
