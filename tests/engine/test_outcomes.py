@@ -238,8 +238,8 @@ class KeepsWhatItMade(AttentionBlock):
     """As routers of experts do, for a loss."""
 
     def forward(self, video: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        self.stored = super().forward(video, text).tanh()
-        return self.stored.exp().sin()
+        self.kept = super().forward(video, text).tanh()
+        return self.kept.exp().sin()
 
 
 @POLICIES

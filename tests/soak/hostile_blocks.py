@@ -226,7 +226,7 @@ class Run:
     def grad(self, value: Any, **options: bool) -> list[torch.Tensor]:
         wanted = [one for one in self.trained().values() if one.requires_grad]
         found = torch.autograd.grad(self.loss(value), wanted, allow_unused=True, **options) if wanted else ()
-        return self.take([one for one in found if one is not None])
+        return self.keep([one for one in found if one is not None])
 
     def optimize(self) -> None:
         torch.optim.SGD(self.trained().values(), lr=0.01).step()

@@ -180,7 +180,7 @@ BLOCK: Table = {
             "  # init: self.register_buffer('last$n', torch.ones(W))",
             "self.last$n.copy_($p[0, 0])  # init: self.register_buffer('last$n', torch.ones(W))",
             "self.calls$n += 1; $o = $p * self.calls$n  # init: self.calls$n = 0",
-            "$o = $p + self.stored$n; self.stored$n = $p.detach().mean()  # init: self.stored$n = 0",
+            "$o = $p + self.kept$n; self.kept$n = $p.detach().mean()  # init: self.kept$n = 0",
             "$o = $p + torch.rand($p.shape, generator=self.generator$n, dtype=$p.dtype)"
             "  # init: self.generator$n = torch.Generator().manual_seed(1)",
             "$o = self.batch$n($p.transpose(1, 2)).transpose(1, 2)  # init: self.batch$n = nn.BatchNorm1d(W)",
