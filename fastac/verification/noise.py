@@ -58,6 +58,7 @@ class Runs:
         measured = distances(self.reference, tensors)
         nearest = self.nearest.setdefault(what, dict(measured))
         for name, distance in measured.items():
+            # The nearest run decides: a change that the policy makes is there in all of its runs, and noise is not.
             nearest[name] = min(nearest[name], distance)
             if distance:
                 self.different[name] = max(self.different.get(name, 0.0), distance)
@@ -70,6 +71,7 @@ class Runs:
 
     def broken(self, what: str | None = None) -> list[str]:
         """Names of results that are wrong in all runs of `what`; by default, of anything that was run."""
+        # Only a first step is observed. A fault of first steps and a fault of later ones are both errors.
         judged = self.nearest.values() if what is None else [self.nearest[what]]
         return [name for name in self.reference if any(self._is_wrong(name, nearest[name]) for nearest in judged)]
 
@@ -81,6 +83,7 @@ class Runs:
     def may_change(self) -> bool:
         """Whether more runs may clear what is broken."""
         measured = [self.noise, *self.nearest.values()]
+        # A result that is missing or NaN at times is not rounding noise: more runs must not clear it.
         is_finite = not any(math.inf in of_results.values() for of_results in measured)
         return is_finite and self.count < (MOST if self.is_noisy else MOST_EQUAL)
 
@@ -92,6 +95,7 @@ class Runs:
         self.factor = 2 * FACTOR
         for name, tensor in self.reference.items():
             dtype = torch.int64 if tensor is None else tensor.dtype
+            # The median is 0 if compiling the reference changed nothing. The policy's graph may still round otherwise.
             self.least[name] = max(median, torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
 
 
@@ -103,11 +107,14 @@ def distances(expected: Tensors, actual: Tensors) -> dict[str, float]:
 def _distance(expected: torch.Tensor | None, actual: torch.Tensor | None) -> float:
     if expected is None or actual is None:
         return 0.0 if expected is actual else math.inf
+    # A gradient may be NaN without checkpointing, too. A NaN that is only on one side is a fault.
     if expected.shape != actual.shape or not torch.equal(expected.isnan(), actual.isnan()):
         return math.inf
+    # torch.equal says that NaN differs from itself.
     expected, actual = expected.nan_to_num(), actual.nan_to_num()
     if torch.equal(expected, actual):
         return 0.0
+    # In bf16 the difference would be rounded itself, and torch does not subtract booleans.
     expected, actual = expected.double(), actual.double()
     return _norm(expected - actual) / max(_norm(expected), _norm(actual))
 
@@ -126,7 +133,8 @@ def deterministic_kernels() -> Iterator[None]:
     mode = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.set_deterministic_debug_mode("error")
-    _fill_memory(False)  # torch fills new memory with NaN by default: that takes time, and nothing here reads it
+    # torch fills new memory with NaN by default. That takes time, and nothing here reads it.
+    _fill_memory(False)
     try:
         yield
     finally:
@@ -155,5 +163,6 @@ def deterministic_runs(step: Callable[[], Tensors]) -> tuple[Runs | None, str]:
         with deterministic_kernels():
             runs = two_runs(step)
     except RuntimeError as error:
+        # The rest of torch's message is about a switch that the user did not set.
         return None, str(error).partition(", but you set")[0].partition("\n")[0]
     return (None if runs.is_noisy else runs), ""

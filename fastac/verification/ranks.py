@@ -45,12 +45,14 @@ class ComparedSteps:
             # The first step compiled, and the profiler counted the calls that dynamo made while it traced.
             self.expected = reference_step(True)
         self.kernels, self.is_deterministic, self.remark = self.expected.kernels, False, ""
+        # `expected` stays for its figures. With its tensors, two references would be held once `runs` is replaced.
         tensors = self.expected.take_tensors()
         if not with_buffers:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("buffer ")}
         self.runs = Runs(tensors)
         self.later = self._add_policy(True)
         """The step of the policy from which the figures are taken."""
+        # Every rank takes part in both exchanges, whatever it found itself: the others would wait for it.
         differs = group.any(bool(self.runs.different))
         self.is_compiled = group.any(bool(self.runs.different) and self.later.in_graph)
         if self.is_compiled:
@@ -64,6 +66,7 @@ class ComparedSteps:
         The first one is observed, and it compiles what is compiled. All later steps of training are like the second.
         """
         self.forget()
+        # Only the second step is kept, for its figures. The memory of this one is free at once.
         self.runs.add("first", self.policy_step(is_counted).tensors)
         later = self.policy_step(is_counted)
         self.runs.add("later", later.take_tensors())
@@ -105,6 +108,7 @@ class ComparedSteps:
             return deterministic.take_tensors()
 
         runs, refused = deterministic_runs(step)
+        # SDPA may take flash attention for cuDNN's here. The result names the kernels that were compared.
         if runs is not None:
             self.kernels = kernels
         # torch refuses cuBLAS without this variable; pytorch/pytorch#161749 is about removing the check.
@@ -121,6 +125,7 @@ class ComparedSteps:
         allowed the median change. All runs of the reference come first, since going back and forth would compile each
         time. All steps of the policy run one graph.
         """
+        # An eager run shows by how much compilation changes the reference.
         with torch.compiler.set_stance("force_eager"):
             self._add_reference()
         while self.group.any(self.runs.count < FEWEST):
@@ -132,5 +137,6 @@ class ComparedSteps:
             if not self.group.any(bool(self.runs.broken())):
                 break
             tensors = self.policy_step(False).tensors
+            # An observed step and a later one run the same graph, so each run counts for both.
             for what in ("first", "later"):
                 self.runs.add(what, tensors)

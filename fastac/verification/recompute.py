@@ -68,6 +68,7 @@ class RecomputeProfile:
         return render(table)
 
 
+# Weak keys: a profile does not keep its model alive.
 latest: weakref.WeakKeyDictionary[torch.nn.Module, RecomputeProfile] = weakref.WeakKeyDictionary()
 """The profile of the latest `verify` of each model, for its report."""
 
@@ -81,11 +82,14 @@ def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recomput
     """
     if not any(event.name() == RECOMPUTE for event in events):
         return None
+    # The dispatcher does not list higher-order ops, so those that have a row are added.
     bound = {name_of(op.op): op.is_attention for op in registry.present_ops()}
+    # The profiler names an op without its overload.
     ops = {name.partition(".")[0] for name in op_names()} | bound.keys()
     functions: dict[str, bool] = {}
     for name, is_known in _functions(torch.autograd.Function):
-        functions[name] = is_known and functions.get(name, True)  # several classes may have the same name
+        # Several classes may have the same name. It is known only if all of them are.
+        functions[name] = is_known and functions.get(name, True)
     op_times: Counter[str] = Counter()
     device_times: Counter[str] = Counter()
     launched: dict[int, str] = {}  # correlation id -> the outermost op or Function that launched the kernel
@@ -99,16 +103,22 @@ def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recomput
         if event.device_type().name != "CPU":
             on_device.append(event)
         elif name == RECOMPUTE:
-            spans[thread] = max(event.end_ns(), spans.get(thread, 0))  # a nested region ends before the outer one
+            # A nested region ends before the outer one, which goes on.
+            spans[thread] = max(event.end_ns(), spans.get(thread, 0))
+        # Events are sorted by their start, outer ones first: the end of the latest recompute says what is inside it.
         elif event.start_ns() < spans.get(thread, 0):
             end, top = tops.get(thread, (0, ""))
+            # Only the outermost op or Function counts: its time contains the times of those inside it.
             if event.start_ns() >= end:
                 if name == "CompiledFunction" or not (name in ops or name in functions or name == COMPARISON):
-                    continue  # a range that the user recorded, or compiled code: the ops inside count
+                    # A range that the user recorded is not an op. Of compiled code, the ops inside it count.
+                    continue
+                # The comparison of values is fastac's work, not the block's: nothing inside it counts.
                 top = "" if name == COMPARISON else name
                 tops[thread] = event.end_ns(), top
                 if top:
                     op_times[top] += event.duration_ns()
+            # A kernel runs after the op that launched it has returned. The correlation id leads back to that op.
             launched[event.correlation_id()] = top
             if bound.get(name):
                 inside.setdefault(top, Counter())[name] += event.duration_ns()
@@ -119,8 +129,10 @@ def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recomput
     marks = {}
     for name, time in op_times.items():
         is_known = _is_known(name) or name in bound if "::" in name else functions[name]
-        # A user's Function that spends most of its time in a known attention is known as well.
+        # A user's Function that spends most of its time in a known attention is known as well. With less, it may hide
+        # another kernel beside that attention.
         if name in inside and (is_known or 2 * inside[name].total() > time):
+            # Under `min_kv`, some calls of an op are saved and others run again: the op is saved only if none ran.
             saved = all(answered.get(op, 0) >= called[op] for op in inside[name])
             marks[name] = "saved" if saved else "known"
         else:
@@ -131,6 +143,7 @@ def recompute_of(events: Sequence[Any], answered: Mapping[str, int]) -> Recomput
 def _is_known(op: str) -> bool:
     """Whether an op is torch's, or a row says that it is not attention."""
     namespace, _, name = op.partition("::")
+    # What torch's own ops do is known: only ops of others can hide an attention by a neutral name.
     return namespace in TORCH_NAMESPACES or registry.is_other(namespace, name)
 
 

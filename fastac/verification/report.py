@@ -225,6 +225,7 @@ def check_whole(model: object, call: str) -> torch.nn.Module:
     """The model inside its wrappers, as `check_module`. Raises FastacError also if only a part of it is enabled."""
     module = check_module(model, call)
     parts = [name for name, inner in module.named_modules() if enabled_on(inner) is not None]
+    # Figures of the whole model would be those of another policy than the one that trains the part.
     if parts and "" not in parts:
         raise FastacError(
             f"{call}: fastac is enabled on a part of {class_name(module)}, not on the whole of it. Pass that part: "
@@ -237,6 +238,7 @@ def _container_report(
     container: BlockContainer, enabled: Enabled | None, in_graphs: Mapping[str, list[Call]]
 ) -> ContainerReport:
     compiled = {name: in_graphs[name] for name in container.blocks if name in in_graphs}
+    # A graph runs these blocks now. Their latest region is of an earlier, eager step.
     states = block_states(block for name, block in container.blocks.items() if name not in compiled)
     seen = [state for state in states if state.latest is not None]
     results: list[Any] = [state.latest for state in seen]
@@ -246,6 +248,7 @@ def _container_report(
     parts = [state.communication for state in seen if state.communication is not None]
     saved = sum(call.saved for call in calls)
     names = []
+    # If all blocks have one policy, the heading of the report says it.
     if enabled is not None and isinstance(enabled.policy, BlockPolicies):
         names = [enabled.policy_of(block).name for block in container.blocks.values()]
     return ContainerReport(
@@ -294,7 +297,8 @@ def _problem(model: torch.nn.Module, enabled: Enabled | None, seen: bool) -> str
     earlier = ". The table is of the latest step under fastac." if seen else ""
     if enabled is None:
         if seen and not hasattr(model, "enable_gradient_checkpointing"):
-            return ""  # the model calls fastac.checkpoint itself
+            # The model calls fastac.checkpoint itself, which is no problem.
+            return ""
         return (
             "fastac.enable(model) was not called, or was undone; under patch_checkpoint the log says what is saved"
             + earlier

@@ -46,9 +46,12 @@ def executed_attention(on_device: bool = False) -> Iterator[Executed]:
     answered: Counter[str] = Counter()
     process.replayed_calls.append(answered)
     try:
+        # fastac does not count at BackendSelect: another package may have taken that key of an op, and calls would be
+        # missed.
         with profiler(activities=supported_activities() if on_device else [ProfilerActivity.CPU]) as profiled:
             yield ran
     finally:
+        # `list.remove` compares by value, and could take another counter with the same counts.
         process.replayed_calls[:] = [counter for counter in process.replayed_calls if counter is not answered]
     names = {name_of(op.op) for op in registry.present_ops() if op.is_attention}
     ends: Counter[tuple[int, str]] = Counter()  # thread and op -> the end of the last counted call
@@ -94,6 +97,7 @@ def fresh(inputs: Any) -> Any:
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            # Backward writes gradients into these leaves, so the user's inputs keep theirs.
             return value.detach().clone().requires_grad_(value.requires_grad)
         return value if isinstance(value, torch.nn.Module) else copy.deepcopy(value)
 
@@ -107,10 +111,12 @@ def run_step(
 
     is_counted: whether attention kernels are counted, by torch's profiler. That takes most of a small step's time.
     """
+    # With None, a parameter that gets no gradient differs from a parameter whose gradient is zero.
     model.zero_grad(set_to_none=True)
     args, kwargs = fresh((args, kwargs))
     regions: list[RegionResult] = []
     for state in block_states(model.modules()):
+        # If this step offloads nothing, the copies of an earlier step would be reported as its own.
         state.transfers = None
     process.collectors.append(regions)
     try:
@@ -127,14 +133,17 @@ def run_step(
                 raise FastacError(f"verify: no output of {class_name(model)} requires grad, so there is no gradient")
             with _counting(is_counted, on_device=outputs[0].device.type != "cpu") as backward:
                 torch.stack([(t.float() * w).sum() for t, w in differentiable]).sum().backward()
+            # Buffers are read inside the context, which restores them when it ends.
             written = {f"buffer {name}": buffer.detach().clone() for name, buffer in buffers.written().items()}
     finally:
+        # `list.remove` compares by value, and all empty lists are equal.
         process.collectors[:] = [collector for collector in process.collectors if collector is not regions]
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
     tensors |= {f"gradient of {name}": _local(parameter.grad) for name, parameter in model.named_parameters()}
     leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
     tensors |= {f"gradient of input {i}": _local(leaf.grad) for i, leaf in enumerate(leaves)}
     tensors |= written
+    # `tensors` holds these gradients. With None, the next backward makes new ones and leaves these as they are.
     model.zero_grad(set_to_none=True)
     return Step(
         tensors,
@@ -159,5 +168,6 @@ def _local(tensor: Any) -> Any:
 
 def floating(outputs: Any) -> list[torch.Tensor]:
     """All floating-point tensors among a model's outputs, in order."""
+    # pytree takes a mapping of a class that it does not know for one leaf.
     leaves = tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]

@@ -34,6 +34,7 @@ def width() -> int:
 
 def wrapped(text: str) -> str:
     """Break the lines of a text between words if they are wider than the terminal."""
+    # Without `or`, empty lines would be lost: textwrap makes no line of them.
     lines = (textwrap.wrap(line, width(), break_on_hyphens=False) or [line] for line in text.splitlines())
     return "\n".join(part for parts in lines for part in parts)
 
@@ -53,7 +54,9 @@ def console(**options: Any) -> Console:
 def render(table: Table) -> str:
     """A table as plain text, no wider than the terminal: a text too long for its column continues in the next line."""
     for column in table.columns:
+        # By default rich cuts a long word, such as the name of an op, and ends it with an ellipsis.
         column.overflow = "fold"
     text = io.StringIO()
+    # A report is pasted into logs and issues: it has no colors and no escape codes.
     console(file=text, width=width(), force_terminal=False, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

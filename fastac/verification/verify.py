@@ -168,6 +168,7 @@ def verify(
     try:
         return group.run(lambda: _Verifier(group, model, args, kwargs, policy, blocks, reference, per_block).verify())
     except OtherRankFailed as failed:
+        # All ranks raise the same class, so that the `except` of a training script does the same on each of them.
         error_class = getattr(errors, failed.error_name, FastacError)
         raise error_class(f"verify failed on another rank. {failed}") from None
 
@@ -193,7 +194,9 @@ class _Verifier:
         prepare()
         enabled = hook.enabled_on(self.inner)
         self.is_enabled = enabled is not None
+        # A block that is trained with "none" would raise here under the comparison by value.
         self.determinism_check = "default" if enabled is None else enabled.determinism_check
+        # The policy's steps enable the model anew, so they take the blocks that it was enabled with.
         if enabled is not None and enabled.host.forwards and self.blocks is None:
             self.blocks = list(enabled.blocks.values())
         if enabled is None and torch.utils.checkpoint.checkpoint is not torch_checkpoint:
@@ -234,6 +237,7 @@ class _Verifier:
     def _reference_step(self, is_counted: bool) -> Step:
         """A step of the whole model without fastac."""
         hook.disable(self.inner)
+        # A trainer's CheckpointWrappers would checkpoint the reference, too.
         with checkpoint_wrappers.idle(self.inner):
             if self.blocks is not None and self.reference == "full":
                 self._enable("full")
@@ -242,6 +246,7 @@ class _Verifier:
             elif self.blocks is None:
                 self.inner.disable_gradient_checkpointing()
             step = run_step(self.model, self.model, self.args, self.kwargs, is_counted)
+            # `_policy_step` enables the model only if nothing is enabled on it.
             hook.disable(self.inner)
         return step
 
@@ -267,6 +272,7 @@ class _Verifier:
         with checkpoint_wrappers.idle(self.inner):
             self.inner.enable_gradient_checkpointing(functools.partial(_captured, regions))
             _run_forward(self.model, self.args, self.kwargs)
+        # Ranks exchange what they found in each block: a rank with fewer blocks would leave the others waiting.
         if not self.group.agree(len(regions)):
             raise FastacError("verify(per_block=True): ranks have different numbers of blocks. Verify without it.")
         if not regions:
@@ -290,6 +296,7 @@ class _Verifier:
         with_buffers = self.reference != "full"
         compared = ComparedSteps(self.group, reference_step, policy_step, self._forget_kinds, with_buffers)
         runs, expected, later = compared.runs, compared.expected, compared.later
+        # The message lists only the first five: the largest differences.
         broken = sorted(runs.broken(), key=lambda name: -runs.different[name])
         saved = [call for call in later.calls if call.saved]
         # Attention kernels of the backward itself, as of diffusers' context parallelism.
@@ -303,6 +310,7 @@ class _Verifier:
             compared=len(runs.reference),
             different=tuple(runs.different),
             largest_difference=max(runs.different.values(), default=0.0),
+            # If results are broken, the message compares them with their own noise, not with that of other results.
             noise=max((runs.noise[name] for name in broken or runs.noise), default=0.0),
             broken=tuple(broken),
             reference_executions=expected.executions,
@@ -345,10 +353,12 @@ def _together(parts: list[Verification], policy: str) -> Verification:
             return tuple(dict.fromkeys(kernel for kernels in values for kernel in kernels))
         if name in ("different", "broken"):
             return tuple(f"block {number}: {result}" for number, results in enumerate(values) for result in results)
+        # The remark may be of any block: an op of only one block may lack a deterministic kernel.
         if isinstance(values[0], str):
             return next(filter(None, values), "")
         if isinstance(values[0], tuple):
             return tuple(map(sum, zip(*values, strict=True)))
+        # A bool is an int in Python, and must not be summed. Of differences and noise, the largest counts.
         return max(values) if name == "runs" or isinstance(values[0], (bool, float)) else sum(values)
 
     names = [field.name for field in dataclasses.fields(Verification)]
@@ -372,7 +382,9 @@ def _raise_if_broken(result: Verification) -> None:
         raise PolicyNotAppliedError(
             f"{under}: {max(again, 0)} attention kernels that were to be saved ran again in backward.\n{result}"
         )
+    # Under `min_kv`, and if blocks have policies of their own, it may be right that no call was saved.
     saves_all = result.policy.startswith("attn_only") and "min_kv" not in result.policy
+    # If no known attention ran, the counts are equal and prove nothing.
     if "attn_only" in result.policy and (ran == 0 or (saves_all and result.saved == 0)):
         raise PolicyNotAppliedError(
             f"{under}: {ran} known attention kernels ran, and none was saved.\n"
@@ -387,7 +399,8 @@ def _run_forward(model: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     with contextlib.ExitStack() as stack, torch.enable_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-                stack.enter_context(module.no_sync())  # without it, the next forward waits for a backward
+                # Without no_sync, the next forward would wait for a backward.
+                stack.enter_context(module.no_sync())
         return model(*args, **kwargs)
 
 
@@ -412,7 +425,8 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     before = [(state, dataclasses.replace(state)) for _, state in states if state is not None]
     enabled = hook.enabled_on(model)
     hook.disable(model)
-    switches = switches_of(model)  # after `disable`: the flags of the model's own checkpointing
+    # These are the flags of the model's own checkpointing, so they are read after `disable`.
+    switches = switches_of(model)
     # What other models of the process observed stays as it is. Kinds are by block: verify proves each block.
     results, process.kinds, process.kinds_are_of_one_block = process.kinds, weakref.WeakKeyDictionary(), True
     try:
@@ -421,15 +435,19 @@ def _as_found(model: torch.nn.Module) -> Iterator[None]:
     finally:
         process.kinds, process.kinds_are_of_one_block = results, False
         try:
-            hook.disable(model)  # raises if somebody wrapped a forward meanwhile
+            # This raises if somebody wrapped a forward meanwhile. The inner `finally` restores gradients even then.
+            hook.disable(model)
+            # These come before `attach`, which sets the same switches for fastac.
             for switch in switches:
                 switch.restore()
             if enabled is not None:
                 enabled.attach()
         finally:
             for state, earlier in before:
+                # Regions hold the state objects, so their values are put back, not the objects.
                 vars(state).update(vars(earlier))
             for module, known in states:
+                # The report would count a state that verify made as that of a block that trained.
                 if known is None:
                     forget_state(module)
             for parameter, gradient in gradients:
